@@ -640,12 +640,9 @@ def _with_aux_loss(model: Any, loss: Tensor, aux_loss: Tensor | None, weight: fl
                 "router_aux_loss_coef: the forward computed no auxiliary loss; set output_router_logits=True"
             )
         return loss
-    text_config = model.config.get_text_config()
-    for owner, name in (
-        (model, "router_aux_loss_coef"),
-        (model, "aux_loss_coef"),
-        (text_config, "router_aux_loss_coef"),
-    ):
+    config = model.config.get_text_config()
+    owners = ((model, "router_aux_loss_coef"), (model, "aux_loss_coef"), (config, "router_aux_loss_coef"))
+    for owner, name in owners:
         weight = getattr(owner, name, None) if weight is None else weight
     if weight is None:
         raise IntegrationError(

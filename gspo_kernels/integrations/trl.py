@@ -15,7 +15,7 @@ import types
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -71,28 +71,26 @@ def _sequence_ratios(batch: PolicyBatch) -> Tensor:
     return batch.per_token(batch.sequence_log_ratio())
 
 
-@dataclass(frozen=True)
-class _SequenceCISPO(CISPO):
-    """CISPO whose ratio is GSPO's: TRL's ``importance_sampling_level="sequence"``."""
+class _SequenceRatio:
+    """Makes an objective's ratio GSPO's: TRL's ``importance_sampling_level="sequence"``."""
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"  # type: ignore[assignment]
-    factorizes: ClassVar[bool] = True
-
-    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
-        return super().evaluate(dataclasses.replace(batch, log_ratio=_sequence_ratios(batch)))
-
-
-@dataclass(frozen=True)
-class _SequenceSAPO(SAPO):
-    """SAPO whose ratio is GSPO's: TRL's ``importance_sampling_level="sequence"``."""
-
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"  # type: ignore[assignment]
-    factorizes: ClassVar[bool] = True
+    coefficient_scope: ClassVar[Any] = "sequence"
+    factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
-        return super().evaluate(dataclasses.replace(batch, log_ratio=_sequence_ratios(batch)))
+        whole = dataclasses.replace(batch, log_ratio=_sequence_ratios(batch))
+        return super().evaluate(whole)  # type: ignore[misc, no-any-return]
+
+
+@dataclass(frozen=True)
+class _SequenceCISPO(_SequenceRatio, CISPO):
+    """CISPO with it."""
+
+
+@dataclass(frozen=True)
+class _SequenceSAPO(_SequenceRatio, SAPO):
+    """SAPO with it."""
 
 
 @dataclass(frozen=True)
@@ -225,17 +223,15 @@ class _Box:
         self.output: Any = None
 
     @classmethod
-    def call(cls, model: Any, arguments: dict[str, Any], **inputs: Any) -> SimpleNamespace:
+    def call(cls, model: Any, arguments: dict[str, Any], **inputs: Any) -> Any:
         """The fused forward's output, in its own dtype, with the gradient of what the wrappers returned."""
         box = cls(arguments)
         returned = model(**inputs, boxed=box)
 
-        values = {name: getattr(box.output, name) for name in ("loss", "logprobs", "entropy", "aux_loss")}
-        values = {
-            name: None if value is None else unrounded(value, getattr(returned, name))
-            for name, value in values.items()
-        }
-        return SimpleNamespace(**values, metrics=box.output.metrics)
+        for name in ("loss", "logprobs", "entropy", "aux_loss"):
+            if (value := getattr(box.output, name)) is not None:
+                setattr(box.output, name, unrounded(value, getattr(returned, name)))
+        return box.output
 
 
 def _take_boxes(model: Any) -> None:

@@ -31,7 +31,6 @@ class ABCGRPO(Objective):
     negative_high: float = 0.2
 
     coefficient_scope = "token"
-    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -227,8 +227,8 @@ class Objective(ABC):
     coefficient_scope: ClassVar[Literal["nothing", "token", "turn", "sequence", "group", "batch"]]
     """What dLoss/dlogprob of one token depends on besides masks, lengths, weights and advantages."""
 
-    level: ClassVar[Literal["token", "sequence"]]
-    """The shape of what ``evaluate`` returns."""
+    level: ClassVar[Literal["token", "sequence"]] = "token"
+    """The shape of what ``evaluate`` returns: tokens or [B]."""
 
     needs: ClassVar[tuple[str, ...]] = ()
     """Optional arguments of the losses that this objective can't do without."""
@@ -331,8 +331,9 @@ def from_spec(spec: str) -> Objective:
 
 def require_clip_range(low: float, high: float, dual: float | None) -> None:
     """Check PPO-style clip options: 0 <= low <= 1, 0 <= high, dual > 1 + high."""
-    require_numbers(0.0, 1.0, clip_low=low)
-    require_numbers(clip_high=high)
+    require_numbers(clip_low=low, clip_high=high)
+    if low > 1.0:
+        raise ValueError(f"clip_low: got {low}, expected at most 1: ratios are never below 1 - 1 = 0")
     if dual is not None and not checks.number("dual_clip", dual) > 1.0 + high:
         raise ValueError(
             f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"

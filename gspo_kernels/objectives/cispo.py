@@ -33,7 +33,6 @@ class CISPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
-    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,7 +47,6 @@ class ClipCov(Objective):
     seed: int = 0
 
     coefficient_scope = "batch"
-    level = "token"
     # a token without advantage still enters the covariance of the others
     zero_advantage_is_inactive = False
     ratio_only = False

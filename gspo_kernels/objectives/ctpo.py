@@ -33,7 +33,6 @@ class CTPO(Objective):
     log_dual_clip: float | None = None
 
     coefficient_scope = "sequence"
-    level = "token"
     needs_token_order = True
 
     def __post_init__(self) -> None:

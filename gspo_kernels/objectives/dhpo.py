@@ -44,7 +44,6 @@ class DHPO(Objective):
     sequence_clip_high: float = 4e-4
 
     coefficient_scope = "sequence"
-    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,7 +39,6 @@ class DPPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
-    level = "token"
     ratio_only = False
 
     def __post_init__(self) -> None:

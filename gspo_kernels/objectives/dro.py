@@ -27,7 +27,6 @@ class DRO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
-    level = "token"
     zero_advantage_is_inactive = False
 
     def __post_init__(self) -> None:

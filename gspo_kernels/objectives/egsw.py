@@ -41,7 +41,6 @@ class EGSW(Objective):
     temperature: float = 1.0
 
     coefficient_scope = "group"
-    level = "token"
     needs = ("entropy", "group_ids")
     # a sequence without advantage still enters the weights of the others
     zero_advantage_is_inactive = False

@@ -17,10 +17,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((a == 0) | (b == 0), torch.zeros_like(a * b), a * b)
 
 
-def _reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:
-    return grad if grad.shape == shape else grad.sum_to_size(shape)
-
-
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -32,8 +28,8 @@ class _Multiply(torch.autograd.Function):
         a, b = ctx.saved_tensors
         need_a, need_b = ctx.needs_input_grad
         return (
-            _reduce_to(_product(grad, b), a.shape) if need_a else None,
-            _reduce_to(_product(grad, a), b.shape) if need_b else None,
+            _product(grad, b).sum_to_size(a.shape) if need_a else None,
+            _product(grad, a).sum_to_size(b.shape) if need_b else None,
         )
 
 

@@ -20,7 +20,6 @@ class GPG(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "nothing"
-    level = "token"
     factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:

@@ -56,10 +56,6 @@ class Groups:
         weights = torch.where(self.present, table, -torch.inf).softmax(1)
         return torch.where(self.present, weights, 0.0)
 
-    def both_present(self) -> Tensor:
-        """[groups, size, size]: both places hold a sequence."""
-        return self.present.unsqueeze(2) & self.present.unsqueeze(1)
-
 
 def reference_log_ratio(batch: PolicyBatch) -> Tensor:
     """Tokens: ``token_weights * (logprobs - ref_logprobs)``."""
@@ -116,7 +112,7 @@ class Pairwise(Objective):
         return groups.flat(pairs.any(1) | pairs.any(2))
 
     def _pairs(self, groups: Groups, values: Tensor) -> Tensor:
-        return self.pairs(values) & groups.both_present()
+        return self.pairs(values) & groups.present.unsqueeze(2) & groups.present.unsqueeze(1)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per sequence: half of each of its pairs."""

@@ -32,7 +32,6 @@ class KLCov(Objective):
     ppo_kl_coef: float = 1.0
 
     coefficient_scope = "batch"
-    level = "token"
     zero_advantage_is_inactive = False
     ratio_only = False
 

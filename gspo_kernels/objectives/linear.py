@@ -22,7 +22,6 @@ class Linear(Objective):
     aggregation: str = "sum"
 
     coefficient_scope = "nothing"
-    level = "token"
     needs = ("token_weights",)
     needs_advantages = False
     zero_advantage_is_inactive = False

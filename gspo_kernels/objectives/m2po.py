@@ -34,7 +34,6 @@ class M2PO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "batch"
-    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,7 +40,6 @@ class ClippedRatio(Objective):
     dual_clip: float | None = None
 
     ratio_level: ClassVar[Literal["token", "turn", "sequence"]]
-    level: ClassVar[Literal["token", "sequence"]] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

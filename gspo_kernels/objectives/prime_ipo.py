@@ -35,7 +35,6 @@ class PrimeIPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
-    level = "token"
     ratio_only = False
 
     def __post_init__(self) -> None:

@@ -27,7 +27,6 @@ class SAPO(Objective):
     tau_negative: float = 1.05
 
     coefficient_scope = "token"
-    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,7 +29,6 @@ class TOPR(Objective):
     aggregation: str = "sequence_mean_token_sum"
 
     coefficient_scope = "sequence"
-    level = "token"
     factorizes = True
 
     def __post_init__(self) -> None:

@@ -36,7 +36,6 @@ class VESPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "sequence"
-    level = "token"
     factorizes = True
 
     def __post_init__(self) -> None:
