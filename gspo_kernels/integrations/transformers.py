@@ -231,24 +231,17 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     transform = lm_head.logit_scale, lm_head.softcap
     compare = state.checked_transform != transform
     call = functools.partial(forward, *args, **kwargs)
-    outputs, loss, *per_token, metrics = _run_with_loss(
-        model, lm_head, call, labels, options, scores, state.fp32_head, compare
-    )
+    outputs, values = _run_with_loss(model, lm_head, call, labels, options, scores, state.fp32_head, compare)
     state.checked_transform = transform
-    if packed:
-        per_token = [None if x is None else x.unsqueeze(0) for x in per_token]
-    logprobs, entropy = (None if x is None else x[:, virtual:] for x in per_token)
+    for name in values.keys() & {"logprobs", "entropy"}:
+        values[name] = (values[name].unsqueeze(0) if packed else values[name])[:, virtual:]
     aux_loss = getattr(outputs, "aux_loss", None)
+    if "loss" in values:
+        values["loss"] = _with_aux_loss(model, values["loss"], aux_loss, aux_weight)
     cache = "cache" if hasattr(outputs, "cache") else "past_key_values"
     others = (cache, "hidden_states", "attentions", "router_logits")
-    return _output_class()(
-        loss=None if loss is None else _with_aux_loss(model, loss, aux_loss, aux_weight),
-        logprobs=logprobs,
-        entropy=entropy,
-        metrics=metrics,
-        aux_loss=aux_loss,
-        **{name: getattr(outputs, name, None) for name in others},
-    )
+    values |= {name: getattr(outputs, name, None) for name in others}
+    return _output_class()(aux_loss=aux_loss, **values)
 
 
 # The arguments of a fused call.
@@ -453,7 +446,7 @@ def _run_with_loss(
     scores: bool,
     fp32_head: bool,
     compare: bool,
-) -> tuple[Any, Tensor | None, Tensor, Tensor | None, dict[str, Tensor] | None]:
+) -> tuple[Any, dict[str, Any]]:
     """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scores``.
 
     Args:
@@ -468,15 +461,14 @@ def _run_with_loss(
             of made-up logits with the transform that the loss applies.
 
     Returns:
-        The outputs of ``forward``, the loss or None, log-probs, entropy or None, metrics or None.
+        The outputs of ``forward``, and of "loss", "logprobs", "entropy" and "metrics" what was computed.
     """
     head, test_logits = head_module(model), torch.empty(0)
     head_forward = head.forward
-    results: list[Tensor] = []
-    metrics: dict[str, Tensor] | None = None
+    computed: dict[str, Any] = {}
 
     def product(hidden: Tensor) -> tuple[Tensor, ...]:
-        nonlocal metrics, test_logits
+        nonlocal test_logits
         weight, bias, lora = head.weight, None if lm_head.bias is None else head.bias, weight_of(head)
         _check_gathered(head)
         if not _split_by_vocabulary(weight, bias):
@@ -498,13 +490,10 @@ def _run_with_loss(
         head_options = lm_head.options() | {"bias": bias} | options
         product_of: Any = lora._replace(weight=weight) if isinstance(lora, LoRAHead) else weight
         with nullcontext() if autocast else torch.autocast(device, enabled=False):
-            if scores:
-                computed: Any = linear_token_logprobs(hidden, product_of, labels, **head_options)
-            else:
-                computed = fused_linear_policy_loss(hidden, product_of, labels, **head_options)
-                metrics, computed = computed.metrics, computed[:3]
-        results[:] = [x for x in computed if x is not None]
-        return tuple(results)
+            function: Any = linear_token_logprobs if scores else fused_linear_policy_loss
+            result = function(hidden, product_of, labels, **head_options)
+        computed.update({name: value for name, value in result._asdict().items() if value is not None})
+        return tuple(value for name, value in computed.items() if name != "metrics")
 
     with _replaced_product(head, product, lambda output: test_logits) as calls:
         outputs = forward()
@@ -512,9 +501,10 @@ def _run_with_loss(
         raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
     if compare:
         _compare_logits(lm_head, test_logits, outputs.logits)
-    values = [unrounded(*pair) for pair in zip(results, calls[0], strict=True)]
-    loss = None if scores else values.pop(0)
-    return outputs, loss, values[0], values[1] if len(values) > 1 else None, metrics
+    names = [name for name in computed if name != "metrics"]
+    for name, hooked in zip(names, calls[0], strict=True):
+        computed[name] = unrounded(computed[name], hooked)
+    return outputs, computed
 
 
 @contextmanager
