@@ -11,7 +11,6 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,25 +18,13 @@ from torch import Tensor
 
 from gspo_kernels import checks, objectives
 from gspo_kernels.exact import exact
-from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.off_policy import rollout_weights
 
 ROUNDING = 16
 """Advantages of one sequence count as equal where they differ by at most so many roundings of their dtype."""
-
-
-def refuse_other_versions(distribution: str, specifier: str) -> None:
-    """Raise IntegrationError if the framework is installed at a version outside ``specifier``.
-
-    Not being installed is no error: nothing of the framework is imported.
-    """
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return
-    require_package(distribution, specifier)
 
 
 def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, ...]) -> Objective:

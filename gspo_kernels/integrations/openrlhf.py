@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.integrations import hooks
+from gspo_kernels.integrations.errors import require_package
 from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
@@ -56,7 +57,7 @@ class PolicyLoss(torch.nn.Module):
 
     def __init__(self, objective: Objective = GSPO(), *, correction: RolloutCorrection | None = None) -> None:
         super().__init__()
-        hooks.refuse_other_versions("openrlhf", SUPPORTED)
+        require_package("openrlhf", SUPPORTED, optional=True)
         self.objective = hooks.check_objective(objective, "OpenRLHF", divides_by=("sequences", "tokens"))
         self.correction = hooks.check_correction(correction)
         self.metrics: dict[str, Tensor] = {}

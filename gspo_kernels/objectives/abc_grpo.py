@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_bounds, require_numbers
 from gspo_kernels.objectives.parts import by_sign, surrogate
 
 
@@ -40,12 +39,10 @@ class ABCGRPO(Objective):
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
         log_ratio = batch.log_ratio
-        log_low = by_sign(batch, _log1p(-self.positive_low), _log1p(-self.negative_low))
-        log_high = by_sign(batch, _log1p(self.positive_high), _log1p(self.negative_high))
+        positive_low, positive_high, _ = log_bounds(self.positive_low, self.positive_high, None)
+        negative_low, negative_high, _ = log_bounds(self.negative_low, self.negative_high, None)
+        log_low = by_sign(batch, positive_low, negative_low)
+        log_high = by_sign(batch, positive_high, negative_high)
         low, high = log_ratio < log_low, log_ratio > log_high
         bounded = torch.where(low, log_low, torch.where(high, log_high, log_ratio))
         return surrogate(batch, finite.exp(bounded), log_ratio, low, high)
-
-
-def _log1p(x: float) -> float:
-    return math.log1p(x) if x > -1.0 else -math.inf

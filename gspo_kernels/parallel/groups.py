@@ -84,18 +84,12 @@ class Parallel:
         """
         if self.tp_group is not None or self.cp_group is not None:
             refuse_groups(in_force(batch_invariant), cp_group=self.cp_group, tp_group=self.tp_group)
-        unusable = {
-            "tp_group": self.tp_group is not None,
-            "vocab_range": self.vocab_range is not None,
-            "reduce_hidden_grad": not self.reduce_hidden_grad,
-            "sequence_parallel": self.sequence_parallel,
-            "cp_group": self.cp_group is not None,
-        }
-        for name, is_set in unusable.items():
-            if is_set and name not in usable:
+        for name, value in vars(self).items():
+            default = getattr(Parallel, name)
+            if value != default and name not in usable:
                 raise ValueError(
-                    f"{name}: {function} can't use it, expected {getattr(Parallel, name)}; of parallel it "
-                    f"takes {', '.join(usable)}"
+                    f"{name}: {function} can't use it, expected {default}; of parallel it takes "
+                    f"{', '.join(usable)}"
                 )
 
 
