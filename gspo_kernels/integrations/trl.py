@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gspo_kernels import checks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import SEQUENCE_RANGE
 from gspo_kernels.losses import policy_loss
@@ -48,7 +49,6 @@ _AGGREGATION = {
 }
 _CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
 _WINDOW_NORMALIZED = ("dapo", "cispo", "vespo")
-_LEVELS = ("token", "sequence")
 _SCORING = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 # GRPOConfig's name of each option of an objective
 _OPTION = {
@@ -121,18 +121,13 @@ def objective_of(args: Any) -> Objective:
         IntegrationError: an option has no equal here; the message names it as GRPOConfig does.
     """
     kind, level = args.loss_type, args.importance_sampling_level
-    for option, value, known in (
-        ("loss_type", kind, tuple(_AGGREGATION)),
-        ("importance_sampling_level", level, _LEVELS),
-    ):
-        if value not in known:
-            raise IntegrationError(f"{option}: got {value!r}, expected one of {', '.join(map(repr, known))}")
-    high = _epsilon_high(args)
-    at_sequence = level == "sequence"
-    shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
-    if kind == "dr_grpo":
-        shared["aggregation_constant"] = args.max_completion_length
+    high, at_sequence = _epsilon_high(args), level == "sequence"
     try:
+        checks.choice("loss_type", kind, tuple(_AGGREGATION))
+        checks.choice("importance_sampling_level", level, ("token", "sequence"))
+        shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
+        if kind == "dr_grpo":
+            shared["aggregation_constant"] = args.max_completion_length
         if kind == "cispo":
             return (_SequenceCISPO if at_sequence else CISPO)(max_ratio=high, **shared)
         if kind == "sapo":
@@ -190,16 +185,6 @@ def _check(args: GRPOConfig) -> None:
             "below 1 it is a factor on nearly every one; TRL recommends 5.0",
             stacklevel=3,
         )
-
-
-def _check_whole_sequences(parallelism: Any) -> None:
-    """Refuse sequences in parts, which TRL (1.16) refuses where its own arguments ask for them only."""
-    for name in ("cp_size", "sp_size"):
-        if (size := getattr(parallelism, name, 1)) > 1:
-            raise IntegrationError(
-                f"{name}: accelerate's ParallelismConfig has {size}, expected 1: GRPOTrainer generates and "
-                "scores whole sequences in each process"
-            )
 
 
 @dataclass
@@ -277,7 +262,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if args is not None:
             _check(args)
         super().__init__(model, reward_funcs, args, *more, **named)
-        _check_whole_sequences(self.accelerator.parallelism_config)
+        for name in ("cp_size", "sp_size"):  # TRL (1.16) looks at its own arguments alone
+            if (size := getattr(self.accelerator.parallelism_config, name, 1)) > 1:
+                raise IntegrationError(
+                    f"{name}: accelerate's ParallelismConfig has {size}, expected 1: GRPOTrainer generates "
+                    "and scores whole sequences in each process"
+                )
         self._objective = objective_of(self.args)
         for each in (self.model, self.ref_model):
             if each is not None:

@@ -6,19 +6,13 @@ from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels import checks
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import (
-    Objective,
-    ObjectiveLoss,
-    PolicyBatch,
-    ppo_clip,
-    require_clip_range,
-    require_numbers,
-)
+from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.groups import Groups
+from gspo_kernels.objectives.grpo import GRPO
 
 
 @dataclass(frozen=True)
-class EGSW(Objective):
+class EGSW(GRPO):
     """Entropy-Guided Sequence Weighting (arXiv 2503.22456), from second-hand text; a template: the paper's
     alpha and temperature were not read by us.
 
@@ -33,14 +27,11 @@ class EGSW(Objective):
         temperature: divides what the softmax is taken of; its default is ours.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     _: KW_ONLY
-    dual_clip: float | None = None
     alpha: float = 1.0
     temperature: float = 1.0
 
-    coefficient_scope = "group"
+    coefficient_scope = "group"  # type: ignore[assignment]
     needs = ("entropy", "group_ids")
     # a sequence without advantage still enters the weights of the others
     zero_advantage_is_inactive = False
@@ -48,7 +39,6 @@ class EGSW(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
         require_numbers(alpha=self.alpha)
         checks.number("temperature", self.temperature, positive=True)
 
@@ -58,7 +48,5 @@ class EGSW(Objective):
         groups = Groups.of(batch)
         merit = batch.per_sequence(batch.advantages) + self.alpha * batch.per_sequence(batch.entropy)
         weights = groups.flat(groups.softmax(groups.table(merit.detach() / self.temperature)))
-        advantages = batch.token_advantages()
-        loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-        loss = finite.mul(batch.per_token(weights), loss)
-        return ObjectiveLoss(batch.weighted(loss), batch.log_ratio, low, high)
+        plain = super().evaluate(batch)
+        return plain._replace(loss=finite.mul(batch.per_token(weights), plain.loss))

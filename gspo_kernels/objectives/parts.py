@@ -92,32 +92,23 @@ def running_sums(batch: PolicyBatch, values: Tensor, decay: float = 1.0, *, onwa
     return sums.flip(1) if onwards else sums
 
 
-def surrogate(
-    batch: PolicyBatch,
-    gain: Tensor,
-    log_ratio: Tensor,
-    clipped_low: Tensor | None = None,
-    clipped_high: Tensor | None = None,
-) -> ObjectiveLoss:
-    """The loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B]."""
+def surrogate(batch: PolicyBatch, gain: Tensor, log_ratio: Tensor, *clipped: Tensor | None) -> ObjectiveLoss:
+    """The loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B].
+
+    ``clipped`` are ``ObjectiveLoss.clipped_low`` and ``clipped_high``, where there are bounds.
+    """
     assert batch.advantages is not None
     advantages = batch.advantages if gain.ndim == 1 else batch.token_advantages()
     loss = -finite.mul(advantages, gain)
-    return ObjectiveLoss(batch.weighted(loss), log_ratio, clipped_low, clipped_high)
+    return ObjectiveLoss(batch.weighted(loss), log_ratio, *clipped)
 
 
 def policy_gradient(
-    batch: PolicyBatch,
-    weight: Tensor,
-    log_ratio: Tensor,
-    clipped_low: Tensor | None = None,
-    clipped_high: Tensor | None = None,
+    batch: PolicyBatch, weight: Tensor, log_ratio: Tensor, *clipped: Tensor | None
 ) -> ObjectiveLoss:
-    """The loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A``, whatever the weight is."""
-    return surrogate(
-        batch,
-        finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs()),
-        batch.per_token(log_ratio),
-        clipped_low,
-        clipped_high,
-    )
+    """The loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A``, whatever the weight is.
+
+    ``clipped``: see ``surrogate``.
+    """
+    gain = finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs())
+    return surrogate(batch, gain, batch.per_token(log_ratio), *clipped)

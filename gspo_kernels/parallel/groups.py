@@ -130,8 +130,11 @@ def rank_and_size(name: str) -> tuple[int, int]:
 
 def gathered(name: str, local: Tensor) -> Tensor:
     """Every rank's tensor of the same shape, [ranks, *shape]."""
-    every, work = begin_gather(name, local)
-    work.wait()
+    from torch.distributed import all_gather
+
+    group = _group(name)
+    every = local.new_empty(group.size(), *local.shape)
+    all_gather([*every.unbind()], local.contiguous(), group=group)
     return every
 
 
@@ -139,16 +142,6 @@ def gathered_numbers(name: str, device: torch.device, local: Sequence[int]) -> l
     """Every rank's whole numbers, as many on each; ``device`` is that of the call's tensors."""
     numbers = torch.tensor(local, dtype=torch.int64, device=side_channel(name, device))
     return [tuple(int(number) for number in row) for row in gathered(name, numbers).tolist()]
-
-
-def begin_gather(name: str, local: Tensor) -> tuple[Tensor, Work]:
-    """Begin to gather every rank's tensor of the same shape: [ranks, *shape], once the work is done."""
-    from torch.distributed import all_gather
-
-    group = _group(name)
-    every = local.new_empty(group.size(), *local.shape)
-    work: Work = all_gather([*every.unbind()], local.contiguous(), group=group, async_op=True)
-    return every, work
 
 
 def sum_(name: str, values: Tensor) -> Tensor:
