@@ -1,7 +1,5 @@
 """ABC-GRPO: bounds on both sides for either sign of the advantage."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """AGRO: the regularised reward should be the same for all responses of a group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -24,6 +24,7 @@ from gspo_kernels.objectives import finite
 from gspo_kernels.torch_internals import constant_when_traced, plain_constant
 from gspo_kernels.types import RatioClip
 
+Scope = Literal["nothing", "token", "turn", "sequence", "group", "batch"]
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
 
 
@@ -224,7 +225,7 @@ class Objective(ABC):
     aggregation: str = "sequence_mean"
     aggregation_constant: float | None = None
 
-    coefficient_scope: ClassVar[Literal["nothing", "token", "turn", "sequence", "group", "batch"]]
+    coefficient_scope: ClassVar[Scope]
     """What dLoss/dlogprob of one token depends on besides masks, lengths, weights and advantages."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"

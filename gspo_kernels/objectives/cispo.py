@@ -1,7 +1,5 @@
 """CISPO: a policy gradient weighted by the clipped ratio."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
 

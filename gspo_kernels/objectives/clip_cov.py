@@ -1,7 +1,5 @@
 """Clip-Cov: no gradient for a few tokens whose log-prob and advantage vary together."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """CTPO: the likelihood ratio of all tokens so far, clipped in a band that grows with the position."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
 

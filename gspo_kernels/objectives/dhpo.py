@@ -1,7 +1,5 @@
 """DHPO: token and sequence ratios, each clipped, then mixed."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 import torch

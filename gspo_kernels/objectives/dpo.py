@@ -1,7 +1,5 @@
 """DPO: log-sigmoid of the difference between a preferred and another sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

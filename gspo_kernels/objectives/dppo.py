@@ -1,7 +1,5 @@
 """DPPO: a trust region in probabilities instead of ratios."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
 

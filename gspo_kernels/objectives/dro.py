@@ -1,7 +1,5 @@
 """DRO: a policy gradient with a quadratic pull towards the old policy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

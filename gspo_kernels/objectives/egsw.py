@@ -1,7 +1,5 @@
 """EGSW: GRPO's loss, weighted by a softmax of advantage and entropy over the group."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels import checks
@@ -31,7 +29,7 @@ class EGSW(GRPO):
     alpha: float = 1.0
     temperature: float = 1.0
 
-    coefficient_scope = "group"  # type: ignore[assignment]
+    coefficient_scope = "group"
     needs = ("entropy", "group_ids")
     # a sequence without advantage still enters the weights of the others
     zero_advantage_is_inactive = False

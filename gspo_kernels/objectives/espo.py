@@ -1,7 +1,5 @@
 """ESPO: GSPO on the ELBO of a diffusion language model."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels.objectives import finite

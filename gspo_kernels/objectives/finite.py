@@ -5,8 +5,6 @@ arithmetic disagrees (0 * inf is NaN, forward and backward), so objectives multi
 these functions. Wherever all operands are finite they are the ordinary product and exponential.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """FIPO: PPO's clip, weighted token by token by how the policy moved on what follows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
 
@@ -38,7 +36,7 @@ class FIPO(DAPO):
     influence_high: float = 0.2
     safe_ratio: float = 10.0
 
-    coefficient_scope = "sequence"  # type: ignore[assignment]
+    coefficient_scope = "sequence"
     needs_token_order = True
 
     def __post_init__(self) -> None:

@@ -1,7 +1,5 @@
 """FSPO: the likelihood ratio of a whole sequence, clipped in a band that grows with its length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers

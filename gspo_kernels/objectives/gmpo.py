@@ -1,7 +1,5 @@
 """GMPO: the geometric mean of clipped token ratios."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """GPG: the plain policy gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,9 +1,9 @@
 """GRPO: PPO's clipped ratio per token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import ClassVar
 
+from gspo_kernels.objectives.base import Scope
 from gspo_kernels.objectives.parts import ClippedRatio
 
 
@@ -24,4 +24,4 @@ class GRPO(ClippedRatio):
     clip_high: float = 0.2
 
     ratio_level = "token"
-    coefficient_scope = "token"
+    coefficient_scope: ClassVar[Scope] = "token"

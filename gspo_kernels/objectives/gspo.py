@@ -1,7 +1,5 @@
 """GSPO: one length-normalised, clipped importance ratio per sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, ppo_clip

@@ -1,7 +1,5 @@
 """GSPO-token: GSPO's ratio with advantages and weights of each token's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo_kernels.objectives.parts import ClippedRatio

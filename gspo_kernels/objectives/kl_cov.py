@@ -1,7 +1,5 @@
 """KL-Cov: a KL penalty on the tokens whose log-prob and advantage vary together most."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Linear: given coefficients times log-probs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """M2PO: no clip, but the largest log-ratios are left out until their mean square is small."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Parts that objectives are made of: a clipped ratio at some level, and a weighted policy gradient."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """PrimeIPO: the ratio's gradient for tokens whose probability hardly moved, whatever the advantage's sign."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

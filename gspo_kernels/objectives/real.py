@@ -1,7 +1,5 @@
 """REAL: rewards are labels, and a sequence's log-ratio is the logit that they classify."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

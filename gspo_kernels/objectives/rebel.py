@@ -1,7 +1,5 @@
 """REBEL: regress differences of rewards by differences of log-ratios."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """SAPO: a sigmoid gate instead of a clip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

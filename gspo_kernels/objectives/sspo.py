@@ -1,7 +1,5 @@
 """SSPO: the geometric mean of soft gates on token ratios."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

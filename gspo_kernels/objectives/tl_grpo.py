@@ -1,7 +1,5 @@
 """TL-GRPO: one importance ratio per turn of a conversation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo_kernels.objectives.parts import ClippedRatio

@@ -1,7 +1,5 @@
 """TOPR: successes as in supervised learning, failures weighted by a ratio of at most 1."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

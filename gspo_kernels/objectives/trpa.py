@@ -1,7 +1,5 @@
 """TRPA: preference pairs of mean log-ratios, with a trust region."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """VESPO: a smooth weight on the trajectory's ratio."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
