@@ -48,7 +48,7 @@ def group_normalized(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    values = _checked(rewards, "[B]")
+    values = _rewards_fp64(rewards, "[B]")
     checks.choice("scale", scale, SCALES)
     checks.number("eps", eps, minimum=0.0)
     groups = _Groups(rewards, group_size, group_ids)
@@ -71,7 +71,7 @@ def leave_one_out(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    values, groups = _checked(rewards, "[B]"), _Groups(rewards, group_size, group_ids)
+    values, groups = _rewards_fp64(rewards, "[B]"), _Groups(rewards, group_size, group_ids)
     count = groups.count(values)
     advantages = groups.centred(values) * count / (count - 1.0).clamp(min=1.0)
     return advantages.to(stats_dtype(rewards.dtype))
@@ -94,7 +94,7 @@ def optimal_baseline(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    values, weights = _checked(rewards, "[B]"), _check_lengths(lengths, rewards)
+    values, weights = _rewards_fp64(rewards, "[B]"), _lengths_fp64(lengths, rewards)
     groups = _Groups(rewards, group_size, group_ids)
     return groups.centred(values, weights).to(stats_dtype(rewards.dtype))
 
@@ -131,12 +131,12 @@ def gdpo(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    values = _checked(rewards, "[B, K]")
+    values = _rewards_fp64(rewards, "[B, K]")
     checks.number("eps", eps, minimum=0.0)
     if weights is not None:
         checks.floats("weights", weights, (rewards.shape[1],), "[K], one per reward", rewards.device)
     groups = _Groups(rewards.sum(1), group_size, group_ids)
-    tokens = None if lengths is None else _check_lengths(lengths, rewards)
+    tokens = None if lengths is None else _lengths_fp64(lengths, rewards)
     total = values.new_zeros(len(values))
     for kind, column in enumerate(values.unbind(1)):
         each = _normalized(column, groups, "group", eps)
@@ -174,9 +174,9 @@ def reinforce_plus_plus(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    values = _checked(rewards, "[B]")
+    values = _rewards_fp64(rewards, "[B]")
     checks.number("eps", eps, minimum=0.0)
-    weights = None if lengths is None else _check_lengths(lengths, rewards)
+    weights = None if lengths is None else _lengths_fp64(lengths, rewards)
     if group_size is not None or group_ids is not None:
         centred = _Groups(rewards, group_size, group_ids).centred(values)
         values = centred.masked_fill(values.isnan(), torch.nan)
@@ -212,7 +212,7 @@ def turn_normalized(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    values = _checked(rewards, "[B, K]")
+    values = _rewards_fp64(rewards, "[B, K]")
     checks.choice("scale", scale, SCALES)
     checks.number("eps", eps, minimum=0.0)
     shape = "[B, T], or [N] with cu_seqlens"
@@ -256,7 +256,7 @@ def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _checked(rewards, "[P, C]")
+    _rewards_fp64(rewards, "[P, C]")
     size = max(1, rewards.shape[1])
     return group_normalized(rewards.flatten(), group_size=size, scale=scale, eps=eps).view(rewards.shape)
 
@@ -376,17 +376,18 @@ def _whitened(values: Tensor, eps: float, weights: Tensor | None = None, squared
     return torch.nan_to_num(result, nan=0.0)
 
 
-def _checked(rewards: Tensor, shape: str) -> Tensor:
-    """The rewards in fp64."""
+def _rewards_fp64(rewards: Tensor, shape: str) -> Tensor:
+    """Check dtype and shape of rewards; return them detached, in fp64."""
     checks.floats("rewards", rewards, None, shape, None)
     if rewards.ndim != shape.count(",") + 1:
         raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected {shape}")
     return exact(rewards.detach())
 
 
-def _check_lengths(lengths: Tensor, rewards: Tensor) -> Tensor:
-    shape, numbers = (rewards.shape[0],), (*checks.FLOATS, *checks.INTEGERS)
-    checks.tensor("lengths", lengths, shape, "[B], one per sequence", rewards.device, numbers)
+def _lengths_fp64(lengths: Tensor, rewards: Tensor) -> Tensor:
+    """Check lengths [B]; return them detached, in fp64."""
+    numbers = (*checks.FLOATS, *checks.INTEGERS)
+    checks.tensor("lengths", lengths, (len(rewards),), "[B], one per sequence", rewards.device, numbers)
     if checked_values(lengths.device) and not bool((lengths >= 0).all()):
         raise ValueError("lengths: expected no negative number")
     return exact(lengths.detach())

@@ -72,15 +72,16 @@ def rollout_weights(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    low, high = _checked_options(level, reduce, mode, low, high)
+    low, high = _validate_options(level, reduce, mode, low, high)
     log_ratio, counted, layout = _log_ratio(
         "old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs, loss_mask, cu_seqlens
     )
-    by_token = level == "token"
+    by_token, divergence = level == "token", mode in _DIVERGENCES
     # from log(mu / pi_old) of tokens that mu sampled: estimates of KL(mu, pi_old)
-    measured = weights = kl_penalty(-log_ratio, mode) if mode in _DIVERGENCES else log_ratio.exp()
+    weights = kl_penalty(-log_ratio, mode) if divergence else log_ratio.exp()
+    measured = weights  # what must lie between the bounds
     if not by_token or mode == "sequence_mask":
-        if mode in _DIVERGENCES:
+        if divergence:
             measured = _reduced(layout, measured, counted, reduce)
         else:
             measured = _reduced(layout, log_ratio, counted, reduce).exp()
@@ -94,7 +95,7 @@ def rollout_weights(
         inside = torch.ones_like(measured, dtype=torch.bool)
         inside = inside if low is None else inside & (measured >= low)
         inside = inside if high is None else inside & (measured <= high)
-        weights = torch.where(inside, 1.0 if mode in _DIVERGENCES else weights, 0.0)
+        weights = torch.where(inside, 1.0 if divergence else weights, 0.0)
     weights = torch.where(counted, weights, 1.0).to(stats_dtype(old_logprobs.dtype))
     return weights.view_as(old_logprobs) if by_token else weights
 
@@ -226,10 +227,10 @@ _DIVERGENCES = ("k1", "k2", "k3")
 _MODES = ("truncate", "mask", "icepop", "sequence_mask", *_DIVERGENCES)
 
 
-def _checked_options(
+def _validate_options(
     level: str, reduce: str, mode: str, low: float | None, high: float | None
 ) -> tuple[float | None, float | None]:
-    """Check what doesn't depend on tensors; return the bounds."""
+    """Check the options; return the bounds."""
     checks.choice("level", level, ("token", "sequence"))
     checks.choice("reduce", reduce, ("mean", "sum", "max"))
     checks.choice("mode", mode, _MODES)
@@ -302,7 +303,7 @@ def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None, **values: Tensor) -> 
 
 
 def _per_sequence(name: str, values: Tensor, layout: Layout, tokens_name: str, tokens: Tensor) -> bool:
-    """Whether values are [B]; anything but that and the tokens' shape is refused."""
+    """Whether values are [B]; a ValueError if they are neither that nor of the tokens' shape."""
     checks.floats(name, values, None, f"[B] or the shape of {tokens_name}", tokens.device)
     shape = tuple(values.shape)
     if shape not in ((layout.sequences,), tuple(tokens.shape)):
@@ -315,5 +316,5 @@ def _per_sequence(name: str, values: Tensor, layout: Layout, tokens_name: str, t
 
 def _per_token(values: Tensor, counted: Tensor, layout: Layout) -> Tensor:
     """Values, [B] or per token, as fp64 tokens in the shape of ``counted``."""
-    each = exact(values.detach())
-    return layout.expand(each) if values.shape == (layout.sequences,) else each.reshape(counted.shape)
+    values = exact(values.detach())
+    return layout.expand(values) if values.shape == (layout.sequences,) else values.reshape(counted.shape)

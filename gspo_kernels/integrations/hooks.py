@@ -157,7 +157,7 @@ class RolloutCorrection:
 
 
 def check_correction(correction: RolloutCorrection | None) -> RolloutCorrection | None:
-    """A correction or None."""
+    """Return ``correction`` if it is a RolloutCorrection or None."""
     if correction is not None and not isinstance(correction, RolloutCorrection):
         raise TypeError(
             f"correction: got {type(correction).__name__}, expected a RolloutCorrection(...) or None"
@@ -167,8 +167,8 @@ def check_correction(correction: RolloutCorrection | None) -> RolloutCorrection 
 
 # Objectives by name, with options from a framework's config.
 
-Read = Callable[[Any], Any]
-Reads = dict[str, Read]
+Reader = Callable[[Any], Any]
+Readers = dict[str, Reader]
 """Options of an objective, and how each is read from a config."""
 
 SEQUENCE_RANGE = 0.01
@@ -182,18 +182,19 @@ def named_objectives() -> dict[str, type[Objective]]:
 
 
 def shared_options(
-    low: Read, high: Read, tau_positive: Read, tau_negative: Read
-) -> dict[type[Objective], Reads]:
+    low: Reader, high: Reader, tau_positive: Reader, tau_negative: Reader
+) -> dict[type[Objective], Readers]:
     """The options of all objectives that clip a ratio at 1 - ``low`` and 1 + ``high``, or gate it softly."""
-    clip: Reads = {"clip_low": low, "clip_high": high}
-    two: Reads = {"positive_low": low, "positive_high": high, "negative_low": low, "negative_high": high}
+    clip: Readers = {"clip_low": low, "clip_high": high}
+    by_sign: Readers = {"positive_low": low, "positive_high": high}
+    by_sign |= {"negative_low": low, "negative_high": high}
     clipped = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
-    gate: Reads = {"tau_positive": tau_positive, "tau_negative": tau_negative}
+    gate: Readers = {"tau_positive": tau_positive, "tau_negative": tau_negative}
     return {
         **dict.fromkeys(clipped, clip),
         objectives.SAPO: gate,
         objectives.SSPO: gate,
-        objectives.ABCGRPO: two,
+        objectives.ABCGRPO: by_sign,
         objectives.GMPO: {"log_clip_low": low, "log_clip_high": high},
     }
 
@@ -212,9 +213,9 @@ def read(config: Any, path: str, default: Any = None) -> Any:
 def from_config(
     name: str,
     objective: type[Objective],
-    table: Mapping[type[Objective], Reads],
+    table: Mapping[type[Objective], Readers],
     config: Any,
-    words: tuple[str, str],
+    range_names: tuple[str, str],
     **more: Any,
 ) -> Objective:
     """The objective with the options that ``table`` has for it, or for a class that it derives from.
@@ -226,21 +227,21 @@ def from_config(
         objective: its class.
         table: how options are read from the config, by objective.
         config: the framework's.
-        words: what the framework calls the clip range below and above 1.
+        range_names: what the framework calls the clip range below and above 1.
         more: options that do not come from the config.
 
     Raises:
         IntegrationError: the objective refuses an option; the message has what the config says.
     """
-    reads: Reads = {}
+    readers: Readers = {}
     for cls in reversed(objective.__mro__):
-        reads.update(table.get(cls, {}))
-    options = {option: from_this(config) for option, from_this in reads.items()}
+        readers.update(table.get(cls, {}))
+    options = {option: reader(config) for option, reader in readers.items()}
     defaults: Any = objective  # a dataclass: they are attributes of the class
     if "clip_high" in options and defaults.clip_high <= SEQUENCE_RANGE:
         widest = max(options["clip_low"], options["clip_high"])
         if widest > SEQUENCE_RANGE:
-            low, high = words
+            low, high = range_names
             warn_once(
                 f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
                 f"{low}={defaults.clip_low}, {high}={defaults.clip_high}"

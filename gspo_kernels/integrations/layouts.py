@@ -288,23 +288,23 @@ def _shift(
             raise ValueError("attention_mask: goes with padded tokens, expected None with cu_seqlens")
         _check_packed("tokens", values, cu_seqlens)
         dim, sequence = 0, segment_ids(cu_seqlens, values.shape[0])
-        comes = sequence.roll(by) == sequence
+        moves_in = sequence.roll(by) == sequence
     else:
         if values.ndim < 2:
             raise ValueError(
                 f"tokens: got shape {tuple(values.shape)}, expected [B, T, ...], or [N, ...] with cu_seqlens"
             )
-        dim, comes = 1, torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+        dim, moves_in = 1, torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
         if attention_mask is not None:
             attended = _checked_mask("tokens", values, "attention_mask", attention_mask)
             starts = attended & ~torch.nn.functional.pad(attended, (1, -1))
             if checked_values(attended.device) and bool((starts.sum(1) > 1).any()):
                 raise ValueError("attention_mask: has holes, expected padding on the left or right only")
-            comes = attended.roll(by, dim) & attended
+            moves_in = attended.roll(by, dim) & attended
     size = values.shape[dim]
-    comes = comes & (torch.arange(size, device=values.device) != (0 if by == 1 else size - 1))
-    comes = comes.reshape(*comes.shape, *(1,) * (values.ndim - comes.ndim))
-    return torch.where(comes, values.roll(by, dim), values.new_full((), fill))
+    moves_in = moves_in & (torch.arange(size, device=values.device) != (0 if by == 1 else size - 1))
+    moves_in = moves_in.reshape(*moves_in.shape, *(1,) * (values.ndim - moves_in.ndim))
+    return torch.where(moves_in, values.roll(by, dim), values.new_full((), fill))
 
 
 def _check_packed(name: str, values: Tensor, cu_seqlens: Tensor) -> None:

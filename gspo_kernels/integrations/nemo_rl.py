@@ -129,11 +129,11 @@ class PolicyLoss:
         tokens = hooks.count("tokens", mask)
         of_tokens = tokens / global_valid_toks
         of_sequences = hooks.count("sequences", mask) / global_valid_seqs
+        of_ratios = of_sequences if self.objective.level == "sequence" else of_tokens
         mean = out.metrics
         metrics = {
             "loss": out.loss.detach(),
-            "probs_ratio": mean["ratio/mean"]
-            * (of_sequences if self.objective.level == "sequence" else of_tokens),
+            "probs_ratio": mean["ratio/mean"] * of_ratios,
             "clip_fraction": mean["clip_fraction/tokens"] * of_tokens,
             "kl_old": mean["kl/old"] * of_tokens,
             "kl_penalty": mean["kl/ref"] * of_tokens if "kl/ref" in mean else tokens * 0,

@@ -121,8 +121,8 @@ def _corrected(
     counts = torch.ones_like(old, dtype=torch.bool) if mask is None else mask != 0
     bounded = weights == 0
     if correction.mode == "truncate":
-        free = RolloutCorrection(correction.level, correction.reduce, low=0.0)
-        bounded = weights != free.weights(old, rollout, mask)
+        unbounded = RolloutCorrection(correction.level, correction.reduce, low=0.0)
+        bounded = weights != unbounded.weights(old, rollout, mask)
     if correction.mode == "sequence_mask":
         bounded = (bounded & counts).any(dim=1)
     if bounded.ndim == 1:

@@ -40,7 +40,7 @@ UNBOUNDED = math.exp(20.0)
 """The largest ratio that SkyRL's losses let through."""
 
 
-OPTIONS: dict[type[Objective], hooks.Reads] = {
+OPTIONS: dict[type[Objective], hooks.Readers] = {
     **hooks.shared_options(
         low=partial(hooks.read, path="eps_clip_low"),
         high=partial(hooks.read, path="eps_clip_high"),
@@ -140,8 +140,8 @@ class SkyRLPolicyLoss:
     def _objective(self, config: Any) -> Objective:
         if isinstance(self.objective, Objective):
             return _summing(self.objective)
-        words = ("eps_clip_low", "eps_clip_high")
-        return hooks.from_config(self.name, self.objective, OPTIONS, config, words, aggregation="sum")
+        range_names = ("eps_clip_low", "eps_clip_high")
+        return hooks.from_config(self.name, self.objective, OPTIONS, config, range_names, aggregation="sum")
 
 
 def _summing(objective: Objective) -> Objective:

@@ -205,12 +205,12 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = state.earlier or functools.partial(type(model).forward, model)
     options = {name: kwargs[name] for name in kwargs if name in _FUSED}
     kwargs = {name: value for name, value in kwargs.items() if name != "return_logprobs"}
-    scores = checks.flag("return_logprobs", options.pop("return_logprobs", False))
-    if not scores and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
+    scoring = checks.flag("return_logprobs", options.pop("return_logprobs", False))
+    if not scoring and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
         return forward(*args, **kwargs)
     for name in options:
         del kwargs[name]
-    _check_options(options, scores)
+    _check_options(options, scoring)
     aux_weight = options.pop("router_aux_loss_coef", None)
     parallel = options.get("parallel", Parallel())
     parallel.check("a fused call", ("cp_group",), options.get("batch_invariant"))
@@ -224,17 +224,18 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 options[name] = nn.functional.pad(value, (virtual, 0))
         labels = nn.functional.pad(labels, (virtual, 0), value=options.get("ignore_index", -100))
     packed = options.get("cu_seqlens") is not None
-    _complete(model, kwargs, packed, shared)
+    _complete_arguments(model, kwargs, packed, shared)
     if packed:
-        labels = _lay_out_packed(model, forward, labels, options, kwargs, shared, scores)
+        labels = _lay_out_packed(model, forward, labels, options, kwargs, shared, scoring)
     lm_head = lm_head_of(model)
     transform = lm_head.logit_scale, lm_head.softcap
     compare = state.checked_transform != transform
     call = functools.partial(forward, *args, **kwargs)
-    outputs, values = _run_with_loss(model, lm_head, call, labels, options, scores, state.fp32_head, compare)
+    outputs, values = _run_with_loss(model, lm_head, call, labels, options, scoring, state.fp32_head, compare)
     state.checked_transform = transform
     for name in values.keys() & {"logprobs", "entropy"}:
-        values[name] = (values[name].unsqueeze(0) if packed else values[name])[:, virtual:]
+        per_token = values[name].unsqueeze(0) if packed else values[name]
+        values[name] = per_token[:, virtual:]
     aux_loss = getattr(outputs, "aux_loss", None)
     if "loss" in values:
         values["loss"] = _with_aux_loss(model, values["loss"], aux_loss, aux_weight)
@@ -247,14 +248,14 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # The arguments of a fused call.
 
 
-def _check_options(options: dict[str, Any], scores: bool) -> None:
-    """Refuse what is neither a scoring call nor a policy call, and what was rounded on its way."""
-    if scores and options.keys() - _SCORING:
+def _check_options(options: dict[str, Any], scoring: bool) -> None:
+    """Refuse options of neither a scoring call nor a policy call, and tensors that a wrapper has rounded."""
+    if scoring and options.keys() - _SCORING:
         raise IntegrationError(
             f"{min(options.keys() - _SCORING)}: goes with a policy call (advantages=), not with "
             "return_logprobs=True"
         )
-    for name in () if scores else ("advantages", "old_logprobs"):
+    for name in () if scoring else ("advantages", "old_logprobs"):
         if name not in options:
             raise IntegrationError(
                 f"{name}: missing, while {min(options)!r} is passed; a policy call needs advantages= (None "
@@ -328,7 +329,7 @@ def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Te
     return shifted
 
 
-def _complete(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) -> None:
+def _complete_arguments(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) -> None:
     """Set and check arguments that every fused call gives to the model's own forward."""
     accepts = inspect.signature(type(model).forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in accepts.values())
@@ -362,7 +363,7 @@ def _lay_out_packed(
     options: dict[str, Any],
     kwargs: dict[str, Any],
     shared: bool,
-    scores: bool,
+    scoring: bool,
 ) -> Tensor:
     """Check and complete a packed call; labels and per-token terms [1, N] become [N].
 
@@ -397,7 +398,7 @@ def _lay_out_packed(
     for name, value in options.items():
         if isinstance(value, Tensor) and value.shape == labels.shape:
             options[name] = value.squeeze(0)
-    if scores:
+    if scoring:
         del options["cu_seqlens"]
         if isinstance(temperature, Tensor):
             shape = (cu_seqlens.shape[0] - 1,)
@@ -443,25 +444,25 @@ def _run_with_loss(
     forward: Callable[[], Any],
     labels: Tensor,
     options: dict[str, Any],
-    scores: bool,
+    scoring: bool,
     fp32_head: bool,
     compare: bool,
 ) -> tuple[Any, dict[str, Any]]:
-    """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scores``.
+    """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scoring``.
 
     Args:
         model: whose head is replaced meanwhile.
         lm_head: the head's parameters, and what follows its product.
         forward: the model's own, with its arguments.
         labels: [B, T], or [N] for a packed call.
-        options: of ``linear_token_logprobs`` where ``scores``, otherwise of ``fused_linear_policy_loss``.
-        scores: return log-probs and no loss.
+        options: of ``linear_token_logprobs`` where ``scoring``, otherwise of ``fused_linear_policy_loss``.
+        scoring: return log-probs and no loss.
         fp32_head: project in fp32 outside autocast.
         compare: compare the head's module with the product of its weight, and what the forward does to a row
             of made-up logits with the transform that the loss applies.
 
     Returns:
-        The outputs of ``forward``, and of "loss", "logprobs", "entropy" and "metrics" what was computed.
+        The outputs of ``forward``, and by name what was computed of loss, logprobs, entropy and metrics.
     """
     head, test_logits = head_module(model), torch.empty(0)
     head_forward = head.forward
@@ -469,7 +470,8 @@ def _run_with_loss(
 
     def product(hidden: Tensor) -> tuple[Tensor, ...]:
         nonlocal test_logits
-        weight, bias, lora = head.weight, None if lm_head.bias is None else head.bias, weight_of(head)
+        weight, lora = head.weight, weight_of(head)
+        bias = None if lm_head.bias is None else head.bias
         _check_gathered(head)
         if not _split_by_vocabulary(weight, bias):
             hidden, weight, bias = _full(hidden), _full(weight), _full(bias)
@@ -490,7 +492,7 @@ def _run_with_loss(
         head_options = lm_head.options() | {"bias": bias} | options
         product_of: Any = lora._replace(weight=weight) if isinstance(lora, LoRAHead) else weight
         with nullcontext() if autocast else torch.autocast(device, enabled=False):
-            function: Any = linear_token_logprobs if scores else fused_linear_policy_loss
+            function: Any = linear_token_logprobs if scoring else fused_linear_policy_loss
             result = function(hidden, product_of, labels, **head_options)
         computed.update({name: value for name, value in result._asdict().items() if value is not None})
         return tuple(value for name, value in computed.items() if name != "metrics")
@@ -581,7 +583,7 @@ def _split_by_vocabulary(weight: Any, bias: Any) -> bool:
 
 
 def _check_gathered(head: Any) -> None:
-    """Refuse a shard of data parallelism."""
+    """Refuse a head whose weight is still a shard of data parallelism."""
     if not _is_dtensor(head.weight):
         return
     from torch.distributed.fsdp import FSDPModule

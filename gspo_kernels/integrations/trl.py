@@ -72,7 +72,7 @@ def _sequence_ratios(batch: PolicyBatch) -> Tensor:
 
 
 class _SequenceRatio:
-    """Makes an objective's ratio GSPO's: TRL's ``importance_sampling_level="sequence"``."""
+    """Gives an objective GSPO's ratio: TRL's ``importance_sampling_level="sequence"``."""
 
     coefficient_scope: ClassVar[Any] = "sequence"
     factorizes = True
@@ -85,12 +85,12 @@ class _SequenceRatio:
 
 @dataclass(frozen=True)
 class _SequenceCISPO(_SequenceRatio, CISPO):
-    """CISPO with it."""
+    """CISPO with one ratio per sequence."""
 
 
 @dataclass(frozen=True)
 class _SequenceSAPO(_SequenceRatio, SAPO):
-    """SAPO with it."""
+    """SAPO with one ratio per sequence."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             scored, _ = self._through_head(model.model, {}, call, options)
             logprobs, entropy, _ = scored
             assert entropy is not None
-            effective = self._leave_out(terms, mask, logprobs.detach(), entropy.detach(), model.inputs)
+            effective = self._apply_masks(terms, mask, logprobs.detach(), entropy.detach(), model.inputs)
             terms["entropy_coef"] = self._entropy_coef(terms, effective)
             output = policy_loss(logprobs, entropy=entropy, **terms)
         else:
@@ -327,19 +327,18 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             nonlocal output
             # position t predicts token t + 1; the last one predicts nothing
             shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-            completions = arguments["logits_to_keep"]
-            placed = {
-                name: F.pad(value, (input_ids.shape[1] - completions - 1, 1))
-                if isinstance(value, Tensor) and value.ndim == 2
-                else value
-                for name, value in terms.items()
+            prompt = input_ids.shape[1] - arguments["logits_to_keep"]
+            fused: dict[str, Any] = {
+                "temperature": self.temperature,
+                "max_chunk_bytes": self._max_chunk_bytes,
+                "return_entropy": arguments.get("compute_entropy", False),
             }
-            placed["temperature"] = self.temperature
-            placed["max_chunk_bytes"] = self._max_chunk_bytes
-            placed["return_entropy"] = arguments.get("compute_entropy", False)
             if not terms:
-                placed["return_logprobs"] = True
-            output = _Box.call(model, placed, input_ids=input_ids, shift_labels=shifted, **inputs)
+                fused["return_logprobs"] = True
+            for name, value in terms.items():
+                per_token = isinstance(value, Tensor) and value.ndim == 2
+                fused[name] = F.pad(value, (prompt - 1, 1)) if per_token else value
+            output = _Box.call(model, fused, input_ids=input_ids, shift_labels=shifted, **inputs)
             return SimpleNamespace(
                 log_probs=output.logprobs[:, :-1],
                 entropy=None if output.entropy is None else output.entropy[:, :-1],
@@ -384,10 +383,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """How many micro-batches share an optimizer step; evaluation accumulates nothing."""
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
-    def _leave_out(
+    def _apply_masks(
         self, terms: dict[str, Any], mask: Tensor, logprobs: Tensor, entropy: Tensor, inputs: dict[str, Any]
     ) -> Tensor:
-        """Leave what TRL's masks drop out of the policy term; return the tokens that are left."""
+        """Set the policy term's weight of tokens that TRL's masks drop to 0; return the others' mask."""
         kept, effective = torch.ones_like(mask[:, :1]), mask
         if self.off_policy_mask_threshold is not None:
             old = terms["old_logprobs"]

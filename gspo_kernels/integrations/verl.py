@@ -41,6 +41,7 @@ AGGREGATIONS = {
 """This package's ``aggregation`` for each of verl's ``loss_agg_mode``."""
 
 _TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
+"""The count of verl's that an aggregation divides by; others divide by ``global_batch_size``."""
 
 
 def _low(config: Any) -> float:
@@ -53,7 +54,7 @@ def _high(config: Any) -> float:
 
 _dual = partial(hooks.read, path="clip_ratio_c", default=3.0)
 
-OPTIONS: dict[type[Objective], hooks.Reads] = {
+OPTIONS: dict[type[Objective], hooks.Readers] = {
     **hooks.shared_options(
         low=_low,
         high=_high,
@@ -143,7 +144,7 @@ class VerlPolicyLoss:
         aggregation = theirs if self.follow_config else self.objective.aggregation
         fixed = isinstance(self.objective, Objective)
         if aggregation != theirs:
-            ours = next(mode for mode, each in AGGREGATIONS.items() if each == aggregation)
+            ours = next(key for key, value in AGGREGATIONS.items() if value == aggregation)
             hooks.warn_once(
                 f"{self.name}: aggregates by {ours!r}, while loss_agg_mode={mode!r} applies to verl's own "
                 "entropy and KL terms; set it too" + ("" if fixed else f", or take {self.name}_config")
@@ -154,8 +155,8 @@ class VerlPolicyLoss:
         if aggregation == "constant":
             scale = info.get("loss_scale_factor")
             more["aggregation_constant"] = response_mask.shape[-1] if scale is None else scale
-        words = ("clip_ratio_low", "clip_ratio_high")
-        return hooks.from_config(self.name, self.objective, OPTIONS, config, words, **more)
+        range_names = ("clip_ratio_low", "clip_ratio_high")
+        return hooks.from_config(self.name, self.objective, OPTIONS, config, range_names, **more)
 
 
 def _check(objective: Objective) -> None:
@@ -184,8 +185,9 @@ def _metrics(
     cut = metrics["clip_fraction/tokens"]
     dual = torch.zeros_like(cut)
     if getattr(objective, "dual_clip", None) is not None:
-        once: Any = dataclasses.replace(objective, dual_clip=None)  # type: ignore[call-arg]
-        by_range = policy_loss(log_prob.detach(), objective=once, **terms).metrics["clip_fraction/tokens"]
+        without_dual: Any = dataclasses.replace(objective, dual_clip=None)  # type: ignore[call-arg]
+        output = policy_loss(log_prob.detach(), objective=without_dual, **terms)
+        by_range = output.metrics["clip_fraction/tokens"]
         cut, dual = by_range, cut - by_range
     return {
         "actor/pg_clipfrac": cut,

@@ -37,6 +37,7 @@ from gspo_kernels.objectives.vespo import VESPO as VESPO
 
 
 def __getattr__(name: str) -> list[str]:
+    # an assigned __all__ would hide the imports above from type checkers, which cannot evaluate it
     if name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return sorted(key for key, value in globals().items() if isinstance(value, type))

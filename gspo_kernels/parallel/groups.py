@@ -158,7 +158,7 @@ def begin_sum_(name: str, values: Tensor) -> Work:
     return work
 
 
-def send_to_all(name: str, values: Tensor, rank: int) -> Work:
+def begin_broadcast(name: str, values: Tensor, rank: int) -> Work:
     """Begin to fill ``values`` with what ``rank`` has in them."""
     from torch.distributed import broadcast
 
@@ -166,7 +166,7 @@ def send_to_all(name: str, values: Tensor, rank: int) -> Work:
     return work
 
 
-def sum_at(name: str, values: Tensor, rank: int) -> Work:
+def begin_reduce(name: str, values: Tensor, rank: int) -> Work:
     """Begin to sum ``values`` over all ranks, for ``rank`` alone; the others' are spoilt."""
     from torch.distributed import reduce
 

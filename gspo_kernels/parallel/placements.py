@@ -41,22 +41,23 @@ class MeshGroup(NamedTuple):
 def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
     """The groups of some DTensors. Placements that can't be served are no error here."""
     groups: dict[str, tuple[ProcessGroup, str]] = {}
-    over: dict[str, dict[str, Any]] = {}
+    by_group: dict[str, dict[str, Any]] = {}
     for name, value in dtensors.items():
         for dim, placement in enumerate(value.placements):
             group = value.device_mesh.get_group(dim)
             groups.setdefault(group.group_name, (group, f"dimension {dim} of the mesh of {name}"))
-            over.setdefault(group.group_name, {})[name] = placement
-    made = []
-    for key, placements in over.items():
-        cut = [_cuts(name, dtensors[name], placement) for name, placement in placements.items()]
-        share = next(each for each in ("vocabulary", "tokens", "") if each in (*cut, ""))
-        made.append(MeshGroup(*groups[key], placements, share))
-    return made
+            by_group.setdefault(group.group_name, {})[name] = placement
+    result = []
+    for key, placements in by_group.items():
+        shares = [_share(name, dtensors[name], placement) for name, placement in placements.items()]
+        share = "vocabulary" if "vocabulary" in shares else "tokens" if "tokens" in shares else ""
+        group, argument = groups[key]
+        result.append(MeshGroup(group, argument, placements, share))
+    return result
 
 
-def _cuts(name: str, value: DTensor, placement: Any) -> str:
-    """What a placement cuts of an argument: its "vocabulary", its "tokens", or "" for neither."""
+def _share(name: str, value: DTensor, placement: Any) -> str:
+    """What a placement cuts of an argument: "vocabulary", "tokens", or "" for neither."""
     from torch.distributed.tensor import Shard
 
     if name in VOCABULARY and placement == Shard(VOCABULARY[name] % value.ndim):
@@ -76,17 +77,17 @@ def _group_of(share: str, groups: list[MeshGroup], dtensors: dict[str, DTensor])
 
 
 def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> None:
-    """Refuse other placements, and a vocabulary that is cut in some arguments only."""
+    """Refuse placements that cut anything else, and a vocabulary that is cut in some arguments only."""
     from torch.distributed.tensor import Replicate
 
     for each in groups:
-        cut = {name: _cuts(name, dtensors[name], placement) for name, placement in each.placements.items()}
+        shares = {name: _share(name, dtensors[name], value) for name, value in each.placements.items()}
         for name, placement in each.placements.items():
-            if not cut[name] and placement != Replicate():
+            if not shares[name] and placement != Replicate():
                 raise ValueError(f"{name}: {_refusal(name, placement)}")
-        whole = [name for name in VOCABULARY if name in dtensors and cut.get(name) != "vocabulary"]
+        whole = [name for name in VOCABULARY if name in dtensors and shares.get(name) != "vocabulary"]
         if each.share == "vocabulary" and whole:
-            like = _ALIKE.get(whole[0]) or next(name for name in cut if cut[name] == "vocabulary")
+            like = _ALIKE.get(whole[0]) or next(name for name in shares if shares[name] == "vocabulary")
             raise ValueError(f"{whole[0]}: expected a DTensor of {like}'s placement, as {like} is one")
 
 
@@ -132,7 +133,7 @@ def _resolve(
     shared = tokens is not None and terms is not None
     for name in ("tp_group", "vocab_range", *(("cp_group",) if shared else ())):
         if getattr(parallel, name) is not None:
-            raise ValueError(f"{name}: {', '.join(dtensors)} as DTensors say it themselves, expected None")
+            raise ValueError(f"{name}: the DTensors {', '.join(dtensors)} determine it, expected None")
     for name, like in _ALIKE.items():
         alone = (name in dtensors) != (like in dtensors)
         if tensors.get(name) is not None and vocabulary is not None and alone:
@@ -141,7 +142,7 @@ def _resolve(
     found: dict[str, Any] = {"cp_group": tokens} if shared else {}
     for name, dtensor in dtensors.items():
         over_vocabulary, gradient = _dim_over(dtensor, vocabulary), list(dtensor.placements)
-        # over this dimension what all ranks have gets the sum of their gradients
+        # the dimension over which each rank has a part of the gradient: the parts are summed
         if name in ("weight", "bias"):
             summed = _dim_over(dtensor, tokens)
         else:
@@ -149,12 +150,14 @@ def _resolve(
         if summed is not None and not gradient[summed].is_shard():
             gradient[summed] = Partial()
         local[name] = dtensor.to_local(grad_placements=gradient)
-        cut = "" if over_vocabulary is None else _cuts(name, dtensor, dtensor.placements[over_vocabulary])
-        if cut == "vocabulary":
+        if over_vocabulary is None:
+            continue
+        share = _share(name, dtensor, dtensor.placements[over_vocabulary])
+        if share == "vocabulary":
             dim, mesh = VOCABULARY[name] % dtensor.ndim, dtensor.device_mesh
             shape, offset = compute_local_shape_and_global_offset(dtensor.shape, mesh, dtensor.placements)
             found |= {"tp_group": vocabulary, "vocab_range": (offset[dim], offset[dim] + shape[dim])}
-        elif cut == "tokens":
+        elif share == "tokens":
             found["sequence_parallel"] = True
     return local, replace(parallel, **found)
 
