@@ -196,7 +196,7 @@ def turn_normalized(
     """TL-GRPO: ``A_t`` is the normalized reward of the token's turn; groups are formed turn by turn.
 
     Turn k of a sequence is compared with turn k of the sequences in its group, as ``group_normalized`` does.
-    The structure is the paper's (arXiv 2601.16480), whose exact advantage was not read by us: a template.
+    The structure is the paper's (arXiv 2601.16480), whose exact advantage we have not read.
 
     Args:
         rewards: [B, K], floating point: the reward of each turn; NaN where a sequence has no such turn.
@@ -244,7 +244,7 @@ def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
     ``group_normalized`` over the classes of each example. The result flattened goes with labels [P * C, 1]
     (each class a sequence, for any objective); as it is, it is per-token advantages for labels [P, C]. From
-    second-hand text about the paper (arXiv 2511.15256).
+    text about the paper (arXiv 2511.15256).
 
     Args:
         rewards: [P, C], floating point: the reward of each class for each example.

@@ -36,8 +36,8 @@ def rollout_weights(
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. TIS.
     - "mask": the same ratio where it lies in [low, high], else 0. MIS; of a sequence's sum Seq-MIS.
-    - "icepop": "mask" for tokens, bounded on both sides: IcePop, of Ring-1T's report (arXiv 2510.18855) from
-      second-hand text; NeMo-RL's and OpenRLHF's code agree.
+    - "icepop": "mask" for tokens, bounded on both sides: IcePop, of Ring-1T's report (arXiv 2510.18855),
+      known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
     - "sequence_mask": every token's own ratio, but 0 for all of a sequence whose ratio lies outside
       [low, high]: sequence-masked importance sampling, NeMo-RL's and OpenRLHF's "seq-mask-tis", which take
       the mean.

@@ -10,7 +10,7 @@ from gspo_kernels.objectives.groups import Groups, reference_log_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class AGRO(Objective):
-    """Any-Generation Reward Optimization's off-policy form (arXiv 2503.19612); a template, not verified
+    """Any-Generation Reward Optimization's off-policy form (arXiv 2503.19612), not verified
     against the paper.
 
     ``q_i = R_i - beta sum_t(logp_t - ref_t)``; ``loss_i = (q_i - mean_group(q))^2 / 2``, whose mean over a

@@ -16,7 +16,7 @@ class CISPO(Objective):
     ``loss_t = -sg[clip(r_t, min_ratio, max_ratio)] A_t logp_t``; ``dloss_t/dlogp_t = -clip(r_t, min_ratio,
     max_ratio) A_t``, never cut off. From the paper. The bounds are ratios, so both conventions can be said:
     TRL's ``epsilon_high`` is ``max_ratio``; verl's ``clip_ratio_low`` and ``clip_ratio_high`` are
-    ``min_ratio=1 - low, max_ratio=1 + high``. The paper's bounds were not read by us; 5 is what TRL
+    ``min_ratio=1 - low, max_ratio=1 + high``. We have not read the paper's bounds; 5 is what TRL
     recommends.
 
     Args:

@@ -21,7 +21,7 @@ class CTPO(Objective):
         log_clip_low, log_clip_high: half-widths of the band at the first token; the paper's.
         power: how the band grows with the position; the paper's.
         log_dual_clip: for A < 0 the log-ratio is at most this times ``t^power``, or None. The official script
-            has 0.05; the paper's objective, known to us from second-hand text, has none.
+            has 0.05; the paper's objective has none, according to text about it.
     """
 
     log_clip_low: float = 0.025

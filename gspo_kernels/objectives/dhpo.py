@@ -18,7 +18,7 @@ from gspo_kernels.objectives.base import (
 
 @dataclass(frozen=True)
 class DHPO(Objective):
-    """Dynamic Hybrid Policy Optimization (arXiv 2601.05607), a template: its constants were not read by us.
+    """Dynamic Hybrid Policy Optimization (arXiv 2601.05607), whose constants we have not read.
 
     Token ratios r_t and the sequence's ratio s are clipped as PPO does, each in its own range, and mixed:
     ``loss_t = alpha_t clipped(r_t, A_t) + (1 - alpha_t) clipped(s, A_t)``. In a mean over the sequence a

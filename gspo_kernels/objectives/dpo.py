@@ -18,8 +18,8 @@ class DPO(Pairwise):
     argument of the sigmoid and P the number of pairs.
 
     ``advantages`` hold levels: a lower level is preferred (chosen 1, rejected 2), and all sequences of a
-    group with different levels form pairs. VerIPO (arXiv 2505.19000) alternates this loss with GRPO; its
-    terms are known from second-hand text only.
+    group with different levels form pairs. VerIPO (arXiv 2505.19000) alternates this loss with GRPO; we
+    know its terms only from text about the paper.
 
     Args:
         beta: strength of the reference; the default is the usual one.

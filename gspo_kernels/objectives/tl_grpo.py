@@ -15,7 +15,7 @@ class TLGRPO(ClippedRatio):
 
     That advantages belong to turns is from the paper (pass them per token); the ratio per turn is this
     package's option. For the paper's ratio per token use ``GRPO`` with the same advantages. The clip range is
-    a template: that of GSPO's paper, for segments of a sequence's length; one for turns was not read by us.
+    that of GSPO's paper, for segments of a sequence's length; we have not read one for turns.
 
     A turn is what has one id within one sequence, its tokens need not be adjacent. Counted tokens of no turn
     (-1) have a ratio of 1.
