@@ -39,7 +39,7 @@ class PackedTokens(NamedTuple):
 
 def offsets_of(lengths: Tensor) -> Tensor:
     """``cu_seqlens``, int32 [B + 1], of sequences with these lengths, integers [B]."""
-    checks.dtype("lengths", checks.tensor("lengths", lengths, None, "[B]", None), checks.INTEGERS)
+    checks.tensor("lengths", lengths, None, "[B]", None, checks.INTEGERS)
     if lengths.ndim != 1:
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected [B]")
     if checked_values(lengths.device) and lengths.numel() and (least := int(lengths.min())) < 0:
@@ -59,8 +59,7 @@ def offsets_from_position_ids(position_ids: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: another shape or dtype; positions that neither restart nor count up by one.
     """
-    positions = checks.tensor("position_ids", position_ids, None, "[N] or [1, N]", None)
-    checks.dtype("position_ids", positions, checks.INTEGERS)
+    positions = checks.tensor("position_ids", position_ids, None, "[N] or [1, N]", None, checks.INTEGERS)
     if positions.ndim == 2 and positions.shape[0] == 1:
         positions = positions[0]
     if positions.ndim != 1:
@@ -263,10 +262,8 @@ def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Ten
         int64 [R], in the order of the response tokens; R is read from the device.
     """
     checks.layout("cu_seqlens", cu_seqlens, cu_seqlens)
-    checks.tensor(
-        "response_cu_seqlens", response_cu_seqlens, tuple(cu_seqlens.shape), "[B + 1]", cu_seqlens.device
-    )
-    checks.dtype("response_cu_seqlens", response_cu_seqlens, checks.INTEGERS)
+    shape, device = tuple(cu_seqlens.shape), cu_seqlens.device
+    checks.tensor("response_cu_seqlens", response_cu_seqlens, shape, "[B + 1]", device, checks.INTEGERS)
     lengths, responses = cu_seqlens.diff(), response_cu_seqlens.diff()
     if checked_values(cu_seqlens.device) and bool((responses >= lengths.clamp(min=1)).any()):
         raise ValueError(

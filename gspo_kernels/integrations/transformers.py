@@ -304,8 +304,7 @@ def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Te
         )
     ((name, value),) = passed.items()
     cu_seqlens = options.get("cu_seqlens")
-    labels = checks.tensor(name, value, None, "[B, T] like input_ids", None)
-    checks.dtype(name, labels, checks.INTEGERS)
+    labels = checks.tensor(name, value, None, "[B, T] like input_ids", None, checks.INTEGERS)
     if labels.ndim != 2 or (cu_seqlens is not None and labels.shape[0] != 1):
         expected = "[B, T] like input_ids" if cu_seqlens is None else "[1, N] with cu_seqlens"
         raise IntegrationError(f"{name}: got shape {tuple(labels.shape)}, expected {expected}")
