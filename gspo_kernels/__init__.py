@@ -7,54 +7,33 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from gspo_kernels import advantages, objectives
-    from gspo_kernels.aggregation import normalizer
-    from gspo_kernels.distillation import distillation_loss, fused_linear_distillation_loss
-    from gspo_kernels.invariance import is_batch_invariant, set_batch_invariant
-    from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
-    from gspo_kernels.losses import (
-        explain_schedule,
-        fused_linear_policy_loss,
-        fused_policy_loss,
-        policy_coefficients,
-        policy_loss,
-    )
+if TYPE_CHECKING:  # "as" tells type checkers that a name is public
+    from gspo_kernels import advantages as advantages
+    from gspo_kernels import objectives as objectives
+    from gspo_kernels.aggregation import normalizer as normalizer
+    from gspo_kernels.distillation import distillation_loss as distillation_loss
+    from gspo_kernels.distillation import fused_linear_distillation_loss as fused_linear_distillation_loss
+    from gspo_kernels.invariance import is_batch_invariant as is_batch_invariant
+    from gspo_kernels.invariance import set_batch_invariant as set_batch_invariant
+    from gspo_kernels.logprobs import linear_token_logprobs as linear_token_logprobs
+    from gspo_kernels.logprobs import token_logprobs as token_logprobs
+    from gspo_kernels.losses import explain_schedule as explain_schedule
+    from gspo_kernels.losses import fused_linear_policy_loss as fused_linear_policy_loss
+    from gspo_kernels.losses import fused_policy_loss as fused_policy_loss
+    from gspo_kernels.losses import policy_coefficients as policy_coefficients
+    from gspo_kernels.losses import policy_loss as policy_loss
     from gspo_kernels.objectives import *  # noqa: F403 - one export line per objective, in its own package
-    from gspo_kernels.off_policy import off_policy_mask, rollout_weights
-    from gspo_kernels.parallel.groups import Parallel
-    from gspo_kernels.sampling import sampling_mask
-    from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
-    from gspo_kernels.types import DistillationOutput, LoRAHead, LossOutput, SelectedLogprobs, TokenLogprobs
-
-    __all__ = [
-        "DistillationOutput",
-        "LoRAHead",
-        "LossOutput",
-        "Parallel",
-        "SelectedLogprobs",
-        "TokenLogprobs",
-        "advantages",
-        "distillation_loss",
-        "explain_schedule",
-        "fused_linear_distillation_loss",
-        "fused_linear_policy_loss",
-        "fused_policy_loss",
-        "is_batch_invariant",
-        "linear_selected_logprobs",
-        "linear_token_logprobs",
-        "normalizer",
-        "objectives",
-        "off_policy_mask",
-        "policy_coefficients",
-        "policy_loss",
-        "rollout_weights",
-        "sampling_mask",
-        "selected_logprobs",
-        "set_batch_invariant",
-        "token_logprobs",
-    ]
-    __all__ += objectives.__all__
+    from gspo_kernels.off_policy import off_policy_mask as off_policy_mask
+    from gspo_kernels.off_policy import rollout_weights as rollout_weights
+    from gspo_kernels.parallel.groups import Parallel as Parallel
+    from gspo_kernels.sampling import sampling_mask as sampling_mask
+    from gspo_kernels.selected import linear_selected_logprobs as linear_selected_logprobs
+    from gspo_kernels.selected import selected_logprobs as selected_logprobs
+    from gspo_kernels.types import DistillationOutput as DistillationOutput
+    from gspo_kernels.types import LoRAHead as LoRAHead
+    from gspo_kernels.types import LossOutput as LossOutput
+    from gspo_kernels.types import SelectedLogprobs as SelectedLogprobs
+    from gspo_kernels.types import TokenLogprobs as TokenLogprobs
 
 try:
     __version__ = version("gspo_kernels")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gspo_kernels import checks
-from gspo_kernels.exact import exact, exact_dtype, segment_reduce
-from gspo_kernels.layout import layout_of
+from gspo_kernels.exact import exact, segment_reduce
+from gspo_kernels.layout import as_rows, layout_of
 from gspo_kernels.objectives.finite import difference
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.ops.values import check_cu_seqlens, check_mask
@@ -47,11 +48,11 @@ def group_normalized(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_rewards(rewards, "[B]")
+    values = _rewards_fp64(rewards, "[B]")
     checks.choice("scale", scale, SCALES)
     checks.number("eps", eps, minimum=0.0)
     groups = _Groups(rewards, group_size, group_ids)
-    return _normalized(_values(rewards), groups, scale, eps).to(stats_dtype(rewards.dtype))
+    return _normalized(values, groups, scale, eps).to(stats_dtype(rewards.dtype))
 
 
 def leave_one_out(
@@ -70,8 +71,7 @@ def leave_one_out(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_rewards(rewards, "[B]")
-    groups, values = _Groups(rewards, group_size, group_ids), _values(rewards)
+    values, groups = _rewards_fp64(rewards, "[B]"), _Groups(rewards, group_size, group_ids)
     count = groups.count(values)
     advantages = groups.centred(values) * count / (count - 1.0).clamp(min=1.0)
     return advantages.to(stats_dtype(rewards.dtype))
@@ -94,9 +94,8 @@ def optimal_baseline(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_rewards(rewards, "[B]")
-    weights = _check_lengths(lengths, rewards)
-    groups, values = _Groups(rewards, group_size, group_ids), _values(rewards)
+    values, weights = _rewards_fp64(rewards, "[B]"), _lengths_fp64(lengths, rewards)
+    groups = _Groups(rewards, group_size, group_ids)
     return groups.centred(values, weights).to(stats_dtype(rewards.dtype))
 
 
@@ -132,19 +131,17 @@ def gdpo(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_rewards(rewards, "[B, K]")
+    values = _rewards_fp64(rewards, "[B, K]")
     checks.number("eps", eps, minimum=0.0)
-    kinds = rewards.shape[1]
     if weights is not None:
-        checks.floats("weights", weights, (kinds,), "[K], one per reward", rewards.device)
+        checks.floats("weights", weights, (rewards.shape[1],), "[K], one per reward", rewards.device)
     groups = _Groups(rewards.sum(1), group_size, group_ids)
-    tokens = None if lengths is None else _check_lengths(lengths, rewards)
-    total = torch.zeros(rewards.shape[0], dtype=exact_dtype(rewards.device), device=rewards.device)
-    for kind in range(kinds):
-        each = _normalized(_values(rewards[:, kind]), groups, "group", eps)
+    tokens = None if lengths is None else _lengths_fp64(lengths, rewards)
+    total = values.new_zeros(len(values))
+    for kind, column in enumerate(values.unbind(1)):
+        each = _normalized(column, groups, "group", eps)
         total += each if weights is None else exact(weights[kind].detach()) * each
-    absent = rewards.detach().isnan().all(1)
-    total = total.masked_fill(absent, torch.nan)
+    total = total.masked_fill(values.isnan().all(1), torch.nan)
     whitened = _whitened(total, eps) if tokens is None else _whitened(total, 1e-8, tokens, squared=True)
     return whitened.to(stats_dtype(rewards.dtype))
 
@@ -177,10 +174,9 @@ def reinforce_plus_plus(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_rewards(rewards, "[B]")
+    values = _rewards_fp64(rewards, "[B]")
     checks.number("eps", eps, minimum=0.0)
-    weights = None if lengths is None else _check_lengths(lengths, rewards)
-    values = _values(rewards)
+    weights = None if lengths is None else _lengths_fp64(lengths, rewards)
     if group_size is not None or group_ids is not None:
         centred = _Groups(rewards, group_size, group_ids).centred(values)
         values = centred.masked_fill(values.isnan(), torch.nan)
@@ -200,7 +196,7 @@ def turn_normalized(
     """TL-GRPO: ``A_t`` is the normalized reward of the token's turn; groups are formed turn by turn.
 
     Turn k of a sequence is compared with turn k of the sequences in its group, as ``group_normalized`` does.
-    The structure is the paper's (arXiv 2601.16480), whose exact advantage was not read by us: a template.
+    The structure is the paper's (arXiv 2601.16480), whose exact advantage we have not read.
 
     Args:
         rewards: [B, K], floating point: the reward of each turn; NaN where a sequence has no such turn.
@@ -216,13 +212,12 @@ def turn_normalized(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_rewards(rewards, "[B, K]")
+    values = _rewards_fp64(rewards, "[B, K]")
     checks.choice("scale", scale, SCALES)
     checks.number("eps", eps, minimum=0.0)
-    checks.tensor("turn_ids", turn_ids, None, "[B, T], or [N] with cu_seqlens", rewards.device)
-    checks.dtype("turn_ids", turn_ids, checks.INTEGERS)
+    shape = "[B, T], or [N] with cu_seqlens"
+    checks.tensor("turn_ids", turn_ids, None, shape, rewards.device, checks.INTEGERS)
     checks.layout("turn_ids", turn_ids, cu_seqlens)
-    packed = cu_seqlens is not None
     sequences, turns = rewards.shape
     expected = turn_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if sequences != expected:
@@ -232,18 +227,16 @@ def turn_normalized(
         raise ValueError(f"turn_ids: expected -1 or a turn from 0 to K - 1 = {turns - 1}")
 
     groups = _Groups(rewards.sum(1), group_size, group_ids)
-    values, within = _values(rewards), "none" if scale == "batch" else scale
-    columns = [_normalized(values[:, turn], groups, within, eps) for turn in range(turns)]
+    within = "none" if scale == "batch" else scale
+    columns = [_normalized(column, groups, within, eps) for column in values.unbind(1)]
     if scale == "batch":
         columns = [column / (_std(values.flatten()) + eps) for column in columns]
-    nothing = torch.zeros(sequences, 1, dtype=exact_dtype(rewards.device), device=rewards.device)
-    table = torch.cat([*(column.unsqueeze(1) for column in columns), nothing], 1)
+    table = torch.stack([*columns, values.new_zeros(sequences)], 1)
 
-    ids = (turn_ids.unsqueeze(0) if packed else turn_ids).to(torch.int64)
-    layout = layout_of(ids, cu_seqlens)
-    rows = layout.expand(torch.arange(sequences, device=ids.device))
+    ids = as_rows(turn_ids, cu_seqlens is not None).to(torch.int64)
+    rows = layout_of(ids, cu_seqlens).expand(torch.arange(sequences, device=ids.device))
     advantages = table[rows, torch.where((ids < 0) | (ids >= turns), turns, ids)]
-    return (advantages.squeeze(0) if packed else advantages).to(stats_dtype(rewards.dtype))
+    return advantages.view(turn_ids.shape).to(stats_dtype(rewards.dtype))
 
 
 def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
@@ -251,7 +244,7 @@ def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
     ``group_normalized`` over the classes of each example. The result flattened goes with labels [P * C, 1]
     (each class a sequence, for any objective); as it is, it is per-token advantages for labels [P, C]. From
-    second-hand text about the paper (arXiv 2511.15256).
+    text about the paper (arXiv 2511.15256).
 
     Args:
         rewards: [P, C], floating point: the reward of each class for each example.
@@ -263,11 +256,9 @@ def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_rewards(rewards, "[P, C]")
-    flat = rewards.flatten()
-    return group_normalized(flat, group_size=max(1, rewards.shape[1]), scale=scale, eps=eps).reshape(
-        rewards.shape
-    )
+    _rewards_fp64(rewards, "[P, C]")
+    size = max(1, rewards.shape[1])
+    return group_normalized(rewards.flatten(), group_size=size, scale=scale, eps=eps).view(rewards.shape)
 
 
 def reverse_kl(
@@ -296,20 +287,34 @@ def reverse_kl(
     checks.floats("teacher_logprobs", teacher_logprobs, shape, "the shape of logprobs", device)
     checks.number("coef", coef, positive=True)
     student, teacher = (exact(each.detach()) for each in (logprobs, teacher_logprobs))
-    found = coef * difference(teacher, student)
+    advantages = coef * difference(teacher, student)
     if loss_mask is not None:
         checks.tensor("loss_mask", loss_mask, shape, "the shape of logprobs", device)
-        counted = check_mask(loss_mask)
-        assert counted is not None
-        found = torch.where(counted, found, 0.0)
-    return found.to(stats_dtype(logprobs.dtype))
+        check_mask(loss_mask)
+        advantages = torch.where(loss_mask != 0, advantages, 0.0)
+    return advantages.to(stats_dtype(logprobs.dtype))
 
 
 class _Groups:
     """Reductions of [B] over groups, expanded back to [B]."""
 
     def __init__(self, rewards: Tensor, group_size: int | None, group_ids: Tensor | None):
-        self.order, self.offsets = _groups(rewards, group_size, group_ids)
+        if (group_size is None) == (group_ids is None):
+            raise ValueError("group_size, group_ids: expected exactly one of the two")
+        count, device = rewards.numel(), rewards.device
+        if group_size is not None:
+            if checks.integer("group_size", group_size) < 1 or count % group_size:
+                raise ValueError(
+                    f"group_size: got {group_size}, expected a positive divisor of the {count} rewards"
+                )
+            self.order = torch.arange(count, device=device)
+            self.offsets = torch.arange(0, count + 1, group_size, device=device)
+        else:
+            shape = tuple(rewards.shape)
+            ids = checks.tensor("group_ids", group_ids, shape, "the rewards' shape", device, checks.INTEGERS)
+            ordered, self.order = torch.sort(ids, stable=True)
+            _, sizes = torch.unique_consecutive(ordered, return_counts=True)
+            self.offsets = pad(sizes.cumsum(0), (1, 0))
         self.members = torch.repeat_interleave(self.offsets.diff(), output_size=rewards.numel())
 
     def reduce(self, values: Tensor, how: str) -> Tensor:
@@ -371,40 +376,18 @@ def _whitened(values: Tensor, eps: float, weights: Tensor | None = None, squared
     return torch.nan_to_num(result, nan=0.0)
 
 
-def _values(rewards: Tensor) -> Tensor:
-    return exact(rewards.detach())
-
-
-def _check_rewards(rewards: Tensor, shape: str) -> None:
+def _rewards_fp64(rewards: Tensor, shape: str) -> Tensor:
+    """Check dtype and shape of rewards; return them detached, in fp64."""
     checks.floats("rewards", rewards, None, shape, None)
     if rewards.ndim != shape.count(",") + 1:
         raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected {shape}")
+    return exact(rewards.detach())
 
 
-def _check_lengths(lengths: Tensor, rewards: Tensor) -> Tensor:
-    checks.tensor("lengths", lengths, (rewards.shape[0],), "[B], one per sequence", rewards.device)
-    checks.dtype("lengths", lengths, (*checks.FLOATS, *checks.INTEGERS))
+def _lengths_fp64(lengths: Tensor, rewards: Tensor) -> Tensor:
+    """Check lengths [B]; return them detached, in fp64."""
+    numbers = (*checks.FLOATS, *checks.INTEGERS)
+    checks.tensor("lengths", lengths, (len(rewards),), "[B], one per sequence", rewards.device, numbers)
     if checked_values(lengths.device) and not bool((lengths >= 0).all()):
         raise ValueError("lengths: expected no negative number")
     return exact(lengths.detach())
-
-
-def _groups(rewards: Tensor, group_size: int | None, group_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A permutation that makes groups contiguous, and their offsets [groups + 1]."""
-    if (group_size is None) == (group_ids is None):
-        raise ValueError("group_size, group_ids: expected exactly one of the two")
-    count = rewards.numel()
-    if group_size is not None:
-        if checks.integer("group_size", group_size) < 1 or count % group_size:
-            raise ValueError(
-                f"group_size: got {group_size}, expected a positive divisor of the {count} rewards"
-            )
-        return (
-            torch.arange(count, device=rewards.device),
-            torch.arange(0, count + 1, group_size, device=rewards.device),
-        )
-    ids = checks.tensor("group_ids", group_ids, tuple(rewards.shape), "the rewards' shape", rewards.device)
-    checks.dtype("group_ids", ids, checks.INTEGERS)
-    ordered, order = torch.sort(ids, stable=True)
-    _, sizes = torch.unique_consecutive(ordered, return_counts=True)
-    return order, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

@@ -50,11 +50,6 @@ def floats(
     return tensor(name, value, shape, meaning, device, FLOATS)
 
 
-def dtype(name: str, value: Tensor, allowed: tuple[torch.dtype, ...]) -> Tensor:
-    """A tensor of one of the allowed dtypes."""
-    return tensor(name, value, None, "", None, allowed)
-
-
 def number(name: str, value: object, *, positive: bool = False, minimum: float | None = None) -> float:
     """A finite Python number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -113,7 +108,7 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
     """A number or tensor that broadcasts to ``shape``."""
     if not isinstance(value, Tensor):
         return filled(number(name, value), device)
-    dtype(name, value, FLOATS)
+    floats(name, value, None, "", None)
     if value.ndim and value.device != device:
         raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")
     try:

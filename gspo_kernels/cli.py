@@ -7,9 +7,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gspo_kernels import __version__
 
 if TYPE_CHECKING:
     from gspo_kernels.trainer.config import TrainConfig
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gspo", description="Group Sequence Policy Optimization for language models."
     )
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"gspo_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known: dict[str, tuple[Callable[[list[str]], None], str]] = {
         "train": (train, "train a model; gspo train --help lists all options"),
@@ -58,13 +59,6 @@ def _exit_status(prog: str, command: Callable[[], None]) -> int:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _version() -> str:
-    try:
-        return f"gspo_kernels {version('gspo_kernels')}"
-    except PackageNotFoundError:
-        return "gspo_kernels, not installed"
 
 
 def _doctor(arguments: list[str]) -> None:

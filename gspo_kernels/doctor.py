@@ -6,7 +6,6 @@ import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -20,26 +19,18 @@ from gspo_kernels.ops.products import fp32_library
 
 _PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets", "flash-attn")
 
-
-class _Framework(NamedTuple):
-    """A framework with an adapter: its file in ``integrations``, its name for pip, and how to get it."""
-
-    adapter: str
-    distribution: str
-    how: str
-
-
 _FRAMEWORKS = (
-    _Framework("transformers", "transformers", "pip install 'gspo_kernels[train]'"),
-    _Framework("trl", "trl", "pip install 'gspo_kernels[trl]'"),
-    _Framework("verl", "verl", "pip install 'verl{range}', in an environment of its own"),
-    _Framework("skyrl", "skyrl", "pip install 'skyrl{range}', in an environment of its own"),
-    _Framework("openrlhf", "openrlhf", "pip install 'openrlhf{range}'"),
-    _Framework("nemo_rl", "nemo-rl", "from github.com/NVIDIA-NeMo/RL (pip has a placeholder of this name)"),
-    _Framework("slime", "slime", "from github.com/THUDM/slime (pip has another project of this name)"),
-    _Framework("prime_rl", "prime-rl", "from github.com/PrimeIntellect-ai/prime-rl"),
-    _Framework("areal", "areal", "pip install 'areal{range}'"),
+    ("transformers", "transformers", "pip install 'gspo_kernels[train]'"),
+    ("trl", "trl", "pip install 'gspo_kernels[trl]'"),
+    ("verl", "verl", "pip install 'verl{range}', in an environment of its own"),
+    ("skyrl", "skyrl", "pip install 'skyrl{range}', in an environment of its own"),
+    ("openrlhf", "openrlhf", "pip install 'openrlhf{range}'"),
+    ("nemo_rl", "nemo-rl", "from github.com/NVIDIA-NeMo/RL (pip has a placeholder of this name)"),
+    ("slime", "slime", "from github.com/THUDM/slime (pip has another project of this name)"),
+    ("prime_rl", "prime-rl", "from github.com/PrimeIntellect-ai/prime-rl"),
+    ("areal", "areal", "pip install 'areal{range}'"),
 )
+"""Frameworks with an adapter: its file in ``integrations``, their name for pip, and how to get them."""
 
 
 def _version(package: str) -> str:
@@ -49,16 +40,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def supported_versions(adapter: str) -> str | None:
-    """The version range that an adapter's file declares; None if there is no such adapter.
+def supported_versions(adapter: str) -> str:
+    """The version range that an adapter's file declares.
 
     Read from the text: importing an adapter may import its framework.
     """
-    file = Path(next(iter(integrations.__path__)), f"{adapter}.py")
-    if not file.is_file():
-        return None
-    declared = re.search(r'^SUPPORTED = "(.+)"$', file.read_text(), flags=re.MULTILINE)
-    return None if declared is None else declared.group(1)
+    text = Path(next(iter(integrations.__path__)), f"{adapter}.py").read_text()
+    (declared,) = re.findall(r'^SUPPORTED = "(.+)"$', text, flags=re.MULTILINE)
+    return str(declared)
 
 
 def _frameworks() -> list[str]:
@@ -66,9 +55,7 @@ def _frameworks() -> list[str]:
     lines = []
     for adapter, distribution, how in _FRAMEWORKS:
         installed, supported = _version(distribution), supported_versions(adapter)
-        if supported is None:
-            verdict = "no adapter in this version of gspo_kernels"
-        elif installed == "not installed":
+        if installed == "not installed":
             verdict = f"adapter for {supported}: {how.format(range=supported)}"
         else:
             try:

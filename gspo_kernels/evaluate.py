@@ -136,6 +136,9 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     result = objective.evaluate(batch)
     token_shares = aggregation.token_shares() if terms.token_shares is None else terms.token_shares
     sequence_level = objective.level == "sequence"
+    if (result.loss.ndim == 1) != sequence_level:
+        what = f"{type(objective).__name__} has level={objective.level!r}"
+        raise ValueError(f"objective: {what}, but its loss has shape {tuple(result.loss.shape)}")
     sums = [_weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)]
 
     kl = None if reference is None else kl_penalty(finite.difference(logp, reference), terms.kl_estimator)

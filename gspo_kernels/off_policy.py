@@ -8,7 +8,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.evaluate import kl_penalty
 from gspo_kernels.exact import exact
-from gspo_kernels.layout import Layout, layout_of
+from gspo_kernels.layout import Layout, as_rows, layout_of
 from gspo_kernels.objectives import finite
 from gspo_kernels.ops.values import check_cu_seqlens, check_mask
 from gspo_kernels.types import stats_dtype
@@ -36,8 +36,8 @@ def rollout_weights(
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. TIS.
     - "mask": the same ratio where it lies in [low, high], else 0. MIS; of a sequence's sum Seq-MIS.
-    - "icepop": "mask" for tokens, bounded on both sides: IcePop, of Ring-1T's report (arXiv 2510.18855) from
-      second-hand text; NeMo-RL's and OpenRLHF's code agree.
+    - "icepop": "mask" for tokens, bounded on both sides: IcePop, of Ring-1T's report (arXiv 2510.18855),
+      known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
     - "sequence_mask": every token's own ratio, but 0 for all of a sequence whose ratio lies outside
       [low, high]: sequence-masked importance sampling, NeMo-RL's and OpenRLHF's "seq-mask-tis", which take
       the mean.
@@ -72,19 +72,16 @@ def rollout_weights(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_tokens("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs, loss_mask, cu_seqlens)
-    low, high = _checked_options(level, reduce, mode, low, high)
-    check_cu_seqlens(cu_seqlens, old_logprobs)
-    check_mask(loss_mask)
-
-    packed = cu_seqlens is not None
-    log_ratio, counted = _log_ratio(old_logprobs, rollout_logprobs, loss_mask, packed)
-    by_token = level == "token"
+    low, high = _validate_options(level, reduce, mode, low, high)
+    log_ratio, counted, layout = _log_ratio(
+        "old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs, loss_mask, cu_seqlens
+    )
+    by_token, divergence = level == "token", mode in _DIVERGENCES
     # from log(mu / pi_old) of tokens that mu sampled: estimates of KL(mu, pi_old)
-    measured = weights = kl_penalty(-log_ratio, mode) if mode in _DIVERGENCES else log_ratio.exp()
+    weights = kl_penalty(-log_ratio, mode) if divergence else log_ratio.exp()
+    measured = weights  # what must lie between the bounds
     if not by_token or mode == "sequence_mask":
-        layout = layout_of(log_ratio, cu_seqlens)
-        if mode in _DIVERGENCES:
+        if divergence:
             measured = _reduced(layout, measured, counted, reduce)
         else:
             measured = _reduced(layout, log_ratio, counted, reduce).exp()
@@ -98,9 +95,9 @@ def rollout_weights(
         inside = torch.ones_like(measured, dtype=torch.bool)
         inside = inside if low is None else inside & (measured >= low)
         inside = inside if high is None else inside & (measured <= high)
-        weights = torch.where(inside, 1.0 if mode in _DIVERGENCES else weights, 0.0)
+        weights = torch.where(inside, 1.0 if divergence else weights, 0.0)
     weights = torch.where(counted, weights, 1.0).to(stats_dtype(old_logprobs.dtype))
-    return weights.squeeze(0) if packed and by_token else weights
+    return weights.view_as(old_logprobs) if by_token else weights
 
 
 def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -122,10 +119,7 @@ def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor |
         TypeError, ValueError: a wrong argument, named in the message.
     """
     counted, layout = _counted(loss_mask, cu_seqlens, weights=weights)
-    packed, kept = cu_seqlens is not None, exact(weights.detach() != 0)
-    per_sequence = weights.shape == (layout.sequences,)
-    counted = counted & ((layout.expand(kept) if per_sequence else _rows(kept, packed)) != 0)
-    return counted.squeeze(0) if packed else counted
+    return (counted & (_per_token(weights, counted, layout) != 0)).view_as(loss_mask)
 
 
 def weight_metrics(
@@ -161,18 +155,13 @@ def weight_metrics(
         TypeError, ValueError: a wrong argument, named in the message.
     """
     counted, layout = _counted(loss_mask, cu_seqlens, weights=weights, advantages=advantages)
-    packed, sequences = cu_seqlens is not None, layout.sequences
     counts = layout.sum(exact(counted))
 
     def tokens(values: Tensor) -> Tensor:
-        per_sequence = values.shape == (sequences,)
-        values = exact(values.detach())
-        values = layout.expand(values) if per_sequence else _rows(values, packed)
-        return torch.where(counted, values, 0.0)
+        return torch.where(counted, _per_token(values, counted, layout), 0.0)
 
-    each = exact(weights.detach())
-    per_sequence = weights.shape == (sequences,)
-    kept = each[counts > 0] if per_sequence else _rows(each, packed)[counted]
+    per_sequence = weights.shape == (layout.sequences,)
+    kept = exact(weights.detach())[counts > 0] if per_sequence else tokens(weights)[counted]
     kept = kept if kept.numel() else kept.new_ones(1)  # nothing is counted, and nothing changed
     squares = kept.square().sum()
     plain = tokens(advantages) / layout.expand(counts.clamp(min=1.0))
@@ -223,36 +212,25 @@ def off_policy_mask(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    _check_tokens("logprobs", logprobs, "old_logprobs", old_logprobs, loss_mask, cu_seqlens)
-    sequences = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    checks.floats("advantages", advantages, None, "[B] or the shape of logprobs", logprobs.device)
-    per_sequence = _per_sequence("advantages", advantages, sequences, logprobs, "logprobs")
     checks.number("delta", delta)
-    check_cu_seqlens(cu_seqlens, logprobs)
-    check_mask(loss_mask)
-
-    packed = cu_seqlens is not None
-    gap, counted = _log_ratio(old_logprobs, logprobs, loss_mask, packed)
-    layout = layout_of(gap, cu_seqlens)
+    log_ratio, counted, layout = _log_ratio(
+        "logprobs", logprobs, "old_logprobs", old_logprobs, loss_mask, cu_seqlens
+    )
     counts = layout.sum(exact(counted))
-    far = (layout.sum(gap) / counts.clamp(min=1.0) > delta) & (counts > 0)
-    negative = advantages.detach() < 0
-    if per_sequence:
-        dropped = negative & far
-    else:
-        dropped = _rows(negative, packed) & layout.expand(far) & counted
-        dropped = dropped.squeeze(0) if packed else dropped
-    return (~dropped).to(stats_dtype(logprobs.dtype))
+    far = (layout.sum(log_ratio) / counts.clamp(min=1.0) < -delta) & (counts > 0)
+    if not _per_sequence("advantages", advantages, layout, "logprobs", logprobs):
+        far = (layout.expand(far) & counted).view_as(logprobs)
+    return (~(far & (advantages.detach() < 0))).to(stats_dtype(logprobs.dtype))
 
 
 _DIVERGENCES = ("k1", "k2", "k3")
 _MODES = ("truncate", "mask", "icepop", "sequence_mask", *_DIVERGENCES)
 
 
-def _checked_options(
+def _validate_options(
     level: str, reduce: str, mode: str, low: float | None, high: float | None
 ) -> tuple[float | None, float | None]:
-    """Check what doesn't depend on tensors; return the bounds."""
+    """Check the options; return the bounds."""
     checks.choice("level", level, ("token", "sequence"))
     checks.choice("reduce", reduce, ("mean", "sum", "max"))
     checks.choice("mode", mode, _MODES)
@@ -286,53 +264,57 @@ def _reduced(layout: Layout, values: Tensor, counted: Tensor, reduce: str) -> Te
     return total if reduce == "sum" else total / layout.sum(exact(counted)).clamp(min=1.0)
 
 
-def _per_sequence(name: str, values: Tensor, sequences: int, tokens: Tensor, tokens_name: str) -> bool:
-    """Whether values are [B]; anything but that and the tokens' shape is refused."""
-    shape = tuple(values.shape)
-    if shape not in ((sequences,), tuple(tokens.shape)):
-        raise ValueError(
-            f"{name}: got shape {shape}, expected [B] = ({sequences},) or the shape of {tokens_name} "
-            f"{tuple(tokens.shape)}"
-        )
-    return shape == (sequences,)
-
-
-def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None, **values: Tensor) -> tuple[Tensor, Layout]:
-    """Check a mask and values, [B] or per token; return the mask as bool [B, T] or [1, N], and its layout."""
-    mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("loss_mask", mask, cu_seqlens)
-    sequences = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    for name, given in values.items():
-        checks.floats(name, given, None, "[B] or the shape of loss_mask", mask.device)
-        _per_sequence(name, given, sequences, mask, "loss_mask")
-    check_cu_seqlens(cu_seqlens, mask)
-    check_mask(mask)
-    counted = _rows(mask, cu_seqlens is not None) != 0
-    return counted, layout_of(counted, cu_seqlens)
-
-
-def _check_tokens(
+def _log_ratio(
     name: str,
     tokens: Tensor,
     other_name: str,
     other: Tensor,
     loss_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> None:
+) -> tuple[Tensor, Tensor, Layout]:
+    """Check log-probs, their mask and offsets.
+
+    Returns:
+        ``tokens - other`` in fp64, 0 where not counted, and the mask of what counts, both [B, T] or [1, N];
+        and their layout.
+    """
     checks.floats(name, tokens, None, "[B, T], or [N] with cu_seqlens", None)
     checks.layout(name, tokens, cu_seqlens)
-    shape, device = tuple(tokens.shape), tokens.device
-    checks.floats(other_name, other, shape, f"the shape of {name}", device)
-    if loss_mask is not None:
-        checks.tensor("loss_mask", loss_mask, shape, f"the shape of {name}", device)
+    checks.floats(other_name, other, tuple(tokens.shape), f"the shape of {name}", tokens.device)
+    if loss_mask is None:
+        loss_mask = torch.ones_like(tokens, dtype=torch.bool)
+    checks.tensor("loss_mask", loss_mask, tuple(tokens.shape), f"the shape of {name}", tokens.device)
+    counted, layout = _counted(loss_mask, cu_seqlens)
+    log_ratio = finite.difference(exact(tokens.detach()), exact(other.detach())).reshape(counted.shape)
+    return torch.where(counted, log_ratio, 0.0), counted, layout
 
 
-def _rows(tokens: Tensor, packed: bool) -> Tensor:
-    return tokens.detach().unsqueeze(0) if packed else tokens.detach()
+def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None, **values: Tensor) -> tuple[Tensor, Layout]:
+    """Check a mask and values, [B] or per token; return the mask as bool [B, T] or [1, N], and its layout."""
+    checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout("loss_mask", loss_mask, cu_seqlens)
+    check_cu_seqlens(cu_seqlens, loss_mask)
+    check_mask(loss_mask)
+    counted = as_rows(loss_mask.detach() != 0, cu_seqlens is not None)
+    layout = layout_of(counted, cu_seqlens)
+    for name, value in values.items():
+        _per_sequence(name, value, layout, "loss_mask", loss_mask)
+    return counted, layout
 
 
-def _log_ratio(one: Tensor, other: Tensor, loss_mask: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
-    """``one - other`` in fp64, 0 where not counted, and the mask of what counts: [B, T] or [1, N]."""
-    one, other = _rows(one, packed), _rows(other, packed)
-    counted = torch.ones_like(one, dtype=torch.bool) if loss_mask is None else _rows(loss_mask, packed) != 0
-    return torch.where(counted, finite.difference(exact(one), exact(other)), 0.0), counted
+def _per_sequence(name: str, values: Tensor, layout: Layout, tokens_name: str, tokens: Tensor) -> bool:
+    """Whether values are [B]; a ValueError if they are neither that nor of the tokens' shape."""
+    checks.floats(name, values, None, f"[B] or the shape of {tokens_name}", tokens.device)
+    shape = tuple(values.shape)
+    if shape not in ((layout.sequences,), tuple(tokens.shape)):
+        raise ValueError(
+            f"{name}: got shape {shape}, expected [B] = ({layout.sequences},) or the shape of {tokens_name} "
+            f"{tuple(tokens.shape)}"
+        )
+    return shape == (layout.sequences,)
+
+
+def _per_token(values: Tensor, counted: Tensor, layout: Layout) -> Tensor:
+    """Values, [B] or per token, as fp64 tokens in the shape of ``counted``."""
+    values = exact(values.detach())
+    return layout.expand(values) if values.shape == (layout.sequences,) else values.reshape(counted.shape)

@@ -20,9 +20,9 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.parallel.agreement import Member, compare, digest
+from gspo_kernels.parallel.agreement import check_agreement, digest, exchange
 from gspo_kernels.parallel.groups import Parallel, group_name
-from gspo_kernels.parallel.placements import VOCABULARY, groups_of
+from gspo_kernels.parallel.placements import VOCABULARY, mesh_groups
 from gspo_kernels.parallel.tokens import ScatteredTokens
 from gspo_kernels.terms import SPECS, Terms, check_values
 from gspo_kernels.types import RowOptions
@@ -50,13 +50,13 @@ def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[
 
 
 class RankComparison:
-    """A call of this rank, until it has met the other ranks.
+    """A call of this rank, whose arguments are compared with those of the other ranks.
 
     Attributes:
         arguments: as the caller passed them.
         device: of the tokens.
         groups: the name of each group by what messages call it, along with what its ranks share.
-        met: whether the ranks have compared their arguments.
+        compared: whether that has been done.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any]):
@@ -64,14 +64,14 @@ class RankComparison:
         tokens = _tokens(self.arguments)
         self.device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
         self.groups = _groups(self.arguments)
-        self.met = False
+        self.compared = False
 
     def __enter__(self) -> RankComparison:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not self.met:
-            self._meet(error)
+        if isinstance(error, Exception) and not self.compared:
+            self._exchange(error)
 
     def compare(
         self,
@@ -103,34 +103,50 @@ class RankComparison:
             check_values(labels, terms._replace(cp_group=""), logprobs=logprobs)
         check_temperature(teacher_temperature)
         if options is None:
-            self._meet()
+            self._exchange()
         elif not options.shard.group:
             check_rows(labels, width, options)
-            self._meet()
+            self._exchange()
         else:
             local, group, length = options, options.shard.group, labels.shape[1]
 
-            def judge(every: list[tuple[int, ...]]) -> None:
+            def check_numbers(every: list[tuple[int, ...]]) -> None:
                 check_ranges([numbers[:4] for numbers in every], local)
                 if scattered is not None:
                     ScatteredTokens.of(group, [numbers[4] for numbers in every], length)
 
-            self._meet(None, (*range_of(labels, width, options), scattered or 0), judge)
+            numbers = (*range_of(labels, width, options), scattered or 0)
+            self._exchange(None, numbers, check_numbers)
 
-    def _meet(
+    def _exchange(
         self,
         refused: Exception | None = None,
         numbers: tuple[int, ...] = (),
-        judge: Callable[[list[tuple[int, ...]]], None] | None = None,
+        check_numbers: Callable[[list[tuple[int, ...]]], None] | None = None,
     ) -> None:
-        """See ``agreement.compare``; ``numbers`` and ``judge`` are for ranks that share the vocabulary."""
-        members = []
+        """Compare with the other ranks of each group, in the same order on all of them.
+
+        All ranks go on, or all raise. An error in one group is passed on to the next one, so that in a grid
+        of ranks all learn of it, whichever rank has it.
+
+        Args:
+            refused: why this rank refuses the call; it is not raised here.
+            numbers: what may differ between ranks that share the vocabulary.
+            check_numbers: raises where these numbers of all ranks together are wrong.
+        """
+        self.compared, error = True, refused
         for argument, (group, share) in self.groups.items():
             same = {} if refused is not None else _placements(self.arguments) | _SAME[share](self.arguments)
-            of_rank = (numbers, judge) if share == "vocabulary" else ((), None)
-            members.append(Member(argument, group, same, *of_rank))
-        self.met = True
-        compare(members, self.device, refused)
+            messages = exchange(group, self.device, same, numbers, error)
+            if error is None:
+                try:
+                    check_agreement(argument, messages)
+                    if check_numbers is not None and share == "vocabulary":
+                        check_numbers([tuple(message["numbers"]) for message in messages])
+                except Exception as raised:
+                    error = raised
+        if error is not None and error is not refused:
+            raise error
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +164,7 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(arguments: Mapping[str, Any]) -> Any:
-    """What has the tokens' shape in front."""
+    """The first argument whose leading dimensions are those of tokens."""
     names = ("labels", "logprobs", "ids", "logits", "hidden", "loss_mask")
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
@@ -164,7 +180,9 @@ def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     placed = {name: value for name, value in arguments.items() if hasattr(value, "device_mesh")}
     if placed:
         known = {group for group, _ in facts.values()}
-        facts |= {name: pair for name, pair in groups_of(placed).items() if pair[0] not in known}
+        for each in mesh_groups(placed):
+            if each.group.size() > 1 and each.group.group_name not in known:
+                facts[each.argument] = each.group.group_name, each.share
     order = (*shares.values(), "")
     return dict(sorted(facts.items(), key=lambda item: order.index(item[1][1])))
 
@@ -186,17 +204,19 @@ def _kind(value: Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} on {value.device.type}"
 
 
-def _sizes(value: Any, without: tuple[int, ...] = ()) -> str:
-    """Dtype and shape of a tensor, some of its dimensions left open."""
+def _sizes(value: Any, open_dims: tuple[int, ...] = ()) -> str:
+    """Dtype and shape of a tensor, "..." for dimensions that may differ."""
     if not isinstance(value, Tensor):
         return _value(value)
-    sizes = ["..." if dim in without or dim - value.ndim in without else str(size)
-             for dim, size in enumerate(value.shape)]  # fmt: skip
+    sizes = [str(size) for size in value.shape]
+    for dim in range(value.ndim):
+        if dim in open_dims or dim - value.ndim in open_dims:
+            sizes[dim] = "..."
     return f"{_kind(value)} [{', '.join(sizes)}]"
 
 
 def _presence(value: Any) -> str:
-    return "None" if value is None else "a tensor" if isinstance(value, Tensor) else _value(value)
+    return "a tensor" if isinstance(value, Tensor) else _value(value)
 
 
 def _placements(arguments: Mapping[str, Any]) -> dict[str, str | None]:
@@ -214,7 +234,7 @@ def _placements(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _same_always(arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """What is no tensor of rows, or says how ranks go through the call."""
+    """What every group must agree on: which gradients and groups there are, and the batch-invariant mode."""
     facts: dict[str, str | None] = {}
     for name in _LEARNING:
         if isinstance(arguments.get(name), Tensor):
@@ -244,8 +264,9 @@ def _same_rows(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """What is the same on ranks that have parts of the same sequences: all but what is one per token. A call
-    without ``cu_seqlens`` among its arguments is one of tokens, whichever sequences they are of.
+    """What is the same on ranks that have parts of the same sequences: all but what is one per token.
+
+    A function without an argument ``cu_seqlens`` takes tokens, whichever sequences they belong to.
     """
     facts = _same_always(arguments)
     tokens, offsets = _tokens(arguments), arguments.get("cu_seqlens")
@@ -273,14 +294,15 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _of_sequences(arguments: Mapping[str, Any], name: str, form: str, sequences: int) -> str | None:
-    """A term as ranks with parts of the same sequences have it; None where nobody can tell."""
+    """A term as ranks with parts of the same sequences have it; None where its shape says too little."""
     value, packed = arguments[name], arguments.get("cu_seqlens") is not None
     if not isinstance(value, Tensor) or value.ndim == 0 or form == "sequences":
         return _value(value)
     if form == "either" and tuple(value.shape) == (sequences,):
-        takes = name != "advantages" or arguments["objective"].takes_token_advantages
-        by_chance = packed and takes and value.shape == _tokens(arguments).shape
-        return None if by_chance else f"one per sequence: {_value(value)}"
+        takes_tokens = name != "advantages" or arguments["objective"].takes_token_advantages
+        # as many packed tokens as sequences: [B] and [N] look alike
+        ambiguous = packed and takes_tokens and value.shape == _tokens(arguments).shape
+        return None if ambiguous else f"one per sequence: {_value(value)}"
     if form == "broadcast" and value.ndim == 2 and value.shape[1] == 1 and not packed:
         return _value(value)
     return "one per token"

@@ -16,11 +16,11 @@ from gspo_kernels.types import stats_dtype
 
 ENGINES = ("transformers", "vllm")
 _CANDIDATES = 1024
-"""How many of the most likely tokens are looked at first."""
+"""How many of the most likely tokens top-p looks at first."""
 _GROWTH = 16
-"""How many times as many where those don't reach the mass."""
+"""It looks at so many times as many where those do not reach its share."""
 _ELEMENTS = 2**24
-"""Of logits at once."""
+"""How many logits are looked at in one chunk of rows."""
 
 
 class _Rules(NamedTuple):
@@ -90,26 +90,26 @@ def sampling_mask(
         checks.tensor(
             "temperature", temperature, (shape[0],), "one per sequence", logits.device, checks.FLOATS
         )
-        heat = temperature.view(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1, 1)
+        divisors = temperature.view(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1, 1)
     else:
-        heat = logits.new_full(
+        divisors = logits.new_full(
             (), checks.number("temperature", temperature, positive=True), dtype=exact_dtype(logits.device)
         )
     rows = logits.reshape(-1, vocabulary)
-    looks = checked_values(logits.device)
-    if looks and labels is not None:
+    validating = checked_values(logits.device)
+    if validating and labels is not None:
         _check_labels(labels, vocabulary)
     masks = rows.new_empty((rows.shape[0], bits.words(vocabulary)), dtype=torch.int32)
     step = max(1, _ELEMENTS // vocabulary)
     for start in range(0, rows.shape[0], step):
-        here = slice(start, start + step)
-        z = rows[here].to(stats_dtype(logits.dtype))
-        z = z / (heat if heat.ndim == 0 else heat[here]).to(z.dtype)
+        chunk = slice(start, start + step)
+        z = rows[chunk].to(stats_dtype(logits.dtype))
+        z = z / (divisors if divisors.ndim == 0 else divisors[chunk]).to(z.dtype)
         defined = z.amax(-1, keepdim=True) < torch.inf  # of a row with NaN that is NaN
-        if looks and not bool(defined.all()):
-            drawn = None if labels is None else labels.reshape(-1)[here] != bits.NO_ID
+        if validating and not bool(defined.all()):
+            drawn = None if labels is None else labels.reshape(-1)[chunk] != bits.NO_ID
             _check_defined(defined.squeeze(-1), drawn, start, shape)
-        masks[here] = bits.packed_columns((z >= _least_kept(z, rules)) | ~defined)
+        masks[chunk] = bits.packed_columns((z >= _least_kept(z, rules)) | ~defined)
     if labels is not None:
         masks |= bits.packed_ids(labels.reshape(-1, 1), vocabulary)
     return masks.view(*shape, masks.shape[-1])
@@ -158,16 +158,12 @@ def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) ->
     while not rules.top_k and count < V and not bool(decided.all()):
         count = _GROWTH * count if 4 * _GROWTH * count <= V else V
         rows = (~decided).nonzero().squeeze(1)
-        likeliest = _likeliest(z[rows], count)
+        if count == V:  # a sort is faster than a topk of everything
+            likeliest = z[rows].sort(descending=True).values
+        else:
+            likeliest = z[rows].topk(count, sorted=True).values
         least[rows], decided[rows] = _last_within(likeliest, highest[rows], wanted[rows])
     return torch.maximum(least, bound)
-
-
-def _likeliest(z: Tensor, count: int) -> Tensor:
-    """The ``count`` largest logits of each row, descending."""
-    if count == z.shape[-1]:
-        return z.sort(dim=-1, descending=True).values
-    return z.topk(count, sorted=True).values
 
 
 def _last_within(descending: Tensor, highest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:

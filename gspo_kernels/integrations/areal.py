@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gspo_kernels.integrations import hooks
+from gspo_kernels.integrations.errors import require_package
 from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
@@ -47,7 +48,7 @@ class PolicyLoss:
         correction: RolloutCorrection | None = None,
         log: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
-        hooks.refuse_other_versions("areal", SUPPORTED)
+        require_package("areal", SUPPORTED, optional=True)
         self.objective = hooks.check_objective(objective, "AReaL", divides_by=("sequences", "tokens"))
         self.correction = hooks.check_correction(correction)
         if log is not None and not callable(log):

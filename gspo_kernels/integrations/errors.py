@@ -9,12 +9,13 @@ class IntegrationError(ValueError):
     """A framework, model or option that an adapter can't serve exactly; the message says which, and why."""
 
 
-def require_package(distribution: str, specifier: str) -> str:
-    """Return the installed version of ``distribution``, which must lie in ``specifier``.
+def require_package(distribution: str, specifier: str, *, optional: bool = False) -> None:
+    """Refuse to go on unless the installed version of ``distribution`` lies in ``specifier``.
 
     Args:
         distribution: its name as pip knows it, for example "transformers".
         specifier: a version range as pip writes it, for example ">=5.0,<6".
+        optional: nothing of it is imported, so that it need not be installed.
 
     Raises:
         IntegrationError: it is not installed, or at another version.
@@ -22,6 +23,8 @@ def require_package(distribution: str, specifier: str) -> str:
     try:
         installed = version(distribution)
     except PackageNotFoundError:
+        if optional:
+            return
         raise IntegrationError(
             f"{distribution}: not installed, this adapter needs {distribution}{specifier}: "
             f'pip install "{distribution}{specifier}"'
@@ -33,4 +36,3 @@ def require_package(distribution: str, specifier: str) -> str:
         raise IntegrationError(
             f"{distribution}: version {installed} is installed, this adapter needs {distribution}{specifier}"
         )
-    return installed

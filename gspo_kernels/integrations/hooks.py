@@ -11,7 +11,6 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from gspo_kernels import checks, objectives
 from gspo_kernels.exact import exact
-from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.off_policy import rollout_weights
@@ -28,28 +27,13 @@ ROUNDING = 16
 """Advantages of one sequence count as equal where they differ by at most so many roundings of their dtype."""
 
 
-def refuse_other_versions(distribution: str, specifier: str) -> None:
-    """Raise IntegrationError if the framework is installed at a version outside ``specifier``.
-
-    Not being installed is no error: nothing of the framework is imported.
-    """
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return
-    require_package(distribution, specifier)
-
-
-def check_objective(
-    objective: Objective, hook: str, *, divides_by: tuple[str, ...], passes: tuple[str, ...] = ()
-) -> Objective:
+def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, ...]) -> Objective:
     """Return ``objective`` if a hook can serve it.
 
     Args:
         objective: an instance.
         hook: its name, for the message.
         divides_by: what the hook can divide by over the whole batch: "sequences", "tokens".
-        passes: the optional arguments of the losses that the hook has values for.
 
     Raises:
         TypeError: not an instance of an objective.
@@ -58,11 +42,9 @@ def check_objective(
     """
     checks.objective(objective, Objective)
     name = type(objective).__name__
-    missing = [each for each in objective.needs if each not in passes]
-    if missing:
-        raise IntegrationError(
-            f"objective: {name} needs {' and '.join(missing)}, which {hook} does not pass to a loss"
-        )
+    if objective.needs:
+        needs = " and ".join(objective.needs)
+        raise IntegrationError(f"objective: {name} needs {needs}, which {hook} does not pass to a loss")
     if objective.advantages_are != "advantages":
         raise IntegrationError(
             f"objective: {name} takes {objective.advantages_are} in the place of advantages, which {hook} "
@@ -175,7 +157,7 @@ class RolloutCorrection:
 
 
 def check_correction(correction: RolloutCorrection | None) -> RolloutCorrection | None:
-    """A correction or None."""
+    """Return ``correction`` if it is a RolloutCorrection or None."""
     if correction is not None and not isinstance(correction, RolloutCorrection):
         raise TypeError(
             f"correction: got {type(correction).__name__}, expected a RolloutCorrection(...) or None"
@@ -185,8 +167,8 @@ def check_correction(correction: RolloutCorrection | None) -> RolloutCorrection 
 
 # Objectives by name, with options from a framework's config.
 
-Read = Callable[[Any], Any]
-Reads = dict[str, Read]
+Reader = Callable[[Any], Any]
+Readers = dict[str, Reader]
 """Options of an objective, and how each is read from a config."""
 
 SEQUENCE_RANGE = 0.01
@@ -199,16 +181,20 @@ def named_objectives() -> dict[str, type[Objective]]:
     return {"gk_" + cls.__module__.rpartition(".")[2]: cls for cls in classes}
 
 
-def clip_range_options(
-    low: Callable[[Any], float], high: Callable[[Any], float]
-) -> dict[type[Objective], Reads]:
-    """The options of all objectives that clip a ratio at 1 - ``low`` and 1 + ``high``."""
-    clip: Reads = {"clip_low": low, "clip_high": high}
-    two: Reads = {"positive_low": low, "positive_high": high, "negative_low": low, "negative_high": high}
-    same = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
+def shared_options(
+    low: Reader, high: Reader, tau_positive: Reader, tau_negative: Reader
+) -> dict[type[Objective], Readers]:
+    """The options of all objectives that clip a ratio at 1 - ``low`` and 1 + ``high``, or gate it softly."""
+    clip: Readers = {"clip_low": low, "clip_high": high}
+    by_sign: Readers = {"positive_low": low, "positive_high": high}
+    by_sign |= {"negative_low": low, "negative_high": high}
+    clipped = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
+    gate: Readers = {"tau_positive": tau_positive, "tau_negative": tau_negative}
     return {
-        **dict.fromkeys(same, clip),
-        objectives.ABCGRPO: two,
+        **dict.fromkeys(clipped, clip),
+        objectives.SAPO: gate,
+        objectives.SSPO: gate,
+        objectives.ABCGRPO: by_sign,
         objectives.GMPO: {"log_clip_low": low, "log_clip_high": high},
     }
 
@@ -224,18 +210,43 @@ def read(config: Any, path: str, default: Any = None) -> Any:
     return value
 
 
-def read_options(
-    objective: type[Objective], table: Mapping[type[Objective], Reads], config: Any
-) -> dict[str, Any]:
-    """The options that ``table`` has for the objective, or for a class that it derives from."""
-    reads: Reads = {}
+def from_config(
+    name: str,
+    objective: type[Objective],
+    table: Mapping[type[Objective], Readers],
+    config: Any,
+    range_names: tuple[str, str],
+    **more: Any,
+) -> Objective:
+    """The objective with the options that ``table`` has for it, or for a class that it derives from.
+
+    It warns where an objective of sequence ratios gets a clip range that is meant for token ratios.
+
+    Args:
+        name: of the loss, for messages.
+        objective: its class.
+        table: how options are read from the config, by objective.
+        config: the framework's.
+        range_names: what the framework calls the clip range below and above 1.
+        more: options that do not come from the config.
+
+    Raises:
+        IntegrationError: the objective refuses an option; the message has what the config says.
+    """
+    readers: Readers = {}
     for cls in reversed(objective.__mro__):
-        reads.update(table.get(cls, {}))
-    return {name: option(config) for name, option in reads.items()}
-
-
-def build(name: str, objective: type[Objective], **options: Any) -> Objective:
-    """The objective; where it refuses an option, the message has what the config says."""
+        readers.update(table.get(cls, {}))
+    options = {option: reader(config) for option, reader in readers.items()}
+    defaults: Any = objective  # a dataclass: they are attributes of the class
+    if "clip_high" in options and defaults.clip_high <= SEQUENCE_RANGE:
+        widest = max(options["clip_low"], options["clip_high"])
+        if widest > SEQUENCE_RANGE:
+            low, high = range_names
+            warn_once(
+                f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
+                f"{low}={defaults.clip_low}, {high}={defaults.clip_high}"
+            )
+    options = {**more, **options}
     try:
         return objective(**options)
     except (TypeError, ValueError) as error:
@@ -243,22 +254,9 @@ def build(name: str, objective: type[Objective], **options: Any) -> Objective:
         raise IntegrationError(f"{name}: {error} (the config has {values})") from None
 
 
-def warn_wide_range(
-    name: str, objective: type[Objective], options: Mapping[str, Any], low: str, high: str
-) -> None:
-    """Warn where an objective of sequence ratios gets a clip range that is meant for token ratios.
-
-    ``low`` and ``high`` are the framework's words for the range.
-    """
-    defaults: Any = objective  # a dataclass: they are attributes of the class
-    if "clip_high" not in options or defaults.clip_high > SEQUENCE_RANGE:
-        return
-    widest = max(options["clip_low"], options["clip_high"])
-    if widest > SEQUENCE_RANGE:
-        warn_once(
-            f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
-            f"{low}={defaults.clip_low}, {high}={defaults.clip_high}"
-        )
+def floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """0-d tensors as numbers, in one copy from the device."""
+    return dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class PackedTokens(NamedTuple):
 
 def offsets_of(lengths: Tensor) -> Tensor:
     """``cu_seqlens``, int32 [B + 1], of sequences with these lengths, integers [B]."""
-    checks.dtype("lengths", checks.tensor("lengths", lengths, None, "[B]", None), checks.INTEGERS)
+    checks.tensor("lengths", lengths, None, "[B]", None, checks.INTEGERS)
     if lengths.ndim != 1:
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected [B]")
     if checked_values(lengths.device) and lengths.numel() and (least := int(lengths.min())) < 0:
@@ -59,8 +59,7 @@ def offsets_from_position_ids(position_ids: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: another shape or dtype; positions that neither restart nor count up by one.
     """
-    positions = checks.tensor("position_ids", position_ids, None, "[N] or [1, N]", None)
-    checks.dtype("position_ids", positions, checks.INTEGERS)
+    positions = checks.tensor("position_ids", position_ids, None, "[N] or [1, N]", None, checks.INTEGERS)
     if positions.ndim == 2 and positions.shape[0] == 1:
         positions = positions[0]
     if positions.ndim != 1:
@@ -263,10 +262,8 @@ def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Ten
         int64 [R], in the order of the response tokens; R is read from the device.
     """
     checks.layout("cu_seqlens", cu_seqlens, cu_seqlens)
-    checks.tensor(
-        "response_cu_seqlens", response_cu_seqlens, tuple(cu_seqlens.shape), "[B + 1]", cu_seqlens.device
-    )
-    checks.dtype("response_cu_seqlens", response_cu_seqlens, checks.INTEGERS)
+    shape, device = tuple(cu_seqlens.shape), cu_seqlens.device
+    checks.tensor("response_cu_seqlens", response_cu_seqlens, shape, "[B + 1]", device, checks.INTEGERS)
     lengths, responses = cu_seqlens.diff(), response_cu_seqlens.diff()
     if checked_values(cu_seqlens.device) and bool((responses >= lengths.clamp(min=1)).any()):
         raise ValueError(
@@ -288,23 +285,23 @@ def _shift(
             raise ValueError("attention_mask: goes with padded tokens, expected None with cu_seqlens")
         _check_packed("tokens", values, cu_seqlens)
         dim, sequence = 0, segment_ids(cu_seqlens, values.shape[0])
-        comes = sequence.roll(by) == sequence
+        moves_in = sequence.roll(by) == sequence
     else:
         if values.ndim < 2:
             raise ValueError(
                 f"tokens: got shape {tuple(values.shape)}, expected [B, T, ...], or [N, ...] with cu_seqlens"
             )
-        dim, comes = 1, torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+        dim, moves_in = 1, torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
         if attention_mask is not None:
             attended = _checked_mask("tokens", values, "attention_mask", attention_mask)
             starts = attended & ~torch.nn.functional.pad(attended, (1, -1))
             if checked_values(attended.device) and bool((starts.sum(1) > 1).any()):
                 raise ValueError("attention_mask: has holes, expected padding on the left or right only")
-            comes = attended.roll(by, dim) & attended
+            moves_in = attended.roll(by, dim) & attended
     size = values.shape[dim]
-    comes = comes & (torch.arange(size, device=values.device) != (0 if by == 1 else size - 1))
-    comes = comes.reshape(*comes.shape, *(1,) * (values.ndim - comes.ndim))
-    return torch.where(comes, values.roll(by, dim), values.new_full((), fill))
+    moves_in = moves_in & (torch.arange(size, device=values.device) != (0 if by == 1 else size - 1))
+    moves_in = moves_in.reshape(*moves_in.shape, *(1,) * (values.ndim - moves_in.ndim))
+    return torch.where(moves_in, values.roll(by, dim), values.new_full((), fill))
 
 
 def _check_packed(name: str, values: Tensor, cu_seqlens: Tensor) -> None:

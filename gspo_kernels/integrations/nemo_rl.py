@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.integrations import hooks
-from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
@@ -61,7 +61,7 @@ class PolicyLoss:
         self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
         self.correction = hooks.check_correction(correction)
         self.on_policy = checks.flag("on_policy", on_policy)
-        hooks.refuse_other_versions("nemo-rl", SUPPORTED)
+        require_package("nemo-rl", SUPPORTED, optional=True)
         try:
             from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
         except ImportError as error:
@@ -129,11 +129,11 @@ class PolicyLoss:
         tokens = hooks.count("tokens", mask)
         of_tokens = tokens / global_valid_toks
         of_sequences = hooks.count("sequences", mask) / global_valid_seqs
+        of_ratios = of_sequences if self.objective.level == "sequence" else of_tokens
         mean = out.metrics
         metrics = {
             "loss": out.loss.detach(),
-            "probs_ratio": mean["ratio/mean"]
-            * (of_sequences if self.objective.level == "sequence" else of_tokens),
+            "probs_ratio": mean["ratio/mean"] * of_ratios,
             "clip_fraction": mean["clip_fraction/tokens"] * of_tokens,
             "kl_old": mean["kl/old"] * of_tokens,
             "kl_penalty": mean["kl/ref"] * of_tokens if "kl/ref" in mean else tokens * 0,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.integrations import hooks
+from gspo_kernels.integrations.errors import require_package
 from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
@@ -56,7 +57,7 @@ class PolicyLoss(torch.nn.Module):
 
     def __init__(self, objective: Objective = GSPO(), *, correction: RolloutCorrection | None = None) -> None:
         super().__init__()
-        hooks.refuse_other_versions("openrlhf", SUPPORTED)
+        require_package("openrlhf", SUPPORTED, optional=True)
         self.objective = hooks.check_objective(objective, "OpenRLHF", divides_by=("sequences", "tokens"))
         self.correction = hooks.check_correction(correction)
         self.metrics: dict[str, Tensor] = {}
@@ -120,8 +121,8 @@ def _corrected(
     counts = torch.ones_like(old, dtype=torch.bool) if mask is None else mask != 0
     bounded = weights == 0
     if correction.mode == "truncate":
-        free = RolloutCorrection(correction.level, correction.reduce, low=0.0)
-        bounded = weights != free.weights(old, rollout, mask)
+        unbounded = RolloutCorrection(correction.level, correction.reduce, low=0.0)
+        bounded = weights != unbounded.weights(old, rollout, mask)
     if correction.mode == "sequence_mask":
         bounded = (bounded & counts).any(dim=1)
     if bounded.ndim == 1:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.integrations import hooks
+from gspo_kernels.integrations.errors import require_package
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
@@ -61,7 +62,7 @@ class PolicyLoss:
         kl_beta: float = 0.0,
         kl_estimator: str = "k3",
     ) -> None:
-        hooks.refuse_other_versions("prime-rl", SUPPORTED)
+        require_package("prime-rl", SUPPORTED, optional=True)
         self.objective = hooks.check_objective(objective, "prime-rl", divides_by=("tokens",))
         self.kl_beta = checks.number("kl_beta", kl_beta)
         self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)

@@ -14,6 +14,7 @@ import functools
 import importlib
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,33 +40,23 @@ UNBOUNDED = math.exp(20.0)
 """The largest ratio that SkyRL's losses let through."""
 
 
-def _low(config: Any) -> float:
-    return float(hooks.read(config, "eps_clip_low"))
-
-
-def _high(config: Any) -> float:
-    return float(hooks.read(config, "eps_clip_high"))
-
-
-_TAU: hooks.Reads = {
-    "tau_positive": lambda config: hooks.read(config, "sapo.tau_pos"),
-    "tau_negative": lambda config: hooks.read(config, "sapo.tau_neg"),
-}
-
-OPTIONS: dict[type[Objective], hooks.Reads] = {
-    **hooks.clip_range_options(_low, _high),
+OPTIONS: dict[type[Objective], hooks.Readers] = {
+    **hooks.shared_options(
+        low=partial(hooks.read, path="eps_clip_low"),
+        high=partial(hooks.read, path="eps_clip_high"),
+        tau_positive=partial(hooks.read, path="sapo.tau_pos"),
+        tau_negative=partial(hooks.read, path="sapo.tau_neg"),
+    ),
     objectives.CISPO: {
         "min_ratio": lambda config: 1.0 - hooks.read(config, "cispo.cispo_eps_clip_low"),
         "max_ratio": lambda config: 1.0 + hooks.read(config, "cispo.cispo_eps_clip_high"),
     },
     objectives.DPPO: {
         "divergence": lambda config: hooks.read(config, "dppo.dppo_type").removeprefix("binary_"),
-        "bound_low": lambda config: hooks.read(config, "dppo.delta_low"),
-        "bound_high": lambda config: hooks.read(config, "dppo.delta_high"),
+        "bound_low": partial(hooks.read, path="dppo.delta_low"),
+        "bound_high": partial(hooks.read, path="dppo.delta_high"),
         "max_ratio": lambda config: UNBOUNDED,
     },
-    objectives.SAPO: _TAU,
-    objectives.SSPO: _TAU,
 }
 """What an objective (or one derived from it) reads from ``trainer.algorithm``, as SkyRL's own losses do."""
 
@@ -144,15 +135,13 @@ class SkyRLPolicyLoss:
             "ratio_max": output.metrics["ratio/max"],
             "active_fraction": output.metrics["active_fraction"],
         }
-        floats = torch.stack(list(values.values())).tolist()
-        return output.loss, {**dict(zip(values, floats, strict=True)), **corrections}
+        return output.loss, hooks.floats(values) | corrections
 
     def _objective(self, config: Any) -> Objective:
         if isinstance(self.objective, Objective):
             return _summing(self.objective)
-        options = hooks.read_options(self.objective, OPTIONS, config)
-        hooks.warn_wide_range(self.name, self.objective, options, "eps_clip_low", "eps_clip_high")
-        return hooks.build(self.name, self.objective, aggregation="sum", **options)
+        range_names = ("eps_clip_low", "eps_clip_high")
+        return hooks.from_config(self.name, self.objective, OPTIONS, config, range_names, aggregation="sum")
 
 
 def _summing(objective: Objective) -> Objective:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.integrations import hooks
-from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.integrations.layouts import offsets_of, response_predictions
 from gspo_kernels.layout import layout_of
@@ -70,7 +70,7 @@ class PolicyLoss:
         inplace_backward: bool = False,
         backend: str = "auto",
     ) -> None:
-        hooks.refuse_other_versions("slime", SUPPORTED)
+        require_package("slime", SUPPORTED, optional=True)
         self.objective = hooks.check_objective(objective, "slime", divides_by=("sequences", "tokens"))
         self.correction = hooks.check_correction(correction)
         self.inplace_backward = checks.flag("inplace_backward", inplace_backward)

@@ -205,12 +205,12 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = state.earlier or functools.partial(type(model).forward, model)
     options = {name: kwargs[name] for name in kwargs if name in _FUSED}
     kwargs = {name: value for name, value in kwargs.items() if name != "return_logprobs"}
-    scores = checks.flag("return_logprobs", options.pop("return_logprobs", False))
-    if not scores and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
+    scoring = checks.flag("return_logprobs", options.pop("return_logprobs", False))
+    if not scoring and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
         return forward(*args, **kwargs)
     for name in options:
         del kwargs[name]
-    _check_options(options, scores)
+    _check_options(options, scoring)
     aux_weight = options.pop("router_aux_loss_coef", None)
     parallel = options.get("parallel", Parallel())
     parallel.check("a fused call", ("cp_group",), options.get("batch_invariant"))
@@ -224,44 +224,38 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 options[name] = nn.functional.pad(value, (virtual, 0))
         labels = nn.functional.pad(labels, (virtual, 0), value=options.get("ignore_index", -100))
     packed = options.get("cu_seqlens") is not None
-    _complete(model, kwargs, packed, shared)
+    _complete_arguments(model, kwargs, packed, shared)
     if packed:
-        labels = _lay_out_packed(model, forward, labels, options, kwargs, shared, scores)
+        labels = _lay_out_packed(model, forward, labels, options, kwargs, shared, scoring)
     lm_head = lm_head_of(model)
     transform = lm_head.logit_scale, lm_head.softcap
     compare = state.checked_transform != transform
     call = functools.partial(forward, *args, **kwargs)
-    outputs, loss, *per_token, metrics = _run_with_loss(
-        model, lm_head, call, labels, options, scores, state.fp32_head, compare
-    )
+    outputs, values = _run_with_loss(model, lm_head, call, labels, options, scoring, state.fp32_head, compare)
     state.checked_transform = transform
-    if packed:
-        per_token = [None if x is None else x.unsqueeze(0) for x in per_token]
-    logprobs, entropy = (None if x is None else x[:, virtual:] for x in per_token)
+    for name in values.keys() & {"logprobs", "entropy"}:
+        per_token = values[name].unsqueeze(0) if packed else values[name]
+        values[name] = per_token[:, virtual:]
     aux_loss = getattr(outputs, "aux_loss", None)
+    if "loss" in values:
+        values["loss"] = _with_aux_loss(model, values["loss"], aux_loss, aux_weight)
     cache = "cache" if hasattr(outputs, "cache") else "past_key_values"
     others = (cache, "hidden_states", "attentions", "router_logits")
-    return _output_class()(
-        loss=None if loss is None else _with_aux_loss(model, loss, aux_loss, aux_weight),
-        logprobs=logprobs,
-        entropy=entropy,
-        metrics=metrics,
-        aux_loss=aux_loss,
-        **{name: getattr(outputs, name, None) for name in others},
-    )
+    values |= {name: getattr(outputs, name, None) for name in others}
+    return _output_class()(aux_loss=aux_loss, **values)
 
 
 # The arguments of a fused call.
 
 
-def _check_options(options: dict[str, Any], scores: bool) -> None:
-    """Refuse what is neither a scoring call nor a policy call, and what was rounded on its way."""
-    if scores and options.keys() - _SCORING:
+def _check_options(options: dict[str, Any], scoring: bool) -> None:
+    """Refuse options of neither a scoring call nor a policy call, and tensors that a wrapper has rounded."""
+    if scoring and options.keys() - _SCORING:
         raise IntegrationError(
             f"{min(options.keys() - _SCORING)}: goes with a policy call (advantages=), not with "
             "return_logprobs=True"
         )
-    for name in () if scores else ("advantages", "old_logprobs"):
+    for name in () if scoring else ("advantages", "old_logprobs"):
         if name not in options:
             raise IntegrationError(
                 f"{name}: missing, while {min(options)!r} is passed; a policy call needs advantages= (None "
@@ -310,8 +304,7 @@ def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Te
         )
     ((name, value),) = passed.items()
     cu_seqlens = options.get("cu_seqlens")
-    labels = checks.tensor(name, value, None, "[B, T] like input_ids", None)
-    checks.dtype(name, labels, checks.INTEGERS)
+    labels = checks.tensor(name, value, None, "[B, T] like input_ids", None, checks.INTEGERS)
     if labels.ndim != 2 or (cu_seqlens is not None and labels.shape[0] != 1):
         expected = "[B, T] like input_ids" if cu_seqlens is None else "[1, N] with cu_seqlens"
         raise IntegrationError(f"{name}: got shape {tuple(labels.shape)}, expected {expected}")
@@ -335,7 +328,7 @@ def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Te
     return shifted
 
 
-def _complete(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) -> None:
+def _complete_arguments(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) -> None:
     """Set and check arguments that every fused call gives to the model's own forward."""
     accepts = inspect.signature(type(model).forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in accepts.values())
@@ -369,7 +362,7 @@ def _lay_out_packed(
     options: dict[str, Any],
     kwargs: dict[str, Any],
     shared: bool,
-    scores: bool,
+    scoring: bool,
 ) -> Tensor:
     """Check and complete a packed call; labels and per-token terms [1, N] become [N].
 
@@ -404,7 +397,7 @@ def _lay_out_packed(
     for name, value in options.items():
         if isinstance(value, Tensor) and value.shape == labels.shape:
             options[name] = value.squeeze(0)
-    if scores:
+    if scoring:
         del options["cu_seqlens"]
         if isinstance(temperature, Tensor):
             shape = (cu_seqlens.shape[0] - 1,)
@@ -450,34 +443,34 @@ def _run_with_loss(
     forward: Callable[[], Any],
     labels: Tensor,
     options: dict[str, Any],
-    scores: bool,
+    scoring: bool,
     fp32_head: bool,
     compare: bool,
-) -> tuple[Any, Tensor | None, Tensor, Tensor | None, dict[str, Tensor] | None]:
-    """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scores``.
+) -> tuple[Any, dict[str, Any]]:
+    """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scoring``.
 
     Args:
         model: whose head is replaced meanwhile.
         lm_head: the head's parameters, and what follows its product.
         forward: the model's own, with its arguments.
         labels: [B, T], or [N] for a packed call.
-        options: of ``linear_token_logprobs`` where ``scores``, otherwise of ``fused_linear_policy_loss``.
-        scores: return log-probs and no loss.
+        options: of ``linear_token_logprobs`` where ``scoring``, otherwise of ``fused_linear_policy_loss``.
+        scoring: return log-probs and no loss.
         fp32_head: project in fp32 outside autocast.
         compare: compare the head's module with the product of its weight, and what the forward does to a row
             of made-up logits with the transform that the loss applies.
 
     Returns:
-        The outputs of ``forward``, the loss or None, log-probs, entropy or None, metrics or None.
+        The outputs of ``forward``, and by name what was computed of loss, logprobs, entropy and metrics.
     """
     head, test_logits = head_module(model), torch.empty(0)
     head_forward = head.forward
-    results: list[Tensor] = []
-    metrics: dict[str, Tensor] | None = None
+    computed: dict[str, Any] = {}
 
     def product(hidden: Tensor) -> tuple[Tensor, ...]:
-        nonlocal metrics, test_logits
-        weight, bias, lora = head.weight, None if lm_head.bias is None else head.bias, weight_of(head)
+        nonlocal test_logits
+        weight, lora = head.weight, weight_of(head)
+        bias = None if lm_head.bias is None else head.bias
         _check_gathered(head)
         if not _split_by_vocabulary(weight, bias):
             hidden, weight, bias = _full(hidden), _full(weight), _full(bias)
@@ -498,13 +491,10 @@ def _run_with_loss(
         head_options = lm_head.options() | {"bias": bias} | options
         product_of: Any = lora._replace(weight=weight) if isinstance(lora, LoRAHead) else weight
         with nullcontext() if autocast else torch.autocast(device, enabled=False):
-            if scores:
-                computed: Any = linear_token_logprobs(hidden, product_of, labels, **head_options)
-            else:
-                computed = fused_linear_policy_loss(hidden, product_of, labels, **head_options)
-                metrics, computed = computed.metrics, computed[:3]
-        results[:] = [x for x in computed if x is not None]
-        return tuple(results)
+            function: Any = linear_token_logprobs if scoring else fused_linear_policy_loss
+            result = function(hidden, product_of, labels, **head_options)
+        computed.update({name: value for name, value in result._asdict().items() if value is not None})
+        return tuple(value for name, value in computed.items() if name != "metrics")
 
     with _replaced_product(head, product, lambda output: test_logits) as calls:
         outputs = forward()
@@ -512,9 +502,10 @@ def _run_with_loss(
         raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
     if compare:
         _compare_logits(lm_head, test_logits, outputs.logits)
-    values = [unrounded(*pair) for pair in zip(results, calls[0], strict=True)]
-    loss = None if scores else values.pop(0)
-    return outputs, loss, values[0], values[1] if len(values) > 1 else None, metrics
+    names = [name for name in computed if name != "metrics"]
+    for name, hooked in zip(names, calls[0], strict=True):
+        computed[name] = unrounded(computed[name], hooked)
+    return outputs, computed
 
 
 @contextmanager
@@ -591,7 +582,7 @@ def _split_by_vocabulary(weight: Any, bias: Any) -> bool:
 
 
 def _check_gathered(head: Any) -> None:
-    """Refuse a shard of data parallelism."""
+    """Refuse a head whose weight is still a shard of data parallelism."""
     if not _is_dtensor(head.weight):
         return
     from torch.distributed.fsdp import FSDPModule
@@ -640,12 +631,9 @@ def _with_aux_loss(model: Any, loss: Tensor, aux_loss: Tensor | None, weight: fl
                 "router_aux_loss_coef: the forward computed no auxiliary loss; set output_router_logits=True"
             )
         return loss
-    text_config = model.config.get_text_config()
-    for owner, name in (
-        (model, "router_aux_loss_coef"),
-        (model, "aux_loss_coef"),
-        (text_config, "router_aux_loss_coef"),
-    ):
+    config = model.config.get_text_config()
+    owners = ((model, "router_aux_loss_coef"), (model, "aux_loss_coef"), (config, "router_aux_loss_coef"))
+    for owner, name in owners:
         weight = getattr(owner, name, None) if weight is None else weight
     if weight is None:
         raise IntegrationError(

@@ -15,12 +15,13 @@ import types
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gspo_kernels import checks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import SEQUENCE_RANGE
 from gspo_kernels.losses import policy_loss
@@ -48,7 +49,6 @@ _AGGREGATION = {
 }
 _CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
 _WINDOW_NORMALIZED = ("dapo", "cispo", "vespo")
-_LEVELS = ("token", "sequence")
 _SCORING = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 # GRPOConfig's name of each option of an objective
 _OPTION = {
@@ -71,28 +71,26 @@ def _sequence_ratios(batch: PolicyBatch) -> Tensor:
     return batch.per_token(batch.sequence_log_ratio())
 
 
-@dataclass(frozen=True)
-class _SequenceCISPO(CISPO):
-    """CISPO whose ratio is GSPO's: TRL's ``importance_sampling_level="sequence"``."""
+class _SequenceRatio:
+    """Gives an objective GSPO's ratio: TRL's ``importance_sampling_level="sequence"``."""
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"  # type: ignore[assignment]
-    factorizes: ClassVar[bool] = True
-
-    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
-        return super().evaluate(dataclasses.replace(batch, log_ratio=_sequence_ratios(batch)))
-
-
-@dataclass(frozen=True)
-class _SequenceSAPO(SAPO):
-    """SAPO whose ratio is GSPO's: TRL's ``importance_sampling_level="sequence"``."""
-
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"  # type: ignore[assignment]
-    factorizes: ClassVar[bool] = True
+    coefficient_scope: ClassVar[Any] = "sequence"
+    factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
-        return super().evaluate(dataclasses.replace(batch, log_ratio=_sequence_ratios(batch)))
+        whole = dataclasses.replace(batch, log_ratio=_sequence_ratios(batch))
+        return super().evaluate(whole)  # type: ignore[misc, no-any-return]
+
+
+@dataclass(frozen=True)
+class _SequenceCISPO(_SequenceRatio, CISPO):
+    """CISPO with one ratio per sequence."""
+
+
+@dataclass(frozen=True)
+class _SequenceSAPO(_SequenceRatio, SAPO):
+    """SAPO with one ratio per sequence."""
 
 
 @dataclass(frozen=True)
@@ -123,18 +121,13 @@ def objective_of(args: Any) -> Objective:
         IntegrationError: an option has no equal here; the message names it as GRPOConfig does.
     """
     kind, level = args.loss_type, args.importance_sampling_level
-    for option, value, known in (
-        ("loss_type", kind, tuple(_AGGREGATION)),
-        ("importance_sampling_level", level, _LEVELS),
-    ):
-        if value not in known:
-            raise IntegrationError(f"{option}: got {value!r}, expected one of {', '.join(map(repr, known))}")
-    high = _epsilon_high(args)
-    at_sequence = level == "sequence"
-    shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
-    if kind == "dr_grpo":
-        shared["aggregation_constant"] = args.max_completion_length
+    high, at_sequence = _epsilon_high(args), level == "sequence"
     try:
+        checks.choice("loss_type", kind, tuple(_AGGREGATION))
+        checks.choice("importance_sampling_level", level, ("token", "sequence"))
+        shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
+        if kind == "dr_grpo":
+            shared["aggregation_constant"] = args.max_completion_length
         if kind == "cispo":
             return (_SequenceCISPO if at_sequence else CISPO)(max_ratio=high, **shared)
         if kind == "sapo":
@@ -194,16 +187,6 @@ def _check(args: GRPOConfig) -> None:
         )
 
 
-def _check_whole_sequences(parallelism: Any) -> None:
-    """Refuse sequences in parts, which TRL (1.16) refuses where its own arguments ask for them only."""
-    for name in ("cp_size", "sp_size"):
-        if (size := getattr(parallelism, name, 1)) > 1:
-            raise IntegrationError(
-                f"{name}: accelerate's ParallelismConfig has {size}, expected 1: GRPOTrainer generates and "
-                "scores whole sequences in each process"
-            )
-
-
 @dataclass
 class _Step:
     """Stands in for the model while TRL's ``_compute_loss`` runs: its log-probs come with our loss."""
@@ -225,17 +208,15 @@ class _Box:
         self.output: Any = None
 
     @classmethod
-    def call(cls, model: Any, arguments: dict[str, Any], **inputs: Any) -> SimpleNamespace:
+    def call(cls, model: Any, arguments: dict[str, Any], **inputs: Any) -> Any:
         """The fused forward's output, in its own dtype, with the gradient of what the wrappers returned."""
         box = cls(arguments)
         returned = model(**inputs, boxed=box)
 
-        values = {name: getattr(box.output, name) for name in ("loss", "logprobs", "entropy", "aux_loss")}
-        values = {
-            name: None if value is None else unrounded(value, getattr(returned, name))
-            for name, value in values.items()
-        }
-        return SimpleNamespace(**values, metrics=box.output.metrics)
+        for name in ("loss", "logprobs", "entropy", "aux_loss"):
+            if (value := getattr(box.output, name)) is not None:
+                setattr(box.output, name, unrounded(value, getattr(returned, name)))
+        return box.output
 
 
 def _take_boxes(model: Any) -> None:
@@ -281,7 +262,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if args is not None:
             _check(args)
         super().__init__(model, reward_funcs, args, *more, **named)
-        _check_whole_sequences(self.accelerator.parallelism_config)
+        for name in ("cp_size", "sp_size"):  # TRL (1.16) looks at its own arguments alone
+            if (size := getattr(self.accelerator.parallelism_config, name, 1)) > 1:
+                raise IntegrationError(
+                    f"{name}: accelerate's ParallelismConfig has {size}, expected 1: GRPOTrainer generates "
+                    "and scores whole sequences in each process"
+                )
         self._objective = objective_of(self.args)
         for each in (self.model, self.ref_model):
             if each is not None:
@@ -308,7 +294,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             scored, _ = self._through_head(model.model, {}, call, options)
             logprobs, entropy, _ = scored
             assert entropy is not None
-            effective = self._leave_out(terms, mask, logprobs.detach(), entropy.detach(), model.inputs)
+            effective = self._apply_masks(terms, mask, logprobs.detach(), entropy.detach(), model.inputs)
             terms["entropy_coef"] = self._entropy_coef(terms, effective)
             output = policy_loss(logprobs, entropy=entropy, **terms)
         else:
@@ -341,19 +327,18 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             nonlocal output
             # position t predicts token t + 1; the last one predicts nothing
             shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-            completions = arguments["logits_to_keep"]
-            placed = {
-                name: F.pad(value, (input_ids.shape[1] - completions - 1, 1))
-                if isinstance(value, Tensor) and value.ndim == 2
-                else value
-                for name, value in terms.items()
+            prompt = input_ids.shape[1] - arguments["logits_to_keep"]
+            fused: dict[str, Any] = {
+                "temperature": self.temperature,
+                "max_chunk_bytes": self._max_chunk_bytes,
+                "return_entropy": arguments.get("compute_entropy", False),
             }
-            placed["temperature"] = self.temperature
-            placed["max_chunk_bytes"] = self._max_chunk_bytes
-            placed["return_entropy"] = arguments.get("compute_entropy", False)
             if not terms:
-                placed["return_logprobs"] = True
-            output = _Box.call(model, placed, input_ids=input_ids, shift_labels=shifted, **inputs)
+                fused["return_logprobs"] = True
+            for name, value in terms.items():
+                per_token = isinstance(value, Tensor) and value.ndim == 2
+                fused[name] = F.pad(value, (prompt - 1, 1)) if per_token else value
+            output = _Box.call(model, fused, input_ids=input_ids, shift_labels=shifted, **inputs)
             return SimpleNamespace(
                 log_probs=output.logprobs[:, :-1],
                 entropy=None if output.entropy is None else output.entropy[:, :-1],
@@ -398,10 +383,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """How many micro-batches share an optimizer step; evaluation accumulates nothing."""
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
-    def _leave_out(
+    def _apply_masks(
         self, terms: dict[str, Any], mask: Tensor, logprobs: Tensor, entropy: Tensor, inputs: dict[str, Any]
     ) -> Tensor:
-        """Leave what TRL's masks drop out of the policy term; return the tokens that are left."""
+        """Set the policy term's weight of tokens that TRL's masks drop to 0; return the others' mask."""
         kept, effective = torch.ones_like(mask[:, :1]), mask
         if self.off_policy_mask_threshold is not None:
             old = terms["old_logprobs"]

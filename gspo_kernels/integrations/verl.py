@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +41,7 @@ AGGREGATIONS = {
 """This package's ``aggregation`` for each of verl's ``loss_agg_mode``."""
 
 _TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
+"""The count of verl's that an aggregation divides by; others divide by ``global_batch_size``."""
 
 
 def _low(config: Any) -> float:
@@ -50,26 +52,22 @@ def _high(config: Any) -> float:
     return float(hooks.read(config, "clip_ratio_high", getattr(config, "clip_ratio", None)))
 
 
-def _dual(config: Any) -> float:
-    return float(hooks.read(config, "clip_ratio_c", 3.0))
+_dual = partial(hooks.read, path="clip_ratio_c", default=3.0)
 
-
-_TAU: hooks.Reads = {
-    "tau_positive": lambda config: hooks.read(config, "tau_pos", 1.0),
-    "tau_negative": lambda config: hooks.read(config, "tau_neg", 1.05),
-}
-
-OPTIONS: dict[type[Objective], hooks.Reads] = {
-    **hooks.clip_range_options(_low, _high),
+OPTIONS: dict[type[Objective], hooks.Readers] = {
+    **hooks.shared_options(
+        low=_low,
+        high=_high,
+        tau_positive=partial(hooks.read, path="tau_pos", default=1.0),
+        tau_negative=partial(hooks.read, path="tau_neg", default=1.05),
+    ),
     objectives.CISPO: {
         "min_ratio": lambda config: 1.0 - _low(config),
         "max_ratio": lambda config: 1.0 + _high(config),
     },
     objectives.DPPO: {"bound_low": _low, "bound_high": _high, "max_ratio": _dual},
-    objectives.DRO: {"beta": lambda config: hooks.read(config, "policy_loss.dro_beta")},
+    objectives.DRO: {"beta": partial(hooks.read, path="policy_loss.dro_beta")},
     objectives.GRPO: {"clip_low": _low, "clip_high": _high, "dual_clip": _dual},
-    objectives.SAPO: _TAU,
-    objectives.SSPO: _TAU,
 }
 """What an objective (or one derived from it) reads from the actor's config, as verl's own losses do."""
 
@@ -139,34 +137,30 @@ class VerlPolicyLoss:
             "normalizer": _normalizer(objective, info),
         }
         output = policy_loss(log_prob, objective=objective, **terms)
-        return output.loss, _metrics(objective, log_prob, output.metrics, terms)
+        return output.loss, hooks.floats(_metrics(objective, log_prob, output.metrics, terms))
 
     def _objective(self, mode: str, config: Any, info: Mapping[str, Any], response_mask: Tensor) -> Objective:
         theirs = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]
-        fixed = isinstance(self.objective, Objective)
         aggregation = theirs if self.follow_config else self.objective.aggregation
+        fixed = isinstance(self.objective, Objective)
         if aggregation != theirs:
+            ours = next(key for key, value in AGGREGATIONS.items() if value == aggregation)
             hooks.warn_once(
-                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} applies "
-                "to verl's own entropy and KL terms; set it too"
-                + ("" if fixed else f", or take {self.name}_config")
+                f"{self.name}: aggregates by {ours!r}, while loss_agg_mode={mode!r} applies to verl's own "
+                "entropy and KL terms; set it too" + ("" if fixed else f", or take {self.name}_config")
             )
         if isinstance(self.objective, Objective):
             return self.objective
-        options = hooks.read_options(self.objective, OPTIONS, config)
-        hooks.warn_wide_range(self.name, self.objective, options, "clip_ratio_low", "clip_ratio_high")
+        more: dict[str, Any] = {"aggregation": aggregation}
         if aggregation == "constant":
             scale = info.get("loss_scale_factor")
-            options["aggregation_constant"] = response_mask.shape[-1] if scale is None else scale
-        return hooks.build(self.name, self.objective, aggregation=aggregation, **options)
+            more["aggregation_constant"] = response_mask.shape[-1] if scale is None else scale
+        range_names = ("clip_ratio_low", "clip_ratio_high")
+        return hooks.from_config(self.name, self.objective, OPTIONS, config, range_names, **more)
 
 
 def _check(objective: Objective) -> None:
     hooks.check_objective(objective, "verl", divides_by=("sequences", "tokens", "one"))
-
-
-def _mode(aggregation: str) -> str:
-    return next(mode for mode, ours in AGGREGATIONS.items() if ours == aggregation)
 
 
 def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
@@ -187,14 +181,15 @@ def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
 
 def _metrics(
     objective: Objective, log_prob: Tensor, metrics: Mapping[str, Tensor], terms: Mapping[str, Any]
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
     cut = metrics["clip_fraction/tokens"]
     dual = torch.zeros_like(cut)
     if getattr(objective, "dual_clip", None) is not None:
-        once: Any = dataclasses.replace(objective, dual_clip=None)  # type: ignore[call-arg]
-        by_range = policy_loss(log_prob.detach(), objective=once, **terms).metrics["clip_fraction/tokens"]
+        without_dual: Any = dataclasses.replace(objective, dual_clip=None)  # type: ignore[call-arg]
+        output = policy_loss(log_prob.detach(), objective=without_dual, **terms)
+        by_range = output.metrics["clip_fraction/tokens"]
         cut, dual = by_range, cut - by_range
-    values = {
+    return {
         "actor/pg_clipfrac": cut,
         "actor/ppo_kl": metrics["kl/old"],
         "actor/pg_clipfrac_lower": dual,
@@ -203,26 +198,18 @@ def _metrics(
         "actor/ratio/max": metrics["ratio/max"],
         "actor/active_fraction": metrics["active_fraction"],
     }
-    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
 
-def _losses() -> dict[str, VerlPolicyLoss]:
-    losses = {}
-    for name, objective in hooks.named_objectives().items():
-        losses[name] = VerlPolicyLoss(name, objective)
-        losses[f"{name}_config"] = VerlPolicyLoss(f"{name}_config", objective, follow_config=True)
-    return losses
-
-
-LOSSES = _losses()
+LOSSES = {
+    f"{name}{suffix}": VerlPolicyLoss(f"{name}{suffix}", objective, follow_config=suffix != "")
+    for name, objective in hooks.named_objectives().items()
+    for suffix in ("", "_config")
+}
 """All losses by name. One that verl can't serve says why when it is called."""
 
 
-def _refusal(reason: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **keywords: Any) -> NoReturn:
-        raise IntegrationError(reason)
-
-    return refuse
+def _refuse(reason: str, *args: Any, **keywords: Any) -> NoReturn:
+    raise IntegrationError(reason)
 
 
 def register(name: str, objective: Objective) -> VerlPolicyLoss:
@@ -258,7 +245,7 @@ def _register_all() -> None:
         require_package("verl", SUPPORTED)
         losses: Mapping[str, Callable[..., Any]] = LOSSES
     except IntegrationError as error:
-        losses = dict.fromkeys(LOSSES, _refusal(str(error)))
+        losses = dict.fromkeys(LOSSES, partial(_refuse, str(error)))
     for name, loss in losses.items():
         _registry()(name)(loss)
 

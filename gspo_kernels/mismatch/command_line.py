@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +24,16 @@ from gspo_kernels.trainer.rollout import ModelEngine, RolloutEngine, Sampling
 from gspo_kernels.trainer.vllm import vllm_engine
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
-    made = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
         prog="gspo mismatch",
         description="Compare the log-probs of sampling and training on the same tokens and the same weights: "
         "how far they lie apart, where that comes from, what to do about it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("model", nargs="?", help="model directory, or a name on the Hub; none with --against")
-    source = made.add_argument_group("what was sampled")
+    parser.add_argument("model", nargs="?", help="model directory, or a name on the Hub; none with --against")
+    source = parser.add_argument_group("what was sampled")
     source.add_argument("--prompts", help="dataset of prompts to sample from, as for gspo train")
     source.add_argument("--rollouts", type=Path, help="or completions that a run kept (save_rollouts)")
     source.add_argument("--against", type=Path, help="a second such file, in place of a model")
@@ -44,21 +45,21 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--temperature", type=float, default=1.0, help="that was or is sampled with")
     source.add_argument("--top-p", type=float, default=1.0, help="that was or is sampled with")
     source.add_argument("--top-k", type=int, default=0, help="that was or is sampled with; 0: all")
-    training = made.add_argument_group("how training computes")
+    training = parser.add_argument_group("how training computes")
     training.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the weights")
     training.add_argument("--head", choices=tuple(DTYPES), default="fp32", help="of the logits")
     training.add_argument("--attention", help="transformers' implementation; none: the model's default")
     training.add_argument("--tokens", type=int, default=16384, help="in one pass of the model")
     training.add_argument("--clip-low", type=float, default=3e-4, help="GSPO's range below 1")
     training.add_argument("--clip-high", type=float, default=4e-4, help="GSPO's range above 1")
-    made.add_argument("--no-switches", action="store_true", help="measure only, attribute nothing")
-    made.add_argument("--output", type=Path, default=Path("mismatch"), help="directory of the report")
-    return made
+    parser.add_argument("--no-switches", action="store_true", help="measure only, attribute nothing")
+    parser.add_argument("--output", type=Path, default=Path("mismatch"), help="directory of the report")
+    return parser
 
 
 def run(arguments: Sequence[str]) -> MismatchReport:
     """Compare, write the report, print it, and return it."""
-    chosen = parser().parse_args(list(arguments))
+    chosen = make_parser().parse_args(list(arguments))
     _check(chosen)
     about = {k: str(v) if isinstance(v, Path) else v for k, v in vars(chosen).items() if k != "output"}
     if chosen.against is not None:
@@ -85,12 +86,20 @@ def _check(chosen: argparse.Namespace) -> None:
     if chosen.url is not None and chosen.sampler_dtype != "fp32":
         raise InputError("--sampler-dtype is for the model that samples itself, and --url samples elsewhere")
     EngineConfig(url=chosen.url)
-    smallest = {"count": 1, "max_new_tokens": 1, "tokens": 1, "temperature": 1e-6, "top_p": 1e-6, "top_k": 0}
-    largest = {"top_p": 1.0, "clip_low": 1.0, "clip_high": 1.0}
-    for name, least in (smallest | {"clip_low": 0.0, "clip_high": 0.0}).items():
-        value, most = getattr(chosen, name), largest.get(name)
-        if not least <= value or (most is not None and value > most):
-            expected = f"at least {least:g}" + ("" if most is None else f" and at most {most:g}")
+    ranges = {
+        "count": (1, math.inf),
+        "max_new_tokens": (1, math.inf),
+        "tokens": (1, math.inf),
+        "temperature": (1e-6, math.inf),
+        "top_p": (1e-6, 1.0),
+        "top_k": (0, math.inf),
+        "clip_low": (0.0, 1.0),
+        "clip_high": (0.0, 1.0),
+    }
+    for name, (least, most) in ranges.items():
+        value = getattr(chosen, name)
+        if not least <= value <= most:
+            expected = f"at least {least:g}" + ("" if most == math.inf else f" and at most {most:g}")
             raise InputError(f"--{name.replace('_', '-')}: got {value}, expected {expected}")
 
 

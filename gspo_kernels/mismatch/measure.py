@@ -1,4 +1,4 @@
-"""How far two sets of log-probs of the same tokens lie apart."""
+"""How far apart two sets of log-probs of the same tokens are."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Comparison:
         }
 
     def range_that_holds(self, share: float) -> tuple[float, float]:
-        """The clip range, below and above 1, in which this share of the sequences lies by itself."""
+        """The clip range, below and above 1, that holds this share of the sequences before any training."""
         log_s = self.log_s[self.log_s.isfinite()]
         low, high = quantile(log_s, (1 - share) / 2), quantile(log_s, (1 + share) / 2)
         return max(-math.expm1(low), 0.0), max(math.expm1(high), 0.0)

@@ -22,7 +22,7 @@ _HARMLESS = 0.01  # share of sequences outside of the clip range that changes no
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """What was measured."""
+    """A comparison, what each switch does to it, and the tokens that differ most."""
 
     comparison: Comparison
     # Tokens that differ most: "sequence", "position", "token", "training" and "sampling" in nats; with a
@@ -120,7 +120,7 @@ def make_report(
 def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
     """Return the switch that brings training nearest to the sampler, if it explains the difference.
 
-    What makes tokens impossible that were sampled explains nothing.
+    A switch that makes sampled tokens impossible explains nothing.
     """
     sizes = {s.comparison.summary()["tokens/mean"]: s for s in switched if bool(s.comparison.possible.all())}
     if not sizes or not before > 0 or min(sizes) > (1 - EXPLAINED) * before:
@@ -177,7 +177,7 @@ def _remedy(change: dict[str, Any]) -> str:
         )
     if "softmax" in change:
         return "Let the sampler take its log-softmax in fp32."
-    return "Let both sides compute alike in this."
+    return "Let both sides compute this in the same way."
 
 
 def _correction(comparison: Comparison, correct: str) -> list[str]:
@@ -251,7 +251,7 @@ def _nats(value: float) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinities: null."""
+    """Replace infinities and NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -86,11 +86,12 @@ def _check_row(row: Mapping[str, Any], where: str) -> None:
 
 
 def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
-    """Raise an `InputError` where tokens are none of the ``embedded`` that the model has."""
+    """Raise an `InputError` for tokens beyond the ``embedded`` ones that the model has."""
     masks = samples.masks or [SamplingMask.of([])] * len(samples.completions)
     rows = zip(samples.prompts or (), samples.completions, (mask.ids for mask in masks), strict=True)
-    for number, tokens in enumerate(rows, start=1):
-        unknown = [int(token) for ids in tokens for token in ids if not 0 <= token < embedded]
+    for number, (prompt, completion, drawable) in enumerate(rows, start=1):
+        tokens = (*prompt, *completion, *drawable)
+        unknown = [int(token) for token in tokens if not 0 <= token < embedded]
         if unknown:
             known = f"the model embeds only {embedded}; the tokens are of another one"
             raise InputError(f"{where}, row {number}: has token {unknown[0]}, but {known}")
@@ -116,7 +117,7 @@ Load = Callable[[torch.dtype, str | None], Any]
 
 
 class Models:
-    """Loads a directory's model in a precision, keeping only the last one."""
+    """Loads a directory's model in a precision, and keeps only the last one."""
 
     def __init__(self, path: str, device: torch.device) -> None:
         self.path, self.device = path, device
@@ -152,11 +153,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Switched:
-    """What one switch does."""
+    """Training's log-probs with one thing switched."""
 
     name: str
     change: dict[str, Any]  # the fields of `Setting` that differ from the baseline
-    comparison: Comparison  # training switched, next to the sampler
+    comparison: Comparison  # with the sampler's log-probs
     moved: float  # mean absolute change of training's log-probs, in nats
 
 
@@ -231,7 +232,8 @@ def switches(
 ) -> dict[str, dict[str, Any]]:
     """Return what can be switched, by name, as changes of the baseline.
 
-    ``attention`` is the implementation that the baseline resolves to; V says how many bytes a few rows have.
+    ``attention`` is the implementation that the baseline resolves to. The size of the ``vocabulary`` says how
+    many bytes a few rows of logits have.
     """
     half = baseline.weights if baseline.weights != "fp32" else "bf16"
     other_half = "fp16" if half == "bf16" else "bf16"

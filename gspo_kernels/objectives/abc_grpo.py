@@ -1,15 +1,11 @@
 """ABC-GRPO: bounds on both sides for either sign of the advantage."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_bounds, require_numbers
 from gspo_kernels.objectives.parts import by_sign, surrogate
 
 
@@ -31,8 +27,7 @@ class ABCGRPO(Objective):
     negative_low: float = 0.2
     negative_high: float = 0.2
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,12 +37,10 @@ class ABCGRPO(Objective):
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
         log_ratio = batch.log_ratio
-        log_low = by_sign(batch, _log1p(-self.positive_low), _log1p(-self.negative_low))
-        log_high = by_sign(batch, _log1p(self.positive_high), _log1p(self.negative_high))
+        positive_low, positive_high, _ = log_bounds(self.positive_low, self.positive_high, None)
+        negative_low, negative_high, _ = log_bounds(self.negative_low, self.negative_high, None)
+        log_low = by_sign(batch, positive_low, negative_low)
+        log_high = by_sign(batch, positive_high, negative_high)
         low, high = log_ratio < log_low, log_ratio > log_high
         bounded = torch.where(low, log_low, torch.where(high, log_high, log_ratio))
         return surrogate(batch, finite.exp(bounded), log_ratio, low, high)
-
-
-def _log1p(x: float) -> float:
-    return math.log1p(x) if x > -1.0 else -math.inf

@@ -1,9 +1,6 @@
 """AGRO: the regularised reward should be the same for all responses of a group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -13,7 +10,7 @@ from gspo_kernels.objectives.groups import Groups, reference_log_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class AGRO(Objective):
-    """Any-Generation Reward Optimization's off-policy form (arXiv 2503.19612); a template, not verified
+    """Any-Generation Reward Optimization's off-policy form (arXiv 2503.19612), not verified
     against the paper.
 
     ``q_i = R_i - beta sum_t(logp_t - ref_t)``; ``loss_i = (q_i - mean_group(q))^2 / 2``, whose mean over a
@@ -28,13 +25,13 @@ class AGRO(Objective):
 
     beta: float = 0.1
 
-    coefficient_scope: ClassVar[Literal["group"]] = "group"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    advantages_are: ClassVar[Literal["rewards"]] = "rewards"
-    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
-    takes_token_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    coefficient_scope = "group"
+    level = "sequence"
+    advantages_are = "rewards"
+    needs = ("ref_logprobs", "group_ids")
+    takes_token_advantages = False
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,11 +18,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels import checks
 from gspo_kernels.layout import Layout, Packed
 from gspo_kernels.objectives import finite
 from gspo_kernels.torch_internals import constant_when_traced, plain_constant
 from gspo_kernels.types import RatioClip
 
+Scope = Literal["nothing", "token", "turn", "sequence", "group", "batch"]
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
 
 
@@ -223,11 +225,11 @@ class Objective(ABC):
     aggregation: str = "sequence_mean"
     aggregation_constant: float | None = None
 
-    coefficient_scope: ClassVar[Literal["nothing", "token", "turn", "sequence", "group", "batch"]]
+    coefficient_scope: ClassVar[Scope]
     """What dLoss/dlogprob of one token depends on besides masks, lengths, weights and advantages."""
 
-    level: ClassVar[Literal["token", "sequence"]]
-    """The shape of what ``evaluate`` returns."""
+    level: ClassVar[Literal["token", "sequence"]] = "token"
+    """The shape of what ``evaluate`` returns: tokens or [B]."""
 
     needs: ClassVar[tuple[str, ...]] = ()
     """Optional arguments of the losses that this objective can't do without."""
@@ -259,19 +261,14 @@ class Objective(ABC):
         _REGISTRY[f"{cls.__module__}:{cls.__qualname__}"] = cls
 
     def __post_init__(self) -> None:
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(
-                f"aggregation: got {self.aggregation!r}, expected one of {', '.join(AGGREGATIONS)}"
-            )
+        checks.choice("aggregation", self.aggregation, AGGREGATIONS)
         constant = self.aggregation_constant
         if self.aggregation == "constant":
             if constant is None:
                 raise ValueError(
                     'aggregation_constant: aggregation="constant" needs a positive number, got None'
                 )
-            _require_number("aggregation_constant", constant)
-            if not 0 < constant < math.inf:
-                raise ValueError(f"aggregation_constant: got {constant}, expected a positive, finite number")
+            checks.number("aggregation_constant", constant, positive=True)
         elif constant is not None:
             raise ValueError(
                 f'aggregation_constant: got {constant}, but that goes with aggregation="constant", '
@@ -290,16 +287,6 @@ class Objective(ABC):
     def ratio_form(self) -> RatioClip | None:
         """The parameters under which a fused clipped ratio equals this objective, or None."""
         return None
-
-    def clip_form(self, of: type[Objective], low: float, high: float, dual: float | None) -> RatioClip | None:
-        """That of PPO's clip at this objective's level, with its aggregation; ``of`` is the class whose
-        ``evaluate`` it equals, and a subclass that evaluates otherwise has no such form.
-        """
-        if type(self).evaluate is not of.evaluate:
-            return None
-        divisor, scale = self.outer_divisor()
-        counts_tokens = self.aggregation != "sequence_mean"
-        return RatioClip(*log_bounds(low, high, dual), counts_tokens, divisor, scale, self.level)
 
     def outer_divisor(self) -> tuple[str, float]:
         """What the outer divisor counts ("sequences", "tokens", "pairs" or "one") and a factor on it."""
@@ -345,18 +332,13 @@ def from_spec(spec: str) -> Objective:
 
 def require_clip_range(low: float, high: float, dual: float | None) -> None:
     """Check PPO-style clip options: 0 <= low <= 1, 0 <= high, dual > 1 + high."""
-    for name, value in (("clip_low", low), ("clip_high", high)):
-        _require_number(name, value)
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name}: got {value}, expected a finite number of at least 0")
+    require_numbers(clip_low=low, clip_high=high)
     if low > 1.0:
         raise ValueError(f"clip_low: got {low}, expected at most 1: ratios are never below 1 - 1 = 0")
-    if dual is not None:
-        _require_number("dual_clip", dual)
-        if not dual > 1.0 + high:
-            raise ValueError(
-                f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"
-            )
+    if dual is not None and not checks.number("dual_clip", dual) > 1.0 + high:
+        raise ValueError(
+            f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"
+        )
 
 
 def refuse_multipliers(low: float, high: float) -> None:
@@ -371,18 +353,6 @@ def refuse_multipliers(low: float, high: float) -> None:
 def require_numbers(least: float = 0.0, most: float = math.inf, **values: object) -> None:
     """Check options that are numbers: finite, from ``least`` to ``most``."""
     for name, value in values.items():
-        _require_number(name, value)
-        if not (least <= value <= most and value < math.inf):  # type: ignore[operator]
+        if not least <= checks.number(name, value) <= most:
             expected = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
             raise ValueError(f"{name}: got {value}, expected a finite number {expected}")
-
-
-def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check an option that is one of a few words."""
-    if value not in choices:
-        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
-
-
-def _require_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")

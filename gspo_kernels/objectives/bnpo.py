@@ -1,7 +1,5 @@
 """BNPO: GRPO with a mean over the tokens of the local batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo_kernels.objectives.grpo import GRPO

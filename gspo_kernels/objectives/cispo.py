@@ -1,11 +1,9 @@
 """CISPO: a policy gradient weighted by the clipped ratio."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import policy_gradient
@@ -18,7 +16,7 @@ class CISPO(Objective):
     ``loss_t = -sg[clip(r_t, min_ratio, max_ratio)] A_t logp_t``; ``dloss_t/dlogp_t = -clip(r_t, min_ratio,
     max_ratio) A_t``, never cut off. From the paper. The bounds are ratios, so both conventions can be said:
     TRL's ``epsilon_high`` is ``max_ratio``; verl's ``clip_ratio_low`` and ``clip_ratio_high`` are
-    ``min_ratio=1 - low, max_ratio=1 + high``. The paper's bounds were not read by us; 5 is what TRL
+    ``min_ratio=1 - low, max_ratio=1 + high``. We have not read the paper's bounds; 5 is what TRL
     recommends.
 
     Args:
@@ -32,15 +30,12 @@ class CISPO(Objective):
     _: KW_ONLY
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(0.0, 1.0, min_ratio=self.min_ratio)
-        require_numbers(self.min_ratio, max_ratio=self.max_ratio)
-        if self.max_ratio == 0:
-            raise ValueError("max_ratio: got 0, expected a positive number")
+        checks.number("max_ratio", self.max_ratio, positive=True, minimum=self.min_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

@@ -1,13 +1,11 @@
 """Clip-Cov: no gradient for a few tokens whose log-prob and advantage vary together."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gspo_kernels import checks
 from gspo_kernels.objectives.base import (
     Objective,
     ObjectiveLoss,
@@ -46,11 +44,10 @@ class ClipCov(Objective):
     clip_cov_ub: float = 5.0
     seed: int = 0
 
-    coefficient_scope: ClassVar[Literal["batch"]] = "batch"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "batch"
     # a token without advantage still enters the covariance of the others
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,13 +55,11 @@ class ClipCov(Objective):
         require_numbers(most=1.0, clip_cov_ratio=self.clip_cov_ratio)
         require_numbers(-float("inf"), clip_cov_lb=self.clip_cov_lb)
         require_numbers(self.clip_cov_lb, clip_cov_ub=self.clip_cov_ub)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed: got {type(self.seed).__name__}, expected an int")
+        checks.integer("seed", self.seed)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
-        assert batch.advantages is not None
-        advantages = batch.per_token(batch.advantages)
+        advantages = batch.token_advantages()
         loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, None)
         covariance = token_covariance(batch)
         candidates = batch.mask & ~(low | high)
@@ -86,10 +81,9 @@ class ClipCov(Objective):
 
 def token_covariance(batch: PolicyBatch) -> Tensor:
     """Tokens: ``(A_t - mean A)(logp_t - mean logp)``, detached; anything where not counted."""
-    assert batch.advantages is not None
     count = batch.mask.sum().clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
         return values - torch.where(batch.mask, values, 0.0).sum() / count
 
-    return centred(batch.per_token(batch.advantages)) * centred(batch.logprobs.detach())
+    return centred(batch.token_advantages()) * centred(batch.logprobs.detach())

@@ -1,10 +1,7 @@
 """CTPO: the likelihood ratio of all tokens so far, clipped in a band that grows with the position."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers
@@ -24,7 +21,7 @@ class CTPO(Objective):
         log_clip_low, log_clip_high: half-widths of the band at the first token; the paper's.
         power: how the band grows with the position; the paper's.
         log_dual_clip: for A < 0 the log-ratio is at most this times ``t^power``, or None. The official script
-            has 0.05; the paper's objective, known to us from second-hand text, has none.
+            has 0.05; the paper's objective has none, according to text about it.
     """
 
     log_clip_low: float = 0.025
@@ -33,9 +30,8 @@ class CTPO(Objective):
     power: float = 0.5
     log_dual_clip: float | None = None
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
-    needs_token_order: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    needs_token_order = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,5 @@
 """DAPO: GRPO with a higher upper bound and a mean over all tokens."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels.objectives.grpo import GRPO

@@ -1,9 +1,6 @@
 """DHPO: token and sequence ratios, each clipped, then mixed."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +18,7 @@ from gspo_kernels.objectives.base import (
 
 @dataclass(frozen=True)
 class DHPO(Objective):
-    """Dynamic Hybrid Policy Optimization (arXiv 2601.05607), a template: its constants were not read by us.
+    """Dynamic Hybrid Policy Optimization (arXiv 2601.05607), whose constants we have not read.
 
     Token ratios r_t and the sequence's ratio s are clipped as PPO does, each in its own range, and mixed:
     ``loss_t = alpha_t clipped(r_t, A_t) + (1 - alpha_t) clipped(s, A_t)``. In a mean over the sequence a
@@ -44,8 +41,7 @@ class DHPO(Objective):
     sequence_clip_low: float = 3e-4
     sequence_clip_high: float = 4e-4
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()

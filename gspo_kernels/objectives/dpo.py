@@ -1,9 +1,6 @@
 """DPO: log-sigmoid of the difference between a preferred and another sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +18,8 @@ class DPO(Pairwise):
     argument of the sigmoid and P the number of pairs.
 
     ``advantages`` hold levels: a lower level is preferred (chosen 1, rejected 2), and all sequences of a
-    group with different levels form pairs. VerIPO (arXiv 2505.19000) alternates this loss with GRPO; its
-    terms are known from second-hand text only.
+    group with different levels form pairs. VerIPO (arXiv 2505.19000) alternates this loss with GRPO; we
+    know its terms only from text about the paper.
 
     Args:
         beta: strength of the reference; the default is the usual one.
@@ -32,8 +29,8 @@ class DPO(Pairwise):
     beta: float = 0.1
     min_gap: float = 0.0
 
-    advantages_are: ClassVar[Literal["levels"]] = "levels"
-    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
+    advantages_are = "levels"
+    needs = ("ref_logprobs", "group_ids")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,22 +1,14 @@
 """DPPO: a trust region in probabilities instead of ratios."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import (
-    Objective,
-    ObjectiveLoss,
-    PolicyBatch,
-    require_choice,
-    require_numbers,
-)
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import policy_gradient
 
 
@@ -44,13 +36,12 @@ class DPPO(Objective):
     max_ratio: float = 20.0
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
-    ratio_only: ClassVar[bool] = False
+    coefficient_scope = "token"
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("divergence", self.divergence, ("tv", "kl"))
+        checks.choice("divergence", self.divergence, ("tv", "kl"))
         require_numbers(bound_low=self.bound_low, bound_high=self.bound_high)
         require_numbers(1.0, max_ratio=self.max_ratio)
 

@@ -1,7 +1,5 @@
 """Dr. GRPO: GRPO with a constant divisor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo_kernels.objectives.grpo import GRPO

@@ -1,9 +1,6 @@
 """DRO: a policy gradient with a quadratic pull towards the old policy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -27,9 +24,8 @@ class DRO(Objective):
     beta: float = 0.1
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
-    zero_advantage_is_inactive: ClassVar[bool] = False
+    coefficient_scope = "token"
+    zero_advantage_is_inactive = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,26 +1,18 @@
 """EGSW: GRPO's loss, weighted by a softmax of advantage and entropy over the group."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import (
-    Objective,
-    ObjectiveLoss,
-    PolicyBatch,
-    ppo_clip,
-    require_clip_range,
-    require_numbers,
-)
+from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.groups import Groups
+from gspo_kernels.objectives.grpo import GRPO
 
 
 @dataclass(frozen=True)
-class EGSW(Objective):
-    """Entropy-Guided Sequence Weighting (arXiv 2503.22456), from second-hand text; a template: the paper's
-    alpha and temperature were not read by us.
+class EGSW(GRPO):
+    """Entropy-Guided Sequence Weighting (arXiv 2503.22456), from text about the paper, whose alpha and
+    temperature we have not read.
 
     ``w_i = softmax over the group of (A_i + alpha H_i) / temperature`` with H_i the mean entropy of the
     sequence's tokens; ``loss_t = w_i`` times GRPO's; ``dloss_t/dlogp_t = -w_i r_t A_t`` where not clipped,
@@ -33,26 +25,20 @@ class EGSW(Objective):
         temperature: divides what the softmax is taken of; its default is ours.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     _: KW_ONLY
-    dual_clip: float | None = None
     alpha: float = 1.0
     temperature: float = 1.0
 
-    coefficient_scope: ClassVar[Literal["group"]] = "group"
-    level: ClassVar[Literal["token"]] = "token"
-    needs: ClassVar[tuple[str, ...]] = ("entropy", "group_ids")
+    coefficient_scope = "group"
+    needs = ("entropy", "group_ids")
     # a sequence without advantage still enters the weights of the others
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
-        require_numbers(alpha=self.alpha, temperature=self.temperature)
-        if self.temperature == 0:
-            raise ValueError("temperature: got 0, expected a positive number")
+        require_numbers(alpha=self.alpha)
+        checks.number("temperature", self.temperature, positive=True)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
@@ -60,7 +46,5 @@ class EGSW(Objective):
         groups = Groups.of(batch)
         merit = batch.per_sequence(batch.advantages) + self.alpha * batch.per_sequence(batch.entropy)
         weights = groups.flat(groups.softmax(groups.table(merit.detach() / self.temperature)))
-        advantages = batch.per_token(batch.advantages)
-        loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-        loss = finite.mul(batch.per_token(weights), loss)
-        return ObjectiveLoss(batch.weighted(loss), batch.log_ratio, low, high)
+        plain = super().evaluate(batch)
+        return plain._replace(loss=finite.mul(batch.per_token(weights), plain.loss))

@@ -1,9 +1,6 @@
 """ESPO: GSPO on the ELBO of a diffusion language model."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
@@ -23,7 +20,7 @@ class ESPO(GSPO):
 
     Args:
         clip_low, clip_high, dual_clip: as in GSPO; the default is that of ``recipes/train.yaml`` in the
-            official code, whose other recipes have 4e-4 or 0. The paper's was not read by us.
+            official code, whose other recipes have 4e-4 or 0. We have not read the paper's.
         elbo_kl_beta: weight of the quadratic KL; the default is of the same file, the other recipes have from
             1e-3 to 1e-2. With 0 it is left out, and no ``ref_logprobs`` are needed.
     """
@@ -33,9 +30,9 @@ class ESPO(GSPO):
     _: KW_ONLY
     elbo_kl_beta: float = 0.01
 
-    needs: ClassVar[tuple[str, ...]] = ("token_weights", "lengths", "ref_logprobs")
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    needs = ("token_weights", "lengths", "ref_logprobs")
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,8 +5,6 @@ arithmetic disagrees (0 * inf is NaN, forward and backward), so objectives multi
 these functions. Wherever all operands are finite they are the ordinary product and exponential.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -15,10 +13,6 @@ from torch import Tensor
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.where((a == 0) | (b == 0), torch.zeros_like(a * b), a * b)
-
-
-def _reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:
-    return grad if grad.shape == shape else grad.sum_to_size(shape)
 
 
 class _Multiply(torch.autograd.Function):
@@ -32,8 +26,8 @@ class _Multiply(torch.autograd.Function):
         a, b = ctx.saved_tensors
         need_a, need_b = ctx.needs_input_grad
         return (
-            _reduce_to(_product(grad, b), a.shape) if need_a else None,
-            _reduce_to(_product(grad, a), b.shape) if need_b else None,
+            _product(grad, b).sum_to_size(a.shape) if need_a else None,
+            _product(grad, a).sum_to_size(b.shape) if need_b else None,
         )
 
 

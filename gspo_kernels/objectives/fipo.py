@@ -1,10 +1,7 @@
 """FIPO: PPO's clip, weighted token by token by how the policy moved on what follows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -39,8 +36,8 @@ class FIPO(DAPO):
     influence_high: float = 0.2
     safe_ratio: float = 10.0
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"  # type: ignore[assignment]
-    needs_token_order: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    needs_token_order = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

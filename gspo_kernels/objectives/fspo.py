@@ -1,16 +1,13 @@
 """FSPO: the likelihood ratio of a whole sequence, clipped in a band that grows with its length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers
 
 
 @dataclass(frozen=True)
 class FSPO(Objective):
-    """Fair Sequence Policy Optimization (arXiv 2509.09177, third version); its constants were not read by us.
+    """Fair Sequence Policy Optimization (arXiv 2509.09177, third version), whose constants we have not read.
 
     ``S_i = sum_t(logp_t - old_t)``; ``loss_i = -min(exp(S_i) A_i, exp(clip(S_i, -log_clip_low sqrt(|y_i|),
     log_clip_high sqrt(|y_i|))) A_i)``; ``dloss_i/dlogp_t = -exp(S_i) A_i`` for every counted token of an
@@ -29,10 +26,10 @@ class FSPO(Objective):
     log_clip_low: float = 0.03
     log_clip_high: float = 0.03
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    takes_token_advantages: ClassVar[bool] = False
-    factorizes: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    level = "sequence"
+    takes_token_advantages = False
+    factorizes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,9 +1,6 @@
 """GMPO: the geometric mean of clipped token ratios."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -28,9 +25,9 @@ class GMPO(Objective):
     log_clip_low: float = 0.4
     log_clip_high: float = 0.4
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    takes_token_advantages: ClassVar[bool] = False
+    coefficient_scope = "sequence"
+    level = "sequence"
+    takes_token_advantages = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

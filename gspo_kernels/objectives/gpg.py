@@ -1,9 +1,6 @@
 """GPG: the plain policy gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -20,9 +17,8 @@ class GPG(Objective):
 
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["nothing"]] = "nothing"
-    level: ClassVar[Literal["token"]] = "token"
-    factorizes: ClassVar[bool] = True
+    coefficient_scope = "nothing"
+    factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,10 +56,6 @@ class Groups:
         weights = torch.where(self.present, table, -torch.inf).softmax(1)
         return torch.where(self.present, weights, 0.0)
 
-    def both_present(self) -> Tensor:
-        """[groups, size, size]: both places hold a sequence."""
-        return self.present.unsqueeze(2) & self.present.unsqueeze(1)
-
 
 def reference_log_ratio(batch: PolicyBatch) -> Tensor:
     """Tokens: ``token_weights * (logprobs - ref_logprobs)``."""
@@ -77,12 +73,12 @@ class Pairwise(Objective):
     make of it, and its rollout weight is the mean of the two.
     """
 
-    coefficient_scope: ClassVar[Literal["group"]] = "group"
-    level: ClassVar[Literal["sequence"]] = "sequence"
+    coefficient_scope = "group"
+    level = "sequence"
     needs: ClassVar[tuple[str, ...]] = ("group_ids",)
-    takes_token_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    takes_token_advantages = False
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     @abstractmethod
     def score(self, batch: PolicyBatch) -> Tensor:
@@ -116,7 +112,7 @@ class Pairwise(Objective):
         return groups.flat(pairs.any(1) | pairs.any(2))
 
     def _pairs(self, groups: Groups, values: Tensor) -> Tensor:
-        return self.pairs(values) & groups.both_present()
+        return self.pairs(values) & groups.present.unsqueeze(2) & groups.present.unsqueeze(1)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per sequence: half of each of its pairs."""

@@ -1,10 +1,9 @@
 """GRPO: PPO's clipped ratio per token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from gspo_kernels.objectives.base import Scope
 from gspo_kernels.objectives.parts import ClippedRatio
 
 
@@ -24,5 +23,5 @@ class GRPO(ClippedRatio):
     clip_low: float = 0.2
     clip_high: float = 0.2
 
-    ratio_level: ClassVar[Literal["token"]] = "token"
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
+    ratio_level = "token"
+    coefficient_scope: ClassVar[Scope] = "token"

@@ -1,23 +1,14 @@
 """GSPO: one length-normalised, clipped importance ratio per sequence."""
 
-from __future__ import annotations
+from dataclasses import dataclass
 
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
-
-from gspo_kernels.objectives.base import (
-    Objective,
-    ObjectiveLoss,
-    PolicyBatch,
-    ppo_clip,
-    refuse_multipliers,
-    require_clip_range,
-)
+from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, ppo_clip
+from gspo_kernels.objectives.parts import ClippedRatio
 from gspo_kernels.types import RatioClip
 
 
 @dataclass(frozen=True)
-class GSPO(Objective):
+class GSPO(ClippedRatio):
     """Group Sequence Policy Optimization, from the paper's Eqs. 5 and 7 (arXiv 2507.18071).
 
     ``s_i = exp(mean_t(logp_t - old_t))``; ``loss_i = -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high)
@@ -32,18 +23,12 @@ class GSPO(Objective):
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    _: KW_ONLY
-    dual_clip: float | None = None
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    takes_token_advantages: ClassVar[bool] = False
-    factorizes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
-        refuse_multipliers(self.clip_low, self.clip_high)
+    ratio_level = "sequence"
+    coefficient_scope = "sequence"
+    level = "sequence"
+    takes_token_advantages = False
+    factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per sequence."""
@@ -54,4 +39,4 @@ class GSPO(Objective):
 
     def ratio_form(self) -> RatioClip | None:
         """The clipped ratio per sequence; None for subclasses with another loss."""
-        return self.clip_form(GSPO, self.clip_low, self.clip_high, self.dual_clip)
+        return self.clip_form(GSPO)

@@ -1,9 +1,6 @@
 """GSPO-token: GSPO's ratio with advantages and weights of each token's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from gspo_kernels.objectives.parts import ClippedRatio
 
@@ -26,6 +23,6 @@ class GSPOToken(ClippedRatio):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
-    ratio_level: ClassVar[Literal["sequence"]] = "sequence"
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    factorizes: ClassVar[bool] = True
+    ratio_level = "sequence"
+    coefficient_scope = "sequence"
+    factorizes = True

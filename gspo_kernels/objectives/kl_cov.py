@@ -1,9 +1,6 @@
 """KL-Cov: a KL penalty on the tokens whose log-prob and advantage vary together most."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -32,10 +29,9 @@ class KLCov(Objective):
     kl_cov_ratio: float = 2e-4
     ppo_kl_coef: float = 1.0
 
-    coefficient_scope: ClassVar[Literal["batch"]] = "batch"
-    level: ClassVar[Literal["token"]] = "token"
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    coefficient_scope = "batch"
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,10 +40,9 @@ class KLCov(Objective):
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
-        assert batch.advantages is not None
         # short of infinity, so that tokens with advantages of both signs never add up to NaN
         bounded = batch.log_ratio.detach().clamp(max=700.0) + finite.zero_with_gradient(batch.log_ratio)
-        loss = -finite.mul(batch.per_token(batch.advantages), finite.exp(bounded))
+        loss = -finite.mul(batch.token_advantages(), finite.exp(bounded))
         covariance = torch.where(batch.mask, token_covariance(batch), -torch.inf).flatten()
         count = max(1, int(self.kl_cov_ratio * int(batch.mask.sum())))
         largest = torch.zeros_like(batch.mask).flatten()

@@ -1,9 +1,6 @@
 """Linear: given coefficients times log-probs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -22,11 +19,10 @@ class Linear(Objective):
 
     aggregation: str = "sum"
 
-    coefficient_scope: ClassVar[Literal["nothing"]] = "nothing"
-    level: ClassVar[Literal["token"]] = "token"
-    needs: ClassVar[tuple[str, ...]] = ("token_weights",)
-    needs_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
+    coefficient_scope = "nothing"
+    needs = ("token_weights",)
+    needs_advantages = False
+    zero_advantage_is_inactive = False
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

@@ -1,7 +1,5 @@
 """LUSPO: GSPO whose sequences weigh by their length."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels.objectives.gspo import GSPO

@@ -1,9 +1,6 @@
 """M2PO: no clip, but the largest log-ratios are left out until their mean square is small."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -34,8 +31,7 @@ class M2PO(Objective):
     one_sided: bool = True
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["batch"]] = "batch"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "batch"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,5 @@
 """Parts that objectives are made of: a clipped ratio at some level, and a weighted policy gradient."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
@@ -13,6 +11,7 @@ from gspo_kernels.objectives.base import (
     Objective,
     ObjectiveLoss,
     PolicyBatch,
+    log_bounds,
     ppo_clip,
     refuse_multipliers,
     require_clip_range,
@@ -39,7 +38,6 @@ class ClippedRatio(Objective):
     dual_clip: float | None = None
 
     ratio_level: ClassVar[Literal["token", "turn", "sequence"]]
-    level: ClassVar[Literal["token"]] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,9 +53,15 @@ class ClippedRatio(Objective):
 
     def ratio_form(self) -> RatioClip | None:
         """The clipped ratio per token; None for longer segments, and for subclasses with another loss."""
-        if self.ratio_level != "token":
+        return self.clip_form(ClippedRatio) if self.ratio_level == "token" else None
+
+    def clip_form(self, cls: type[Objective]) -> RatioClip | None:
+        """The clipped ratio at this level, with this aggregation, where ``evaluate`` is that of ``cls``."""
+        if type(self).evaluate is not cls.evaluate:
             return None
-        return self.clip_form(ClippedRatio, self.clip_low, self.clip_high, self.dual_clip)
+        bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)
+        divisor, scale = self.outer_divisor()
+        return RatioClip(*bounds, self.aggregation != "sequence_mean", divisor, scale, self.level)
 
 
 def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:
@@ -86,32 +90,23 @@ def running_sums(batch: PolicyBatch, values: Tensor, decay: float = 1.0, *, onwa
     return sums.flip(1) if onwards else sums
 
 
-def surrogate(
-    batch: PolicyBatch,
-    gain: Tensor,
-    log_ratio: Tensor,
-    clipped_low: Tensor | None = None,
-    clipped_high: Tensor | None = None,
-) -> ObjectiveLoss:
-    """The loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B]."""
+def surrogate(batch: PolicyBatch, gain: Tensor, log_ratio: Tensor, *clipped: Tensor | None) -> ObjectiveLoss:
+    """The loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B].
+
+    ``clipped`` are ``ObjectiveLoss.clipped_low`` and ``clipped_high``, where there are bounds.
+    """
     assert batch.advantages is not None
     advantages = batch.advantages if gain.ndim == 1 else batch.token_advantages()
     loss = -finite.mul(advantages, gain)
-    return ObjectiveLoss(batch.weighted(loss), log_ratio, clipped_low, clipped_high)
+    return ObjectiveLoss(batch.weighted(loss), log_ratio, *clipped)
 
 
 def policy_gradient(
-    batch: PolicyBatch,
-    weight: Tensor,
-    log_ratio: Tensor,
-    clipped_low: Tensor | None = None,
-    clipped_high: Tensor | None = None,
+    batch: PolicyBatch, weight: Tensor, log_ratio: Tensor, *clipped: Tensor | None
 ) -> ObjectiveLoss:
-    """The loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A``, whatever the weight is."""
-    return surrogate(
-        batch,
-        finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs()),
-        batch.per_token(log_ratio),
-        clipped_low,
-        clipped_high,
-    )
+    """The loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A``, whatever the weight is.
+
+    ``clipped``: see ``surrogate``.
+    """
+    gain = finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs())
+    return surrogate(batch, gain, batch.per_token(log_ratio), *clipped)

@@ -1,10 +1,7 @@
 """PrimeIPO: the ratio's gradient for tokens whose probability hardly moved, whatever the advantage's sign."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -35,9 +32,8 @@ class PrimeIPO(Objective):
     kl_tau: float = 0.0
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
-    ratio_only: ClassVar[bool] = False
+    coefficient_scope = "token"
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

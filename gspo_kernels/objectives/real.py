@@ -1,9 +1,6 @@
 """REAL: rewards are labels, and a sequence's log-ratio is the logit that they classify."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,12 +27,12 @@ class REAL(Objective):
     tau: float = 0.5
     threshold: float = 0.5
 
-    coefficient_scope: ClassVar[Literal["group"]] = "group"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    advantages_are: ClassVar[Literal["rewards"]] = "rewards"
-    needs: ClassVar[tuple[str, ...]] = ("group_ids",)
-    takes_token_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
+    coefficient_scope = "group"
+    level = "sequence"
+    advantages_are = "rewards"
+    needs = ("group_ids",)
+    takes_token_advantages = False
+    zero_advantage_is_inactive = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

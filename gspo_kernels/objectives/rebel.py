@@ -1,9 +1,6 @@
 """REBEL: regress differences of rewards by differences of log-ratios."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,8 +25,8 @@ class REBEL(Pairwise):
 
     eta: float = 1.0
 
-    advantages_are: ClassVar[Literal["rewards"]] = "rewards"
-    ratio_only: ClassVar[bool] = True
+    advantages_are = "rewards"
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,9 +1,6 @@
 """SAPO: a sigmoid gate instead of a clip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -27,8 +24,7 @@ class SAPO(Objective):
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,22 +1,14 @@
 """SSPO: the geometric mean of soft gates on token ratios."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import (
-    Objective,
-    ObjectiveLoss,
-    PolicyBatch,
-    require_choice,
-    require_numbers,
-)
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import by_sign, surrogate
 
 
@@ -35,7 +27,7 @@ LOG_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sigmoid": _sigmoid,
 
 @dataclass(frozen=True, kw_only=True)
 class SSPO(Objective):
-    """Soft sequence policy optimization (arXiv 2602.19327), a template: the paper's gate was not read by us.
+    """Soft sequence policy optimization (arXiv 2602.19327), whose gate we have not read.
 
     ``W = exp(mean_t log gate(r_t))``; ``loss_i = -A_i W``; ``dloss_i/dlogp_t = -(A_i W / |y_i|) phi_t`` with
     ``phi_t = dlog gate/dlog r_t``. The structure is from the paper; the default gate ``(4 / tau) sigmoid(tau
@@ -51,13 +43,13 @@ class SSPO(Objective):
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    takes_token_advantages: ClassVar[bool] = False
+    coefficient_scope = "sequence"
+    level = "sequence"
+    takes_token_advantages = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("gate", self.gate, tuple(LOG_GATES))
+        checks.choice("gate", self.gate, tuple(LOG_GATES))
         require_numbers(1e-6, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:

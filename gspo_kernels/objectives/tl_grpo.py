@@ -1,9 +1,6 @@
 """TL-GRPO: one importance ratio per turn of a conversation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from gspo_kernels.objectives.parts import ClippedRatio
 
@@ -18,7 +15,7 @@ class TLGRPO(ClippedRatio):
 
     That advantages belong to turns is from the paper (pass them per token); the ratio per turn is this
     package's option. For the paper's ratio per token use ``GRPO`` with the same advantages. The clip range is
-    a template: that of GSPO's paper, for segments of a sequence's length; one for turns was not read by us.
+    that of GSPO's paper, for segments of a sequence's length; we have not read one for turns.
 
     A turn is what has one id within one sequence, its tokens need not be adjacent. Counted tokens of no turn
     (-1) have a ratio of 1.
@@ -31,6 +28,6 @@ class TLGRPO(ClippedRatio):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
-    ratio_level: ClassVar[Literal["turn"]] = "turn"
-    coefficient_scope: ClassVar[Literal["turn"]] = "turn"
-    needs: ClassVar[tuple[str, ...]] = ("turn_ids",)
+    ratio_level = "turn"
+    coefficient_scope = "turn"
+    needs = ("turn_ids",)

@@ -1,14 +1,12 @@
 """TOPR: successes as in supervised learning, failures weighted by a ratio of at most 1."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_choice
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
 from gspo_kernels.objectives.parts import policy_gradient
 
 
@@ -28,13 +26,12 @@ class TOPR(Objective):
     ratio_level: str = "sequence"
     aggregation: str = "sequence_mean_token_sum"
 
-    coefficient_scope: ClassVar[Literal["token", "sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
-    factorizes: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    factorizes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("ratio_level", self.ratio_level, ("sequence", "token"))
+        checks.choice("ratio_level", self.ratio_level, ("sequence", "token"))
         if self.ratio_level == "token":
             self._declare(coefficient_scope="token", factorizes=False)
 

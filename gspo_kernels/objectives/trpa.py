@@ -1,9 +1,6 @@
 """TRPA: preference pairs of mean log-ratios, with a trust region."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,8 +35,8 @@ class TRPA(Pairwise):
     anisotropy: float = 2.5
     kl_coef: float = 1e-3
 
-    advantages_are: ClassVar[Literal["levels"]] = "levels"
-    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
+    advantages_are = "levels"
+    needs = ("ref_logprobs", "group_ids")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,10 +1,7 @@
 """VESPO: a smooth weight on the trajectory's ratio."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -36,9 +33,8 @@ class VESPO(Objective):
     lambda_negative: float = 2.0
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
-    factorizes: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    factorizes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,16 +1,13 @@
-"""One gather in each process group of a call: all ranks go on, or all of them raise.
+"""What the ranks of a process group tell each other before a call, and whether they agree.
 
-Each rank looks at its arguments alone first. Then it sends what must be equal on all ranks, or the sentence
-with which it refuses the call. Groups come one after the other, and what the ranks of one have learnt goes
-along into the next: in a grid of ranks all learn of an error, whichever rank has it.
+Each rank sends what must be equal on all of them, or the sentence with which it refuses the call.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,92 +24,61 @@ class RanksDisagreeError(RuntimeError):
     """Another rank refused the call, or was called with something else."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """What this rank has to say in one group.
-
-    Attributes:
-        argument: what messages call the group.
-        group: its name.
-        same: what must be equal on all ranks, by the name of an argument; None: equal to anything.
-        varying: numbers that may differ.
-        judge: raises where all ranks' ``varying`` together are wrong.
-    """
-
-    argument: str
-    group: str
-    same: Mapping[str, str | None]
-    varying: tuple[int, ...] = ()
-    judge: Callable[[list[tuple[int, ...]]], None] | None = None
-
-
 def digest(values: Tensor) -> str:
     """What stands for the elements of a tensor, in their order."""
     raw = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(raw, digest_size=6).hexdigest()
 
 
-def compare(members: Sequence[Member], device: torch.device, refused: Exception | None = None) -> None:
-    """Meet the other ranks of each group, in the same order on all of them.
+def exchange(
+    group: str,
+    device: torch.device,
+    same: Mapping[str, str | None],
+    numbers: Sequence[int],
+    refused: Exception | None,
+) -> list[dict[str, Any]]:
+    """Send this rank's message and return every rank's, in one gather.
 
     Args:
-        members: the groups.
+        group: its name.
         device: of the call's tensors.
-        refused: why this rank refuses the call; it is not raised here.
-
-    Raises:
-        RanksDisagreeError, or what ``judge`` raises: on all ranks, but those that have ``refused``.
+        same: what must be equal on all ranks, by the name of an argument; None: equal to anything.
+        numbers: what may differ.
+        refused: why this rank refuses the call, in the place of both.
     """
-    verdict = refused
-    for member in members:
-        every = _exchange(member, device, verdict)
-        if verdict is None:
-            try:
-                _judge(member, every)
-            except Exception as error:
-                verdict = error
-    if verdict is not None and verdict is not refused:
-        raise verdict
-
-
-def _judge(member: Member, every: list[dict[str, Any]]) -> None:
-    for rank, theirs in enumerate(every):
-        if "refused" in theirs:
-            raise RanksDisagreeError(
-                f"rank {rank} of {member.argument} refused the call: {theirs['refused']}"
-            )
-    for name in every[0]["same"]:
-        if all(name in theirs["same"] for theirs in every):
-            _compare_values(member.argument, name, [theirs["same"][name] for theirs in every])
-    if member.judge is not None:
-        member.judge([tuple(theirs["varying"]) for theirs in every])
-
-
-def _compare_values(argument: str, name: str, values: list[str | None]) -> None:
-    known = [(rank, value) for rank, value in enumerate(values) if value is not None]
-    for rank, value in known:
-        first, expected = known[0]
-        if value != expected:
-            raise RanksDisagreeError(
-                f"{name}: differs between the ranks of {argument}: rank {first} has {expected}, rank {rank} "
-                f"has {value}"
-            )
-
-
-def _exchange(member: Member, device: torch.device, refused: Exception | None) -> list[dict[str, Any]]:
-    """Every rank's message."""
     message: dict[str, Any]
     if refused is None:
-        same = {name: _short(value) for name, value in member.same.items()}
-        message = {"same": same, "varying": member.varying}
+        message = {"same": {name: _short(value) for name, value in same.items()}, "numbers": [*numbers]}
     else:
         named = "" if isinstance(refused, RanksDisagreeError) else f"{type(refused).__name__}: "
         message = {"refused": f"{named}{refused}"[: MESSAGE_BYTES // 16]}
     encoded = json.dumps(message).encode().ljust(MESSAGE_BYTES)
     assert len(encoded) == MESSAGE_BYTES
     sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    every = gathered(member.group, sent.to(side_channel(member.group, device))).cpu()
+    every = gathered(group, sent.to(side_channel(group, device))).cpu()
     return [json.loads(row.numpy().tobytes()) for row in every]
+
+
+def check_agreement(argument: str, every: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RanksDisagreeError if one of a group's messages refuses the call, or differs from the others.
+
+    Args:
+        argument: what messages call the group.
+        every: the ranks' messages.
+    """
+    for rank, message in enumerate(every):
+        if "refused" in message:
+            raise RanksDisagreeError(f"rank {rank} of {argument} refused the call: {message['refused']}")
+    for name in every[0]["same"]:
+        values = [(rank, message["same"].get(name)) for rank, message in enumerate(every)]
+        known = [(rank, value) for rank, value in values if value is not None]
+        for rank, value in known:
+            first, expected = known[0]
+            if value != expected:
+                raise RanksDisagreeError(
+                    f"{name}: differs between the ranks of {argument}: rank {first} has {expected}, rank "
+                    f"{rank} has {value}"
+                )
 
 
 def _short(value: str | None) -> str | None:

@@ -84,18 +84,12 @@ class Parallel:
         """
         if self.tp_group is not None or self.cp_group is not None:
             refuse_groups(in_force(batch_invariant), cp_group=self.cp_group, tp_group=self.tp_group)
-        unusable = {
-            "tp_group": self.tp_group is not None,
-            "vocab_range": self.vocab_range is not None,
-            "reduce_hidden_grad": not self.reduce_hidden_grad,
-            "sequence_parallel": self.sequence_parallel,
-            "cp_group": self.cp_group is not None,
-        }
-        for name, is_set in unusable.items():
-            if is_set and name not in usable:
+        for name, value in vars(self).items():
+            default = getattr(Parallel, name)
+            if value != default and name not in usable:
                 raise ValueError(
-                    f"{name}: {function} can't use it, expected {getattr(Parallel, name)}; of parallel it "
-                    f"takes {', '.join(usable)}"
+                    f"{name}: {function} can't use it, expected {default}; of parallel it takes "
+                    f"{', '.join(usable)}"
                 )
 
 
@@ -136,8 +130,11 @@ def rank_and_size(name: str) -> tuple[int, int]:
 
 def gathered(name: str, local: Tensor) -> Tensor:
     """Every rank's tensor of the same shape, [ranks, *shape]."""
-    every, work = begin_gather(name, local)
-    work.wait()
+    from torch.distributed import all_gather
+
+    group = _group(name)
+    every = local.new_empty(group.size(), *local.shape)
+    all_gather([*every.unbind()], local.contiguous(), group=group)
     return every
 
 
@@ -145,16 +142,6 @@ def gathered_numbers(name: str, device: torch.device, local: Sequence[int]) -> l
     """Every rank's whole numbers, as many on each; ``device`` is that of the call's tensors."""
     numbers = torch.tensor(local, dtype=torch.int64, device=side_channel(name, device))
     return [tuple(int(number) for number in row) for row in gathered(name, numbers).tolist()]
-
-
-def begin_gather(name: str, local: Tensor) -> tuple[Tensor, Work]:
-    """Begin to gather every rank's tensor of the same shape: [ranks, *shape], once the work is done."""
-    from torch.distributed import all_gather
-
-    group = _group(name)
-    every = local.new_empty(group.size(), *local.shape)
-    work: Work = all_gather([*every.unbind()], local.contiguous(), group=group, async_op=True)
-    return every, work
 
 
 def sum_(name: str, values: Tensor) -> Tensor:
@@ -171,7 +158,7 @@ def begin_sum_(name: str, values: Tensor) -> Work:
     return work
 
 
-def send_to_all(name: str, values: Tensor, rank: int) -> Work:
+def begin_broadcast(name: str, values: Tensor, rank: int) -> Work:
     """Begin to fill ``values`` with what ``rank`` has in them."""
     from torch.distributed import broadcast
 
@@ -179,7 +166,7 @@ def send_to_all(name: str, values: Tensor, rank: int) -> Work:
     return work
 
 
-def sum_at(name: str, values: Tensor, rank: int) -> Work:
+def begin_reduce(name: str, values: Tensor, rank: int) -> Work:
     """Begin to sum ``values`` over all ranks, for ``rank`` alone; the others' are spoilt."""
     from torch.distributed import reduce
 

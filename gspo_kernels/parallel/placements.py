@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gspo_kernels.invariance import in_force, refuse_groups
 from gspo_kernels.parallel.groups import Parallel
@@ -24,114 +22,73 @@ TOKENS = ("logits", "hidden")
 """Arguments of which the dimension before the last is that of tokens."""
 
 
-def groups_of(dtensors: dict[str, DTensor]) -> dict[str, tuple[str, str]]:
-    """The groups of more than one rank that DTensors lie on: the name of each, and "vocabulary" or "tokens"
-    where one of them is cut so over it, else "". Placements that can't be served are no error here.
+class MeshGroup(NamedTuple):
+    """A process group that DTensors of a call lie on.
+
+    Attributes:
+        group: its ranks.
+        argument: what messages call it.
+        placements: how DTensors lie over it, by argument.
+        share: what its ranks have parts of: "vocabulary" counts more than "tokens"; "" for neither.
     """
-    groups: dict[str, tuple[str, str]] = {}
+
+    group: ProcessGroup
+    argument: str
+    placements: dict[str, Any]
+    share: str
+
+
+def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
+    """The groups of some DTensors. Placements that can't be served are no error here."""
+    groups: dict[str, tuple[ProcessGroup, str]] = {}
+    by_group: dict[str, dict[str, Any]] = {}
     for name, value in dtensors.items():
         for dim, placement in enumerate(value.placements):
             group = value.device_mesh.get_group(dim)
-            if group.size() == 1:
-                continue
-            share = "vocabulary" if cuts_vocabulary(name, value, placement) else ""
-            share = share or ("tokens" if cuts_tokens(name, value, placement) else "")
-            before = next((key for key, (known, _) in groups.items() if known == group.group_name), None)
-            key = before or f"dimension {dim} of the mesh of {name}"
-            # what cuts the vocabulary counts more than what cuts tokens
-            shares = {share, groups[before][1]} if before else {share}
-            share = next(each for each in ("vocabulary", "tokens", "") if each in shares)
-            groups[key] = (group.group_name, share)
-    return groups
+            groups.setdefault(group.group_name, (group, f"dimension {dim} of the mesh of {name}"))
+            by_group.setdefault(group.group_name, {})[name] = placement
+    result = []
+    for key, placements in by_group.items():
+        shares = [_share(name, dtensors[name], placement) for name, placement in placements.items()]
+        share = "vocabulary" if "vocabulary" in shares else "tokens" if "tokens" in shares else ""
+        group, argument = groups[key]
+        result.append(MeshGroup(group, argument, placements, share))
+    return result
 
 
-def cuts_vocabulary(name: str, value: DTensor, placement: Any) -> bool:
-    """Whether an argument's vocabulary is cut by a placement."""
+def _share(name: str, value: DTensor, placement: Any) -> str:
+    """What a placement cuts of an argument: "vocabulary", "tokens", or "" for neither."""
     from torch.distributed.tensor import Shard
 
-    return name in VOCABULARY and placement == Shard(VOCABULARY[name] % value.ndim)
+    if name in VOCABULARY and placement == Shard(VOCABULARY[name] % value.ndim):
+        return "vocabulary"
+    return "tokens" if name in TOKENS and placement == Shard(value.ndim - 2) else ""
 
 
-def cuts_tokens(name: str, value: DTensor, placement: Any) -> bool:
-    """Whether an argument's tokens are cut by a placement."""
-    from torch.distributed.tensor import Shard
-
-    return name in TOKENS and placement == Shard(value.ndim - 2)
-
-
-class Placed:
-    """The DTensors of a call, by what each dimension of their meshes cuts.
-
-    Attributes:
-        dtensors: by argument.
-        vocabulary: the group over which the vocabulary is cut: tensor parallelism.
-        tokens: the group over which tokens are cut, but not the vocabulary: context parallelism.
-    """
-
-    def __init__(self, dtensors: dict[str, DTensor]):
-        self.dtensors = dtensors
-        self.groups: dict[str, ProcessGroup] = {}
-        over: dict[str, dict[str, Any]] = {}
-        for name, value in dtensors.items():
-            for dim, placement in enumerate(value.placements):
-                group = value.device_mesh.get_group(dim)
-                self.groups[group.group_name] = group
-                over.setdefault(group.group_name, {})[name] = placement
-        roles = {group: self._role(placements) for group, placements in over.items()}
-        self.vocabulary = self._only(roles, "vocabulary")
-        self.tokens = self._only(roles, "tokens")
-
-    def _role(self, placements: dict[str, Any]) -> str | None:
-        """What the ranks of a group have parts of, given how arguments are placed over it."""
-        from torch.distributed.tensor import Replicate
-
-        cut = [name for name in placements if cuts_vocabulary(name, self.dtensors[name], placements[name])]
-        apart = [name for name in placements if cuts_tokens(name, self.dtensors[name], placements[name])]
-        for name, placement in placements.items():
-            if name not in (*cut, *apart) and placement != Replicate():
-                raise ValueError(f"{name}: {_refusal(name, placement)}")
-        if cut:
-            for name in VOCABULARY:
-                if name in self.dtensors and name not in cut:
-                    like = _ALIKE.get(name, cut[0])
-                    raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
-            return "vocabulary"
-        return "tokens" if apart else None
-
-    def _only(self, roles: dict[str, str | None], role: str) -> ProcessGroup | None:
-        """The group that has a role."""
-        groups = [group for group, has in roles.items() if has == role]
-        if len(groups) > 1:
-            raise ValueError(
-                f"{', '.join(self.dtensors)}: {len(groups)} dimensions of device meshes cut the {role}, "
-                "expected one; FSDP2 gathers its own where the module is called"
-            )
-        return self.groups[groups[0]] if groups else None
-
-    def local(self, name: str, reduced: bool) -> Tensor:
-        """What this rank has of an argument; its gradient goes back as a DTensor.
-
-        Args:
-            name: of the argument.
-            reduced: whether dHidden is the sum over the vocabulary's group.
-        """
-        from torch.distributed.tensor import Partial
-
-        value = self.dtensors[name]
-        parts = self.tokens if name in ("weight", "bias") else None if reduced else self.vocabulary
-        placements = [
-            Partial() if not placement.is_shard() and _is_over(value, dim, parts) else placement
-            for dim, placement in enumerate(value.placements)
-        ]
-        return value.to_local(grad_placements=placements)
-
-    def scattered(self) -> bool:
-        """Whether ranks that share the vocabulary have hidden states of some tokens each."""
-        hidden = self.dtensors.get("hidden")
-        return hidden is not None and any(
-            placement.is_shard() and _is_over(hidden, dim, self.vocabulary)
-            for dim, placement in enumerate(hidden.placements)
+def _group_of(share: str, groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> ProcessGroup | None:
+    """The one group whose ranks have parts of the vocabulary, or of tokens."""
+    found = [each.group for each in groups if each.share == share]
+    if len(found) > 1:
+        raise ValueError(
+            f"{', '.join(dtensors)}: {len(found)} dimensions of device meshes cut the {share}, expected one; "
+            "FSDP2 gathers its own where the module is called"
         )
+    return found[0] if found else None
+
+
+def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> None:
+    """Refuse placements that cut anything else, and a vocabulary that is cut in some arguments only."""
+    from torch.distributed.tensor import Replicate
+
+    for each in groups:
+        shares = {name: _share(name, dtensors[name], value) for name, value in each.placements.items()}
+        for name, placement in each.placements.items():
+            if not shares[name] and placement != Replicate():
+                raise ValueError(f"{name}: {_refusal(name, placement)}")
+        whole = [name for name in VOCABULARY if name in dtensors and shares.get(name) != "vocabulary"]
+        if each.share == "vocabulary" and whole:
+            like = _ALIKE.get(whole[0]) or next(name for name in shares if shares[name] == "vocabulary")
+            raise ValueError(f"{whole[0]}: expected a DTensor of {like}'s placement, as {like} is one")
 
 
 _ALIKE = {
@@ -164,42 +121,51 @@ def local_tensors(
 def _resolve(
     parallel: Parallel, terms: Any, tensors: dict[str, Any], dtensors: dict[str, DTensor]
 ) -> tuple[dict[str, Any], Parallel]:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for name, value in (terms._asdict() if terms is not None else {}).items():
         if isinstance(value, DTensor):
             raise ValueError(f"{name}: is a DTensor, expected a plain tensor, what this rank has")
-    placed = Placed(dtensors)
-    shared = placed.tokens is not None and terms is not None
+    groups = mesh_groups(dtensors)
+    _check_placements(groups, dtensors)
+    vocabulary, tokens = (_group_of(share, groups, dtensors) for share in ("vocabulary", "tokens"))
+    shared = tokens is not None and terms is not None
     for name in ("tp_group", "vocab_range", *(("cp_group",) if shared else ())):
         if getattr(parallel, name) is not None:
-            raise ValueError(f"{name}: {', '.join(dtensors)} as DTensors say it themselves, expected None")
-    local, vocab_range = dict(tensors), None
-    for name, dtensor in dtensors.items():
-        local[name] = placed.local(name, parallel.reduce_hidden_grad)
-        if name in VOCABULARY and any(cuts_vocabulary(name, dtensor, each) for each in dtensor.placements):
-            dim = VOCABULARY[name] % dtensor.ndim
-            shape, offset = compute_local_shape_and_global_offset(
-                dtensor.shape, dtensor.device_mesh, dtensor.placements
-            )
-            vocab_range = (offset[dim], offset[dim] + shape[dim])
+            raise ValueError(f"{name}: the DTensors {', '.join(dtensors)} determine it, expected None")
     for name, like in _ALIKE.items():
         alone = (name in dtensors) != (like in dtensors)
-        if local.get(name) is not None and placed.vocabulary is not None and alone:
+        if tensors.get(name) is not None and vocabulary is not None and alone:
             raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
-    if vocab_range is not None:
-        parallel = replace(parallel, tp_group=placed.vocabulary, vocab_range=vocab_range)
-    if placed.scattered():
-        parallel = replace(parallel, sequence_parallel=True)
-    if shared:
-        parallel = replace(parallel, cp_group=placed.tokens)
-    return local, parallel
+    local: dict[str, Any] = dict(tensors)
+    found: dict[str, Any] = {"cp_group": tokens} if shared else {}
+    for name, dtensor in dtensors.items():
+        over_vocabulary, gradient = _dim_over(dtensor, vocabulary), list(dtensor.placements)
+        # the dimension over which each rank has a part of the gradient: the parts are summed
+        if name in ("weight", "bias"):
+            summed = _dim_over(dtensor, tokens)
+        else:
+            summed = None if parallel.reduce_hidden_grad else over_vocabulary
+        if summed is not None and not gradient[summed].is_shard():
+            gradient[summed] = Partial()
+        local[name] = dtensor.to_local(grad_placements=gradient)
+        if over_vocabulary is None:
+            continue
+        share = _share(name, dtensor, dtensor.placements[over_vocabulary])
+        if share == "vocabulary":
+            dim, mesh = VOCABULARY[name] % dtensor.ndim, dtensor.device_mesh
+            shape, offset = compute_local_shape_and_global_offset(dtensor.shape, mesh, dtensor.placements)
+            found |= {"tp_group": vocabulary, "vocab_range": (offset[dim], offset[dim] + shape[dim])}
+        elif share == "tokens":
+            found["sequence_parallel"] = True
+    return local, replace(parallel, **found)
 
 
-def _is_over(value: DTensor, dim: int, group: ProcessGroup | None) -> bool:
-    """Whether a dimension of a DTensor's mesh is a group."""
-    return group is not None and value.device_mesh.get_group(dim).group_name == group.group_name
+def _dim_over(value: DTensor, group: ProcessGroup | None) -> int | None:
+    """The dimension of a DTensor's mesh that is a group."""
+    names = [value.device_mesh.get_group(dim).group_name for dim in range(value.device_mesh.ndim)]
+    return names.index(group.group_name) if group is not None and group.group_name in names else None
 
 
 def _refusal(name: str, placement: object) -> str:

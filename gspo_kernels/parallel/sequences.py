@@ -19,7 +19,9 @@ from gspo_kernels.layout import Layout
 from gspo_kernels.parallel.groups import gathered, rank_and_size, sum_
 
 
-class _Sum(torch.autograd.Function):
+class _SumValues(torch.autograd.Function):
+    """The sum over ranks; its gradient passes through as it is."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: str) -> Tensor:
         return sum_(group, local.clone(memory_format=torch.contiguous_format))
@@ -29,7 +31,9 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _Shared(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
+    """The same values; their gradient becomes the sum over ranks."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: str) -> Tensor:
         ctx.group = group
@@ -63,11 +67,11 @@ class AcrossRanks(Layout):
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> tokens; one all-reduce in the backward, if there is one."""
-        return self.here.expand(_Shared.apply(values, self.group))
+        return self.here.expand(_SumGradients.apply(values, self.group))
 
     def over_ranks(self, sums: Tensor) -> Tensor:
         """Sums of each rank -> of all ranks; one all-reduce."""
-        return _Sum.apply(sums, self.group)
+        return _SumValues.apply(sums, self.group)
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest value of any rank; one gather, and NaN wherever a rank has it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gspo_kernels.parallel.groups import rank_and_size, send_to_all, sum_at
+from gspo_kernels.parallel.groups import begin_broadcast, begin_reduce, rank_and_size
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import Work
@@ -56,7 +56,7 @@ class ScatteredTokens:
             if rank == here:
                 part.copy_(local[b, t])
             if part.numel():
-                sent.append(send_to_all(self.group, part, rank))
+                sent.append(begin_broadcast(self.group, part, rank))
 
         def finish() -> Tensor:
             for work in sent:
@@ -73,7 +73,7 @@ class ScatteredTokens:
         the works are done.
         """
         parts = [values[chosen] for chosen, _, _ in self._pieces(where, values.device)]
-        sent = [sum_at(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
+        sent = [begin_reduce(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
         return parts[rank_and_size(self.group)[0]], sent
 
     def own_rows(self, where: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

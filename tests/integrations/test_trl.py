@@ -342,7 +342,7 @@ REFUSED = [
     ),
     (
         {"loss_type": "cispo", "epsilon_high": 0.0},
-        "epsilon_high: got 0, expected a positive number",
+        "epsilon_high: got 0.0, expected a positive number",
     ),
     ({"epsilon": -0.1}, "epsilon: got -0.1, expected a finite number of at least 0"),
     ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg: got 0.0"),

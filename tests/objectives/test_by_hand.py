@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -141,13 +140,23 @@ class Squared(Objective):
 
     target: float = 0.1
 
-    coefficient_scope: ClassVar[str] = "token"
-    level: ClassVar[str] = "token"
-    needs_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
+    coefficient_scope = "token"
+    needs_advantages = False
+    zero_advantage_is_inactive = False
 
     def evaluate(self, batch):
         return ObjectiveLoss(0.5 * (batch.log_ratio - self.target) ** 2, batch.log_ratio)
+
+
+def test_a_wrong_level_is_refused():
+    """Where there are as many sequences as positions, shapes alone would fit."""
+
+    @dataclass(frozen=True)
+    class Wrong(Squared):
+        level = "sequence"
+
+    with pytest.raises(ValueError, match=r"Wrong has level='sequence', but its loss has shape \(2, 2\)"):
+        gk.policy_loss(torch.zeros(2, 2), None, None, objective=Wrong())
 
 
 def test_objectives_made_in_compiled_code():

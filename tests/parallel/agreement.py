@@ -256,7 +256,7 @@ def contradicting_dtensors():
         ("weight: the DTensor: differs", None, {"weight": Replicate(), "bias": Replicate()}, {}),
         ("hidden: is a DTensor with placement", 1, {"hidden": Shard(1)}, {}),
         ("hidden: is a DTensor with placement Partial", 1, {"hidden": Partial()}, {}),
-        ("tp_group: hidden, weight, bias as DTensors say it themselves", 1, {}, {"tp_group": mesh["tp"]}),
+        ("tp_group: the DTensors hidden, weight, bias determine it", 1, {}, {"tp_group": mesh["tp"]}),
         ("schedule: differs", None, {}, {"schedule": "two_pass"}),
         ("temperature: got -1", 1, {}, {"temperature": -1.0}),
     ):  # fmt: skip

@@ -298,7 +298,7 @@ def dtensors():
                 assert_equals_oracle(Result(out.loss.detach(), scores, grads), case, objective)
         for name in ("cp_group", "tp_group") if "cp" in names else ():
             assert_all_raise(
-                f"{name}: logits as DTensors say it themselves, expected None",
+                f"{name}: the DTensors logits determine it, expected None",
                 "all",
                 lambda n=name, i=local, x=leaves, g=mesh[names[0]]: call(
                     i, x, LOSSES["logits"], GSPO, "cpp", **{n: g}

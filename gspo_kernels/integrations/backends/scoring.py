@@ -54,8 +54,8 @@ def scores(
     )
 
 
-def entropy_of(logits: Tensor) -> Tensor:
-    """[...], the entropy of logits [..., V] in fp32."""
+def entropy_of(logits: Tensor, chunk_size: int = 0) -> Tensor:
+    """[...], the entropy of logits [..., V] in fp32; frameworks pass ``chunk_size``, which nothing needs."""
     scored = scores(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), entropy=True).entropy
     assert scored is not None
     return scored

@@ -16,10 +16,11 @@ SUPPORTED = ">=0.3,<0.4"
 
 
 def _refuse_shards(logits: Tensor, labels: Tensor) -> None:
-    """Torchtitan hands shards over as plain tensors, too, and knows that they are by its mesh."""
+    """Raise NotServedError for shards, also for plain tensors that torchtitan's mesh says are shards."""
     refuse_other_tensors(logits, labels)
-    mesh, backend = (importlib.import_module(f"torchtitan.distributed.{n}") for n in ("spmd_types", "utils"))
-    if backend.get_spmd_backend() == "spmd_types" and mesh.spmd_mesh_size("tp") > 1:
+    utils = importlib.import_module("torchtitan.distributed.utils")
+    spmd_types = importlib.import_module("torchtitan.distributed.spmd_types")
+    if utils.get_spmd_backend() == "spmd_types" and spmd_types.spmd_mesh_size("tp") > 1:
         raise NotServedError("the vocabulary is cut over tensor-parallel ranks")
 
 

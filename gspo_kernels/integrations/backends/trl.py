@@ -40,10 +40,6 @@ def _selective_log_softmax_and_entropy(
     return scored.logprobs, scored.entropy if entropy_requires_grad else scored.entropy.detach()
 
 
-def _entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
-    return entropy_of(logits)
-
-
 def _chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -72,7 +68,7 @@ REPLACEMENTS = Replacements(
     {
         "trl.trainer.utils:selective_log_softmax": _selective_log_softmax,
         "trl.trainer.utils:selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,
-        "trl.trainer.utils:entropy_from_logits": _entropy_from_logits,
+        "trl.trainer.utils:entropy_from_logits": entropy_of,
         "trl.kernels.chunked_logprob:ChunkedLogProbFunction.apply": _chunked_logprobs,
     },
 )

@@ -20,10 +20,6 @@ def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool
     return scores(logits, labels, inplace=inplace_backward).logprobs
 
 
-def _entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    return entropy_of(logits)
-
-
 def _fused_linear_for_ppo(
     self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
@@ -52,8 +48,8 @@ REPLACEMENTS = Replacements(
     SUPPORTED,
     {
         "verl.utils.torch_functional:logprobs_from_logits": _logprobs_from_logits,
-        "verl.utils.torch_functional:entropy_from_logits": _entropy_from_logits,
-        "verl.utils.torch_functional:entropy_from_logits_with_chunking": _entropy_from_logits,
+        "verl.utils.torch_functional:entropy_from_logits": entropy_of,
+        "verl.utils.torch_functional:entropy_from_logits_with_chunking": entropy_of,
         "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": _fused_linear_for_ppo,
         "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy": _linear_cross_entropy,
     },
