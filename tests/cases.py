@@ -28,6 +28,10 @@ KIND = {
     "fused_linear_policy_loss": "linear",
 }
 
+HEAD = ("weight", "bias", "A", "B")
+"""Inputs that all tokens share."""
+ADAPTER_SCALE = 0.5
+
 # Short and long, none, one; every clip branch of GSPO meets both signs of the advantage and zero.
 LENGTHS = (3, 0, 1, 4, 2, 1)
 LOG_S = (5e-3, 0.0, -2e-4, -5e-3, 0.4, 1e-4)
@@ -64,6 +68,8 @@ class Case:
     ignore_index: int = -100
     frozen: tuple[str, ...] = ()
     """Inputs that need no gradient."""
+    needs_entropy: bool = False
+    """Whether the objective looks at it."""
 
     @property
     def counted(self) -> Tensor:
@@ -72,7 +78,7 @@ class Case:
     @property
     def wants_entropy(self) -> bool:
         coefficient = self.terms.get("entropy_coef", 0.0)
-        return isinstance(coefficient, Tensor) or coefficient != 0.0
+        return self.needs_entropy or isinstance(coefficient, Tensor) or coefficient != 0.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,7 @@ class Result:
     entropy: Tensor | None = None
     sensitivity: dict[str, float] = field(default_factory=dict)
     """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
     def values(self) -> dict[str, Tensor]:
         named = {
@@ -110,6 +117,8 @@ def scores_of(inputs: dict[str, Tensor], rounded: bool = False) -> Tensor:
     if "logits" in inputs:
         return inputs["logits"]
     hidden, weight, bias = inputs["hidden"], inputs["weight"], inputs.get("bias")
+    if "A" in inputs:
+        weight = weight + ADAPTER_SCALE * inputs["B"] @ inputs["A"]
     out = hidden @ weight.T
     out = out if bias is None else out + bias
     return out.to(stats(out.dtype)) if rounded else out
@@ -133,12 +142,14 @@ def make_case(
     logit_options: str = "default",
     logits_dtype: str = "float32",
     bias: bool = True,
+    adapter: int = 0,
     label_dtype: torch.dtype = torch.int64,
     masked: bool = True,
 ) -> Case:
     """A case whose sequences have the given log s, up to rounding: old log-probs are the true ones less that.
 
-    The packed and the padded case of one seed hold the same sequences. Cases are shared between tests.
+    ``adapter`` is the rank of a LoRA on a frozen head. The packed and the padded case of one seed hold the
+    same sequences. Cases are shared between tests.
     """
     rng = generator(seed)
     batch, tokens = len(lengths), sum(lengths)
@@ -155,6 +166,11 @@ def make_case(
         inputs["hidden"], inputs["weight"] = (normal(rows, width).to(dtype) for rows in (tokens, vocabulary))
         if bias:
             inputs["bias"] = normal(vocabulary).to(dtype)
+        if adapter:
+            inputs["A"], inputs["B"] = (
+                0.3 * normal(*size) for size in ((adapter, width), (vocabulary, adapter))
+            )
+            inputs = {name: value.to(dtype) for name, value in inputs.items()}
     elif kind == "logits":
         inputs["logits"] = (2.0 * normal(tokens, vocabulary)).to(dtype)
     else:
@@ -202,6 +218,7 @@ def make_case(
         terms=named,
         logit_options=options,
         logits_dtype=logits_dtype,
+        frozen=("weight",) if adapter else (),
     )
     return case if layout == "packed" else pad(case, padding, masked=masked)
 
@@ -275,7 +292,7 @@ def for_objective(case: Case, objective: gk.objectives.base.Objective) -> Case:
     return replace(case, advantages=None, terms=terms)
 
 
-def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> Case:
+def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
     """A packed case as [B, T], ``padding`` columns wider than its longest sequence.
 
     Padding is left out by ``loss_mask``, or by ``ignore_index`` labels with ``masked=False``.
@@ -284,7 +301,7 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
     shape = (len(ends) - 1, longest + padding)
 
-    def spread(tokens: Tensor, value: float = fill) -> Tensor:
+    def spread(tokens: Tensor, value: float = 0.0) -> Tensor:
         out = torch.full((*shape, *tokens.shape[1:]), value, dtype=tokens.dtype)
         for i, (a, b) in enumerate(itertools.pairwise(ends)):
             out[i, : b - a] = tokens[a:b]
@@ -297,11 +314,10 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     present = spread(torch.ones(case.labels.shape, dtype=torch.bool), False)
     labels = spread(case.labels, 0).masked_fill(~present, 0 if masked else case.ignore_index)
     mask = spread(case.counted, False)
-    per_row = {name for name in case.inputs if name not in ("weight", "bias")}
     return replace(
         case,
         labels=labels,
-        inputs={name: spread(value) if name in per_row else value for name, value in case.inputs.items()},
+        inputs={name: value if name in HEAD else spread(value) for name, value in case.inputs.items()},
         old_logprobs=spread_if(case.old_logprobs),
         advantages=spread_if(case.advantages),
         logit_options={
@@ -323,34 +339,28 @@ def strided(value: Tensor, kind: str) -> Tensor:
     return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
 
 
-def poisoned(case: Case, poison: float | str) -> Case:
-    """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens.
-
-    "mixed" takes each kind in turn.
-    """
+def poisoned(case: Case) -> Case:
+    """NaN and infinities in turn at tokens that don't count, and in [B] terms of sequences without any."""
     tokens = case.counted
-    if case.cu_seqlens is None:
-        some = tokens.any(1)
-    else:
-        ends = case.cu_seqlens.tolist()
-        some = torch.tensor([bool(tokens[a:b].any()) for a, b in itertools.pairwise(ends)])
+    some = torch.tensor([sequence.count > 0 for sequence in oracle.sequences(tokens, case.cu_seqlens)])
+    kinds = torch.tensor([math.nan, math.inf, -math.inf])
 
-    def filled(value, kept):
-        kinds = (math.nan, math.inf, -math.inf) if poison == "mixed" else (poison,)
-        turns = torch.tensor(list(itertools.islice(itertools.cycle(kinds), value.numel())), dtype=value.dtype)
-        return torch.where(kept, value, turns.reshape(value.shape))
-
-    def spoil(value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim == 0:
+    def spoil(value: Any) -> Any:
+        # an expanded tensor has the numbers of other tokens
+        if not isinstance(value, Tensor) or not value.is_floating_point() or 0 in value.stride():
             return value
         if value.shape[: tokens.ndim] == tokens.shape:
-            return filled(value, tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim)))
-        return filled(value, some) if value.shape == some.shape else value
+            kept = tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim))
+        elif value.shape == some.shape:
+            kept = some
+        else:
+            return value
+        turns = kinds[torch.arange(value.numel()) % 3].to(value.dtype)
+        return torch.where(kept, value, turns.view(value.shape))
 
-    per_row = {name for name in case.inputs if name not in ("weight", "bias")}
     return replace(
         case,
-        inputs={name: spoil(value) if name in per_row else value for name, value in case.inputs.items()},
+        inputs={name: value if name in HEAD else spoil(value) for name, value in case.inputs.items()},
         old_logprobs=spoil(case.old_logprobs),
         advantages=spoil(case.advantages),
         terms={name: spoil(value) for name, value in case.terms.items()},
@@ -363,28 +373,41 @@ def device_of(backend: str) -> torch.device:
 
 
 def run(
-    case: Case, entry: str, objective: Any, backend: str = "auto", factor: float = 1.0, **options: Any
+    case: Case,
+    entry: str,
+    objective: Any,
+    backend: str = "auto",
+    *,
+    factor: float = 1.0,
+    strides: str = "contiguous",
+    **options: Any,
 ) -> Result:
-    """Forward and backward of a case through one entry point; the loss times ``factor``."""
-    device = device_of(backend)
+    """Forward and backward of a case through one entry point; the loss times ``factor``.
+
+    What doesn't count is NaN or infinite, and nothing may show of it. ``strides`` are those of every tensor.
+    """
+    given, device = poisoned(case), device_of(backend)
 
     def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
+        return strided(value, strides).to(device) if isinstance(value, Tensor) else value
 
     leaves = {
         name: moved(value.detach()).requires_grad_(name not in case.frozen)
-        for name, value in case.inputs.items()
+        for name, value in given.inputs.items()
     }
-    output = call(case, leaves, entry, objective, backend, moved, **options)
+    output = call(given, leaves, entry, objective, backend, moved, **options)
     (output.loss * factor).backward()
     logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
-    if entry in ("token_logprobs", "linear_token_logprobs"):
+    if entry == "policy_loss":  # they come back as they were passed
+        logprobs = torch.where(case.counted, logprobs, case.inputs["logprobs"])
+        entropy = None if entropy is None else torch.where(case.counted, entropy, case.inputs["entropy"])
+    elif entry in ("token_logprobs", "linear_token_logprobs"):
         # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
     assert all(leaves[name].grad is None for name in case.frozen)
     grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items() if name not in case.frozen}
-    return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
+    return Result(output.loss.detach().cpu(), logprobs, grads, entropy, metrics=output.metrics)
 
 
 def over_ranks(options: dict[str, Any]) -> dict[str, Any]:
@@ -412,6 +435,9 @@ def call(
     logit_options["ignore_index"] = case.ignore_index
     shared = {**layout, **terms, "objective": objective}
     linear = {"bias": leaves.get("bias"), "logits_dtype": case.logits_dtype}
+    head = leaves.get("weight")
+    if "A" in leaves:
+        head = gk.LoRAHead(head, leaves["A"], leaves["B"], ADAPTER_SCALE)
     if entry == "policy_loss":
         return gk.policy_loss(
             leaves["logprobs"], old, advantages, entropy=leaves.get("entropy"), **shared, **options
@@ -422,7 +448,7 @@ def call(
         )
     if entry == "fused_linear_policy_loss":
         return gk.fused_linear_policy_loss(
-            leaves["hidden"], leaves["weight"], labels, old, advantages,
+            leaves["hidden"], head, labels, old, advantages,
             **linear, **shared, **logit_options, backend=backend, **options,
         )  # fmt: skip
     if isinstance(temperature := logit_options.get("temperature"), Tensor) and case.cu_seqlens is not None:
@@ -433,6 +459,6 @@ def call(
         tokens = gk.token_logprobs(leaves["logits"], labels, **logit_options, **options)
     else:
         tokens = gk.linear_token_logprobs(
-            leaves["hidden"], leaves["weight"], labels, **linear, **logit_options, **options
+            leaves["hidden"], head, labels, **linear, **logit_options, **options
         )
     return gk.policy_loss(tokens.logprobs, old, advantages, entropy=tokens.entropy, **shared)

@@ -23,7 +23,6 @@ from tests.cases import (
     generator,
     make_case,
     offsets,
-    poisoned,
     run,
 )
 from tests.judging import assert_equals_oracle
@@ -329,49 +328,6 @@ def test_fp16_with_a_loss_scale(entry, terms, options, backend):
     (output.loss * scale).backward()
     grads = {name: leaf.grad.cpu() for name, leaf in leaves.items() if name not in frozen}
     assert_equals_oracle(replace(run(case, entry, gk.GSPO(), backend), grads=grads), case, gk.GSPO())
-
-
-# --- masked positions
-
-
-def check_inert(case, entry, objective, backend="auto", **options):
-    """NaN and infinities in what doesn't count change no bit."""
-    case, spoiled = (for_objective(each, objective) for each in (case, poisoned(case, "mixed")))
-    assert not all(value.isfinite().all() for value in spoiled.inputs.values())
-    clean, got = (run(each, entry, objective, backend, **options) for each in (case, spoiled))
-    if entry == POLICY:  # log-probs come back as they were
-        clean, got = (replace(each, logprobs=each.loss, entropy=None) for each in (clean, got))
-    assert_same_bits(got, clean)
-    assert all(grad.isfinite().all() for grad in got.grads.values())
-
-
-@pytest.mark.parametrize("terms", ["weighted", "kl_tensor", "entropy_tensor", "all"])
-@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO", "Linear"])
-def test_masked_positions_of_policy_loss_are_inert(name, terms):
-    terms += "+token_advantages" if name in ("GSPOToken", "GRPO") else ""
-    for layout in LAYOUTS:
-        check_inert(make_case("logprobs", layout, terms), POLICY, getattr(gk, name)())
-
-
-@pytest.mark.parametrize(
-    ("entry", "terms", "objective"),
-    [
-        *((entry, terms, gk.GSPO()) for entry in FUSED_ENTRIES for terms in ("weighted", "all")),
-        (FUSED, "on_policy", gk.GSPO()),
-        (FUSED, "on_policy", gk.Linear()),
-    ],
-)
-def test_masked_positions_are_inert(entry, terms, objective, backend):
-    check_inert(make_case(KIND[entry], "padded", terms, **SHORT), entry, objective, backend)
-
-
-@pytest.mark.parametrize("schedule", ["known", *SCHEDULES])
-def test_masked_hidden_states_are_inert_in_every_schedule(schedule, backend):
-    objective = gk.GRPO() if schedule == "known" else gk.GSPO()
-    skips = ("none", "backward") if backend == "cpp" else ("none",)
-    for skip in skips:
-        options = {"schedule": schedule, "skip_inactive": skip} | CHUNK
-        check_inert(make_case("linear", "packed", "holes", **SHORT), LINEAR, objective, backend, **options)
 
 
 # --- the ends of the range
