@@ -331,12 +331,18 @@ def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
 
 
 def strided(value: Tensor, kind: str) -> Tensor:
-    """The same values in memory of another order ("reversed axes"), or between others ("gaps")."""
+    """The same values in memory of another order ("reversed axes"), between others ("gaps"), or from an
+    address on that is no multiple of 16 ("off by three").
+    """
     if kind == "reversed axes":
         axes = tuple(reversed(range(value.ndim)))
         return value.permute(axes).contiguous().permute(axes)
-    other = torch.full_like(value, math.nan if value.is_floating_point() else 1)
-    return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
+    if kind == "gaps":
+        other = torch.full_like(value, math.nan if value.is_floating_point() else 1)
+        return torch.stack([value, other], -1)[..., 0]
+    if kind == "off by three":
+        return value.new_empty(value.numel() + 3)[3:].view(value.shape).copy_(value)
+    return value
 
 
 def poisoned(case: Case) -> Case:
