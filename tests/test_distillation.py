@@ -77,13 +77,22 @@ class Problem:
         return {"loss": loss.detach(), "divergence": found.detach(), **named}
 
     def ours(self, backend, packed=False, call=None, **form):
-        device = device_of(backend)
-        leaves = {name: value.clone().to(device).requires_grad_() for name, value in self.inputs.items()}
-        theirs = {name: value.to(device) for name, value in self.teacher.items()}
+        """Of inputs that are NaN where they don't count."""
+        device, by_row = device_of(backend), ("hidden", "logits", "teacher_hidden", "teacher_logits")
+
+        def moved(values):
+            poisoned = {
+                name: torch.where(COUNTED.unsqueeze(-1), value, math.nan) if name in by_row else value.clone()
+                for name, value in values.items()
+            }
+            return {name: value.to(device) for name, value in poisoned.items()}
+
+        theirs, leaves = moved(self.teacher), moved(self.inputs)
+        leaves = {name: value.requires_grad_() for name, value in leaves.items()}
         by_token = {"loss_mask": COUNTED.to(device), "token_weights": self.weights.to(device)}
         given = {**leaves, **theirs, **by_token}
         if packed:
-            flat = ("hidden", "teacher_hidden", "logits", "teacher_logits", "loss_mask", "token_weights")
+            flat = (*by_row, "loss_mask", "token_weights")
             given = {name: value.flatten(0, 1) if name in flat else value for name, value in given.items()}
             given["cu_seqlens"] = offsets((3, 3)).to(device)
         function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
@@ -204,18 +213,6 @@ def test_aggregations(aggregation):
 # --- what must hold
 
 
-def test_tokens_that_do_not_count_are_inert(backend):
-    for linear, form in itertools.product((False, True), ({"beta": 0.3}, {"beta": 1.0, "top_k": 3})):
-        problem = Problem(linear=linear)
-        clean = problem.ours(backend, **form)
-        for name in ("logits", "hidden"):
-            if name in problem.inputs:
-                problem.inputs[name][~COUNTED] = math.nan
-                problem.teacher[f"teacher_{name}"][~COUNTED] = math.nan
-        dirty = problem.ours(backend, **form)
-        assert all(torch.equal(clean[name], dirty[name]) for name in clean)
-
-
 def test_equal_sides_have_no_divergence(backend):
     for form in [{"beta": beta} for beta in BETAS] + OVER_IDS[::5]:
         problem = Problem()
@@ -313,28 +310,6 @@ def test_the_teacher_gets_no_gradient_and_autocast_casts_both():
     assert torch.equal(out.divergence, gk.fused_linear_distillation_loss(**low).divergence)
     out.loss.backward()
     assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(problem.inputs)
-
-
-@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
-def test_compiled_equals_eager(linear):
-    problem = Problem(linear=linear, options="transformed", V=61)
-
-    def step(*leaves):
-        given = dict(zip(problem.inputs, leaves, strict=True)) | problem.teacher
-        function = gk.fused_linear_distillation_loss if linear else gk.distillation_loss
-        whole = function(**given, loss_mask=COUNTED, beta=0.3, **problem.options)
-        over = function(**given, beta=1.0, top_k=4, aggregation="sequence_mean")
-        return whole.loss + over.loss
-
-    torch._dynamo.reset()
-    results = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaves = [value.clone().requires_grad_() for value in problem.inputs.values()]
-        loss = function(*leaves)
-        loss.backward()
-        results.append([loss, *(leaf.grad for leaf in leaves)])
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-8)
 
 
 LOGITS, IDS = torch.zeros(2, 3, 9), torch.zeros(2, 3, 4, dtype=torch.int64)

@@ -1,16 +1,13 @@
 """What the formula sheet leaves open: defaults, ties, draws, which shape is meant, a user's objectives."""
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.sspo import LOG_GATES
-from tests.cases import call, generator, make_case, offsets, replace
+from tests.cases import generator, offsets
 
 
 def fp64(*values):
@@ -133,37 +130,6 @@ def test_as_many_packed_tokens_as_sequences_are_one_advantage_and_weight_per_seq
     assert got.tolist() == pytest.approx([-0.5 / 4, -0.5 / 4, -1.5 / 2], rel=1e-12)
     kept = gk.off_policy_mask(logprobs - 1, logprobs, fp64(-1.0, -1.0, 1.0), cu_seqlens=ends, delta=0.1)
     assert kept.tolist() == [0.0, 1.0, 1.0]
-
-
-@dataclass(frozen=True)
-class Squared(Objective):
-    """(log r - target)^2 / 2, in ten lines."""
-
-    target: float = 0.1
-
-    coefficient_scope: ClassVar[str] = "token"
-    level: ClassVar[str] = "token"
-    needs_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
-
-    def evaluate(self, batch):
-        return ObjectiveLoss(0.5 * (batch.log_ratio - self.target) ** 2, batch.log_ratio)
-
-
-def test_objectives_made_in_compiled_code():
-    """One of one's own, and one whose options change what it declares."""
-    case = make_case("linear", "packed", "holes")
-
-    def step(leaves):
-        own = call(replace(case, advantages=None), leaves, "fused_linear_policy_loss", Squared())
-        return own.loss + call(case, leaves, "fused_linear_policy_loss", gk.TOPR(ratio_level="token")).loss
-
-    grads = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaves = {name: value.detach().requires_grad_() for name, value in case.inputs.items()}
-        function(leaves).backward()
-        grads.append({name: leaf.grad for name, leaf in leaves.items()})
-    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
 def test_ratio_of_a_million_tokens_is_still_exact():
