@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,18 @@ class Case:
     """Inputs that need no gradient."""
     needs_entropy: bool = False
     """Whether the objective looks at it."""
+
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> Case:
+        """Every tensor changed, given its name."""
+
+        def changed(name: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: changed(key, one) for key, one in value.items()}
+            return change(name, value) if isinstance(value, Tensor) else value
+
+        return replace(
+            self, **{each.name: changed(each.name, getattr(self, each.name)) for each in fields(self)}
+        )
 
     @property
     def counted(self) -> Tensor:
@@ -301,33 +313,19 @@ def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
     longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
     shape = (len(ends) - 1, longest + padding)
 
-    def spread(tokens: Tensor, value: float = 0.0) -> Tensor:
+    def spread(name: str, tokens: Tensor, value: float = 0.0) -> Tensor:
+        if name in HEAD or tokens.shape[:1] != case.labels.shape:
+            return tokens
         out = torch.full((*shape, *tokens.shape[1:]), value, dtype=tokens.dtype)
         for i, (a, b) in enumerate(itertools.pairwise(ends)):
             out[i, : b - a] = tokens[a:b]
         return out
 
-    def spread_if(value: Any) -> Any:
-        is_tokens = isinstance(value, Tensor) and value.shape[:1] == case.labels.shape
-        return spread(value) if is_tokens else value
-
-    present = spread(torch.ones(case.labels.shape, dtype=torch.bool), False)
-    labels = spread(case.labels, 0).masked_fill(~present, 0 if masked else case.ignore_index)
-    mask = spread(case.counted, False)
-    return replace(
-        case,
-        labels=labels,
-        inputs={name: value if name in HEAD else spread(value) for name, value in case.inputs.items()},
-        old_logprobs=spread_if(case.old_logprobs),
-        advantages=spread_if(case.advantages),
-        logit_options={
-            name: spread_if(value) if name.startswith("kept") else value
-            for name, value in case.logit_options.items()
-        },
-        cu_seqlens=None,
-        loss_mask=mask if masked or case.loss_mask is not None else None,
-        terms={name: spread_if(value) for name, value in case.terms.items()},
-    )
+    padded = case.each(spread)
+    if not masked:
+        padded = replace(padded, labels=spread("labels", case.labels, case.ignore_index))
+    mask = spread("loss_mask", case.counted) if masked or case.loss_mask is not None else None
+    return replace(padded, cu_seqlens=None, loss_mask=mask)
 
 
 def strided(value: Tensor, kind: str) -> Tensor:
@@ -351,9 +349,9 @@ def poisoned(case: Case) -> Case:
     some = torch.tensor([sequence.count > 0 for sequence in oracle.sequences(tokens, case.cu_seqlens)])
     kinds = torch.tensor([math.nan, math.inf, -math.inf])
 
-    def spoil(value: Any) -> Any:
+    def spoil(name: str, value: Tensor) -> Tensor:
         # an expanded tensor has the numbers of other tokens
-        if not isinstance(value, Tensor) or not value.is_floating_point() or 0 in value.stride():
+        if name in (*HEAD, "temperature") or not value.is_floating_point() or 0 in value.stride():
             return value
         if value.shape[: tokens.ndim] == tokens.shape:
             kept = tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim))
@@ -364,18 +362,23 @@ def poisoned(case: Case) -> Case:
         turns = kinds[torch.arange(value.numel()) % 3].to(value.dtype)
         return torch.where(kept, value, turns.view(value.shape))
 
-    return replace(
-        case,
-        inputs={name: value if name in HEAD else spoil(value) for name, value in case.inputs.items()},
-        old_logprobs=spoil(case.old_logprobs),
-        advantages=spoil(case.advantages),
-        terms={name: spoil(value) for name, value in case.terms.items()},
-    )
+    return case.each(spoil)
 
 
 def device_of(backend: str) -> torch.device:
     """Triton runs on a GPU where there is one, otherwise on the CPU by its interpreter."""
     return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+
+
+def forward(
+    case: Case, entry: str, objective: Any, backend: str = "auto", strides: str = "contiguous", **options: Any
+) -> tuple[dict[str, Tensor], gk.LossOutput]:
+    """Leaves and output where the backend runs."""
+    here = case.each(lambda _, value: strided(value, strides).to(device_of(backend)))
+    leaves = {
+        name: value.detach().requires_grad_(name not in case.frozen) for name, value in here.inputs.items()
+    }
+    return leaves, call(here, leaves, entry, objective, backend, **options)
 
 
 def run(
@@ -392,16 +395,7 @@ def run(
 
     What doesn't count is NaN or infinite, and nothing may show of it. ``strides`` are those of every tensor.
     """
-    given, device = poisoned(case), device_of(backend)
-
-    def moved(value: Any) -> Any:
-        return strided(value, strides).to(device) if isinstance(value, Tensor) else value
-
-    leaves = {
-        name: moved(value.detach()).requires_grad_(name not in case.frozen)
-        for name, value in given.inputs.items()
-    }
-    output = call(given, leaves, entry, objective, backend, moved, **options)
+    leaves, output = forward(poisoned(case), entry, objective, backend, strides, **options)
     (output.loss * factor).backward()
     logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
     if entry == "policy_loss":  # they come back as they were passed
@@ -429,17 +423,19 @@ def call(
     entry: str,
     objective: Any,
     backend: str = "auto",
-    moved: Callable[[Any], Any] = lambda value: value,
     **options: Any,
 ) -> gk.LossOutput:
     """The forward of a case through one entry point, on inputs given separately."""
     options = over_ranks(options)
-    terms = {name: moved(value) for name, value in case.terms.items()}
-    layout = {"loss_mask": moved(case.loss_mask), "cu_seqlens": moved(case.cu_seqlens)}
-    labels, old, advantages = moved(case.labels), moved(case.old_logprobs), moved(case.advantages)
-    logit_options = {name: moved(value) for name, value in case.logit_options.items()}
+    labels, old, advantages = case.labels, case.old_logprobs, case.advantages
+    shared = {
+        "loss_mask": case.loss_mask,
+        "cu_seqlens": case.cu_seqlens,
+        **case.terms,
+        "objective": objective,
+    }
+    logit_options = dict(case.logit_options)
     logit_options["ignore_index"] = case.ignore_index
-    shared = {**layout, **terms, "objective": objective}
     linear = {"bias": leaves.get("bias"), "logits_dtype": case.logits_dtype}
     head = leaves.get("weight")
     if "A" in leaves:

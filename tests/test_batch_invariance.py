@@ -47,18 +47,13 @@ def part(case: Case, members: tuple[int, ...]) -> Case:
     spans = [range(*case.cu_seqlens[i : i + 2].tolist()) for i in members]
     rows = torch.tensor(list(itertools.chain(*spans)), dtype=torch.int64)
 
-    def of(value):
-        if not isinstance(value, Tensor) or value.ndim == 0:
+    def of(name, value):
+        if name in HEAD or value.ndim == 0:
             return value
         return value[rows] if len(value) == len(case.labels) else value[list(members)]
 
-    return replace(
-        case, labels=of(case.labels), advantages=of(case.advantages), old_logprobs=of(case.old_logprobs),
-        inputs={name: value if name in HEAD else of(value) for name, value in case.inputs.items()},
-        terms={name: of(value) for name, value in case.terms.items()}, loss_mask=of(case.loss_mask),
-        logit_options={name: of(value) for name, value in case.logit_options.items()},
-        cu_seqlens=offsets(tuple(map(len, spans))),
-    )  # fmt: skip
+    some = replace(case, cu_seqlens=None).each(of)
+    return replace(some, cu_seqlens=offsets(tuple(map(len, spans))))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from tests.cases import (
     call,
     device_of,
     for_objective,
+    forward,
     generator,
     make_case,
     offsets,
@@ -29,30 +30,6 @@ SHORT = {"lengths": (2, 0, 1, 2), "log_s": (5e-3, 0.0, 0.4, -5e-3), "advantages"
 CHUNK = {"max_chunk_bytes": 4 * 61 * 4}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCHEDULES = ("auto", "aligned", "deferred", "two_pass")
-
-
-def on_device(case, backend):
-    """All tensors of a case where the backend runs."""
-
-    def moved(value):
-        return value.to(device_of(backend)) if isinstance(value, torch.Tensor) else value
-
-    inputs, terms = (
-        {name: moved(value) for name, value in group.items()} for group in (case.inputs, case.terms)
-    )
-    names = ("labels", "old_logprobs", "advantages", "cu_seqlens", "loss_mask")
-    return replace(case, inputs=inputs, terms=terms, **{name: moved(getattr(case, name)) for name in names})
-
-
-def forward(case, entry, objective, backend="auto", leaves=None, **options):
-    """Leaves and output, where the backend runs."""
-    case = on_device(case, backend)
-    if leaves is None:
-        leaves = {
-            name: value.detach().requires_grad_(name not in case.frozen)
-            for name, value in case.inputs.items()
-        }
-    return leaves, call(case, leaves, entry, objective, backend, **options)
 
 
 def assert_same_bits(one, other):
@@ -158,11 +135,13 @@ def test_metrics_of_kl_and_entropy():
 def check_backward_passes(entry, terms, backend="auto", **options):
     """Two of a scaled loss, to a caller who writes to what it gets. Inputs stay; a rerun is the same."""
     case, objective = make_case(KIND[entry], "packed", terms, **SHORT), gk.GSPO()
-    here = on_device(case, backend)
-    leaves, output = forward(here, entry, objective, backend, **options)
-    inputs = {**leaves, **here.terms, "labels": here.labels, "old_logprobs": here.old_logprobs,
-              "advantages": here.advantages, "loss_mask": here.loss_mask}  # fmt: skip
-    inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    leaves, output = forward(case, entry, objective, backend, **options)
+    passed = {name: getattr(case, name) for name in ("labels", "old_logprobs", "advantages", "loss_mask")}
+    inputs = {
+        name: value
+        for name, value in (leaves | case.terms | passed).items()
+        if isinstance(value, torch.Tensor)
+    }
     before = {name: (value.detach().clone(), value._version) for name, value in inputs.items()}
 
     first = torch.autograd.grad(3.0 * output.loss, list(leaves.values()), retain_graph=True)
@@ -217,7 +196,8 @@ def test_inplace_backward(entry, terms, backend):
     # a leaf's gradient never shares its memory, so the logits are an activation, as in a trainer
     logits = start * 1.0
     memory = logits.detach()
-    _, output = forward(case, entry, gk.GSPO(), backend, {"logits": logits}, inplace_backward=True)
+    here = case.each(lambda _, value: value.to(start.device))
+    output = call(here, {"logits": logits}, entry, gk.GSPO(), backend, inplace_backward=True)
     output.loss.backward(retain_graph=True)
     expected = run(case, entry, gk.GSPO(), backend)
     assert_equals_oracle(replace(expected, grads={"logits": start.grad.cpu()}), case, gk.GSPO())
@@ -241,7 +221,8 @@ def upstreams(logprobs):
 
 @pytest.mark.parametrize("entry", [ROWS, LINEAR_ROWS])
 def test_upstream_gradients_of_any_strides(entry, backend):
-    case = on_device(make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 1)), backend)
+    case = make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 1))
+    case = case.each(lambda _, value: value.to(device_of(backend)))
     for name in upstreams(torch.zeros(2, 2)):
         gradients = []
         for dense in (False, True):
@@ -271,7 +252,7 @@ def test_frozen_inputs(trained, schedule):
 def test_without_gradients(entry, backend):
     case = make_case(KIND[entry], "packed", "on_policy", **SHORT)
     expected = forward(case, entry, gk.GSPO(), backend)[1]
-    outputs = [forward(case, entry, gk.GSPO(), backend, on_device(case, backend).inputs)[1]]
+    outputs = [forward(replace(case, frozen=tuple(case.inputs)), entry, gk.GSPO(), backend)[1]]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             outputs.append(forward(case, entry, gk.GSPO(), backend)[1])
@@ -425,7 +406,7 @@ def test_ratio_is_one_through_any_other_path_of_ours():
     for backend, layout in itertools.product(backends, LAYOUTS):
         case = make_case("linear", layout, lengths=lengths, vocabulary=vocabulary, width=32)
         inputs = {**case.inputs, "hidden": case.inputs["hidden"] * (2.0 / math.sqrt(32))}
-        here = on_device(replace(case, inputs=inputs), backend)
+        here = replace(case, inputs=inputs).each(lambda _, value: value.to(device_of(backend)))  # noqa: B023
         hidden, weight, bias = here.inputs.values()
         logits = torch.nn.functional.linear(hidden, weight, bias)
         outputs = {"logits": gk.token_logprobs(logits, here.labels, backend=backend)}

@@ -1,10 +1,9 @@
-"""The same losses and gradients as verl's, TRL's and Liger's own code, on ragged batches within their clamps.
+"""The same losses and gradients as verl's and Liger's own code, on ragged batches within their clamps; as
+TRL's, tests/integrations/test_trl.py shows.
 
 Where a peer differs by choice the table says how; its terms that differ are left out.
 """
 
-import importlib.util
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +19,6 @@ MASK = torch.arange(8) < torch.tensor((8, 3, 5, 6, 1, 0)).unsqueeze(1)
 ADVANTAGES = torch.tensor([1.0, -0.5, -1.25, 0.75, 0.0, 2.0]).double()
 SHIFT = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.1]).double().unsqueeze(1)
 """Log-ratios of sequences, about those of all branches of all clips."""
-
-
-def needs(package, why=""):
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is missing{why}")
 
 
 def values(function, *inputs):
@@ -130,74 +125,6 @@ def test_verl(name, objective, options, aggregation, level):
     assert ours[1].any()
 
 
-# --- TRL, from log-probs
-
-TRL = {
-    "grpo": (gk.GRPO(**CLIP), {}),
-    "grpo, sequence level": (gk.GSPO(**CLIP), {"importance_sampling_level": "sequence"}),
-    "grpo, two-sided": (gk.GRPO(**CLIP, dual_clip=1.5), {"delta": 1.5}),
-    "bnpo": (gk.BNPO(**CLIP), {}),
-    "dr_grpo": (gk.DrGRPO(**CLIP, aggregation_constant=9), {}),
-    "dapo": (gk.DAPO(), {}),
-    "luspo": (gk.LUSPO(**CLIP), {"importance_sampling_level": "sequence"}),
-    "cispo": (gk.CISPO(max_ratio=1.3), {"epsilon_high": 1.3}),
-    "cispo, GRPOConfig's default": (gk.CISPO(max_ratio=0.2), {"epsilon_high": 0.2}),
-    # TRL rounds the temperatures to fp32, so not 1.05
-    "sapo": (gk.SAPO(tau_negative=1.0625), {}),
-    "vespo": (gk.VESPO(), {}),
-}
-
-
-def trl_loss(loss_type, logprobs, old, ref, advantages, mask, **options):
-    """``_compute_loss`` of a trainer that is nothing but its settings, evaluating given log-probs."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    settings = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28, "delta": None}
-    settings |= options
-    arguments = SimpleNamespace(
-        delta=settings.pop("delta"), use_bias_correction_kl=False, sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.0625, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0, steps_per_generation=1,
-    )  # fmt: skip
-    accelerator = SimpleNamespace(
-        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
-    )
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.04,
-        loss_type=loss_type, args=arguments, use_vllm=False, vllm_importance_sampling_correction=False,
-        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, accelerator=accelerator,
-        max_completion_length=9, _entropy_bonus_enabled=False, entropy_coef=0.0,
-        _metrics=defaultdict(lambda: defaultdict(list)), get_gamma_weights=GRPOTrainer.get_gamma_weights,
-        **settings,
-    )  # fmt: skip
-    ids = torch.zeros(logprobs.shape, dtype=torch.int64)
-    inputs = {
-        "prompt_ids": ids[:, :1], "prompt_mask": torch.ones_like(ids[:, :1]), "completion_ids": ids,
-        "completion_mask": mask.long(), "advantages": advantages, "old_per_token_logps": old,
-        "ref_per_token_logps": ref, "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
-    return GRPOTrainer._compute_loss(trainer, None, inputs)
-
-
-@needs("trl")
-@pytest.mark.parametrize("name", TRL)
-def test_trl(name):
-    objective, options = TRL[name]
-    rng, mask, advantages = generator(4), MASK[:5], ADVANTAGES[:5]  # TRL counts empty sequences
-    logprobs = -torch.rand(mask.shape, generator=rng, dtype=torch.float64) - 0.1
-    old = logprobs - SHIFT[:5] - 0.2 * torch.randn(mask.shape, generator=rng, dtype=torch.float64)
-    ref = logprobs + 0.1
-    kl = {"ref_logprobs": ref, "kl_beta": 0.04}
-    ours = values(
-        lambda x: gk.policy_loss(x, old, advantages, loss_mask=mask, objective=objective, **kl).loss, logprobs
-    )
-    theirs = values(
-        lambda x: trl_loss(name.split(",")[0], x, old, ref, advantages, mask, **options), logprobs
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-14)
-
-
 # --- Liger, from hidden states. It computes in fp32 whatever it is given.
 
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15}
@@ -222,13 +149,11 @@ LIGER = {
 }
 
 
-@needs("liger_kernel", ": pip install liger-kernel")
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("name", LIGER)
 def test_liger(name, on_policy):
     """With a KL, rollout weights and a number of tokens where Liger has the same ones."""
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
+    liger_losses = pytest.importorskip("liger_kernel.chunked_loss", reason="pip install liger-kernel")
     (objective, options), loss_type, rng = LIGER[name], name.split(",")[0], generator(4)
 
     def normal(*shape):  # in fp64 the very numbers that fp32 has
@@ -255,7 +180,7 @@ def test_liger(name, on_policy):
         beta, by_ratio = 0.25, loss_type != "vespo"  # there by the ratio of a token
         terms |= {"ref_logprobs": ref, "kl_beta": beta, "kl_ratio_weighted": by_ratio}
         options = options | {"use_bias_correction_kl": by_ratio}
-    liger = LigerFusedLinearGRPOLoss(
+    liger = liger_losses.LigerFusedLinearGRPOLoss(
         beta=beta, compiled=False, use_ref_model=beta != 0, loss_type=loss_type, temperature=temperature,
         chunk_size=2, **({"epsilon_low": 0.2, "epsilon_high": 0.28} | options),
     )  # fmt: skip
