@@ -102,6 +102,8 @@ class Result:
     sensitivity: dict[str, float] = field(default_factory=dict)
     """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    """Inputs without a gradient."""
 
     def values(self) -> dict[str, Tensor]:
         named = {
@@ -287,6 +289,7 @@ def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: in
         "normalizer_tensor": lambda: {"normalizer": torch.tensor(5.0)},
         "on_policy": lambda: {"on_policy": True},
         "token_advantages": lambda: {"token_advantages": True},
+        "groups": lambda: {"group_ids": torch.tensor((5, 2, 5, 2, 2, 5))[: len(lengths)]},
     }
     named: dict[str, Any] = {}
     for part in (part for each in name.split("+") for part in TERMS.get(each, (each,))):
@@ -373,11 +376,10 @@ def device_of(backend: str) -> torch.device:
 def forward(
     case: Case, entry: str, objective: Any, backend: str = "auto", strides: str = "contiguous", **options: Any
 ) -> tuple[dict[str, Tensor], gk.LossOutput]:
-    """Leaves and output where the backend runs."""
+    """Leaves and output where the backend runs; for the frozen schedule the head needs no gradient."""
     here = case.each(lambda _, value: strided(value, strides).to(device_of(backend)))
-    leaves = {
-        name: value.detach().requires_grad_(name not in case.frozen) for name, value in here.inputs.items()
-    }
+    frozen = HEAD if options.get("schedule") == "frozen" else case.frozen
+    leaves = {name: value.detach().requires_grad_(name not in frozen) for name, value in here.inputs.items()}
     return leaves, call(here, leaves, entry, objective, backend, **options)
 
 
@@ -405,9 +407,11 @@ def run(
         # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
-    assert all(leaves[name].grad is None for name in case.frozen)
-    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items() if name not in case.frozen}
-    return Result(output.loss.detach().cpu(), logprobs, grads, entropy, metrics=output.metrics)
+    frozen = tuple(name for name, leaf in leaves.items() if not leaf.requires_grad)
+    assert all(leaves[name].grad is None for name in frozen)
+    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items() if name not in frozen}
+    loss = output.loss.detach().cpu()
+    return Result(loss, logprobs, grads, entropy, metrics=output.metrics, frozen=frozen)
 
 
 def over_ranks(options: dict[str, Any]) -> dict[str, Any]:
