@@ -349,7 +349,8 @@ def strided(value: Tensor, kind: str) -> Tensor:
 def poisoned(case: Case) -> Case:
     """NaN and infinities in turn at tokens that don't count, and in [B] terms of sequences without any."""
     tokens = case.counted
-    some = torch.tensor([sequence.count > 0 for sequence in oracle.sequences(tokens, case.cu_seqlens)])
+    counts = [sequence.count for sequence in oracle.sequences(tokens, case.cu_seqlens)]
+    some = torch.tensor(counts, dtype=torch.int64) > 0
     kinds = torch.tensor([math.nan, math.inf, -math.inf])
 
     def spoil(name: str, value: Tensor) -> Tensor:

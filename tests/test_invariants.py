@@ -20,7 +20,6 @@ from tests.cases import (
     forward,
     generator,
     make_case,
-    offsets,
     run,
 )
 from tests.judging import assert_equals_oracle
@@ -426,37 +425,25 @@ def test_ratio_is_one_through_any_other_path_of_ours():
 
 
 EMPTY = {
-    "no sequences": ((0, 4), None, 0),
-    "no positions": ((3, 0), None, 3),
-    "no tokens": ((0,), (0, 0), 2),
-    "nothing at all": ((0,), (), 0),
-    "all masked": ((2, 3), None, 2),
-    "all masked, packed": ((5,), (2, 0, 3), 3),
+    "no sequences": {"layout": "padded", "lengths": (), "padding": 4},
+    "no positions": {"layout": "padded", "lengths": (0, 0, 0), "padding": 0},
+    "no tokens": {"lengths": (0, 0)},
+    "nothing at all": {"lengths": ()},
+    "all masked": {"layout": "padded", "lengths": (3, 1)},
+    "all masked, packed": {"lengths": (2, 0, 3)},
 }
-"""Shape of the labels, lengths of packed sequences, and the number of sequences."""
 
 
 @pytest.mark.parametrize("what", EMPTY)
 @pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
 def test_nothing_to_do(entry, what, backend):
-    shape, lengths, batch = EMPTY[what]
-    case = make_case(KIND[entry], "packed", "plain")
-    inputs = {
-        name: value if name in ("weight", "bias") else torch.zeros(*shape, *value.shape[1:])
-        for name, value in case.inputs.items()
-    }
-    case = replace(
-        case, labels=torch.zeros(shape, dtype=torch.int64), inputs=inputs, advantages=torch.ones(batch),
-        cu_seqlens=None if lengths is None else offsets(lengths),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-    )  # fmt: skip
-    for name, old in itertools.product(("GSPO", "GSPOToken", "GRPO", "Linear"), (torch.zeros(shape), None)):
+    case = make_case(KIND[entry], **EMPTY[what])
+    nothing = torch.zeros(case.labels.shape, dtype=torch.bool)
+    case = replace(case, loss_mask=nothing, advantages=torch.ones(len(EMPTY[what]["lengths"])))
+    for name, old in itertools.product(("GSPO", "GSPOToken", "GRPO", "Linear"), (case.old_logprobs, None)):
         objective = getattr(gk, name)()
         here = for_objective(replace(case, old_logprobs=old), objective)
-        leaves, output = forward(here, entry, objective, backend)
-        assert output.loss.item() == 0.0 and output.loss.requires_grad
-        output.loss.backward()
-        for leaf in leaves.values():
-            assert leaf.grad.shape == leaf.shape and (leaf.grad == 0).all()
-        assert output.logprobs.shape == case.labels.shape
-        assert all(metric.isfinite() for metric in output.metrics.values()), output.metrics
+        result = run(here, entry, objective, backend)
+        assert result.loss == 0.0 and result.logprobs.shape == case.labels.shape
+        assert all((grad == 0).all() for grad in result.grads.values())
+        assert all(metric.isfinite() for metric in result.metrics.values()), result.metrics
