@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ KIND = {
     "linear_token_logprobs": "linear",
     "fused_linear_policy_loss": "linear",
 }
+
+HEAD = ("weight", "bias", "A", "B")
+"""Inputs that all tokens share."""
+ADAPTER_SCALE = 0.5
 
 # Short and long, none, one; every clip branch of GSPO meets both signs of the advantage and zero.
 LENGTHS = (3, 0, 1, 4, 2, 1)
@@ -64,6 +68,20 @@ class Case:
     ignore_index: int = -100
     frozen: tuple[str, ...] = ()
     """Inputs that need no gradient."""
+    needs_entropy: bool = False
+    """Whether the objective looks at it."""
+
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> Case:
+        """Every tensor changed, given its name."""
+
+        def changed(name: str, value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: changed(key, one) for key, one in value.items()}
+            return change(name, value) if isinstance(value, Tensor) else value
+
+        return replace(
+            self, **{each.name: changed(each.name, getattr(self, each.name)) for each in fields(self)}
+        )
 
     @property
     def counted(self) -> Tensor:
@@ -72,7 +90,7 @@ class Case:
     @property
     def wants_entropy(self) -> bool:
         coefficient = self.terms.get("entropy_coef", 0.0)
-        return isinstance(coefficient, Tensor) or coefficient != 0.0
+        return self.needs_entropy or isinstance(coefficient, Tensor) or coefficient != 0.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +101,9 @@ class Result:
     entropy: Tensor | None = None
     sensitivity: dict[str, float] = field(default_factory=dict)
     """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    """Inputs without a gradient."""
 
     def values(self) -> dict[str, Tensor]:
         named = {
@@ -110,6 +131,8 @@ def scores_of(inputs: dict[str, Tensor], rounded: bool = False) -> Tensor:
     if "logits" in inputs:
         return inputs["logits"]
     hidden, weight, bias = inputs["hidden"], inputs["weight"], inputs.get("bias")
+    if "A" in inputs:
+        weight = weight + ADAPTER_SCALE * inputs["B"] @ inputs["A"]
     out = hidden @ weight.T
     out = out if bias is None else out + bias
     return out.to(stats(out.dtype)) if rounded else out
@@ -133,12 +156,14 @@ def make_case(
     logit_options: str = "default",
     logits_dtype: str = "float32",
     bias: bool = True,
+    adapter: int = 0,
     label_dtype: torch.dtype = torch.int64,
     masked: bool = True,
 ) -> Case:
     """A case whose sequences have the given log s, up to rounding: old log-probs are the true ones less that.
 
-    The packed and the padded case of one seed hold the same sequences. Cases are shared between tests.
+    ``adapter`` is the rank of a LoRA on a frozen head. The packed and the padded case of one seed hold the
+    same sequences. Cases are shared between tests.
     """
     rng = generator(seed)
     batch, tokens = len(lengths), sum(lengths)
@@ -155,6 +180,11 @@ def make_case(
         inputs["hidden"], inputs["weight"] = (normal(rows, width).to(dtype) for rows in (tokens, vocabulary))
         if bias:
             inputs["bias"] = normal(vocabulary).to(dtype)
+        if adapter:
+            inputs["A"], inputs["B"] = (
+                0.3 * normal(*size) for size in ((adapter, width), (vocabulary, adapter))
+            )
+            inputs = {name: value.to(dtype) for name, value in inputs.items()}
     elif kind == "logits":
         inputs["logits"] = (2.0 * normal(tokens, vocabulary)).to(dtype)
     else:
@@ -202,6 +232,7 @@ def make_case(
         terms=named,
         logit_options=options,
         logits_dtype=logits_dtype,
+        frozen=("weight",) if adapter else (),
     )
     return case if layout == "packed" else pad(case, padding, masked=masked)
 
@@ -258,6 +289,7 @@ def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: in
         "normalizer_tensor": lambda: {"normalizer": torch.tensor(5.0)},
         "on_policy": lambda: {"on_policy": True},
         "token_advantages": lambda: {"token_advantages": True},
+        "groups": lambda: {"group_ids": torch.tensor((5, 2, 5, 2, 2, 5))[: len(lengths)]},
     }
     named: dict[str, Any] = {}
     for part in (part for each in name.split("+") for part in TERMS.get(each, (each,))):
@@ -275,7 +307,7 @@ def for_objective(case: Case, objective: gk.objectives.base.Objective) -> Case:
     return replace(case, advantages=None, terms=terms)
 
 
-def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> Case:
+def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
     """A packed case as [B, T], ``padding`` columns wider than its longest sequence.
 
     Padding is left out by ``loss_mask``, or by ``ignore_index`` labels with ``masked=False``.
@@ -284,77 +316,57 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
     shape = (len(ends) - 1, longest + padding)
 
-    def spread(tokens: Tensor, value: float = fill) -> Tensor:
+    def spread(name: str, tokens: Tensor, value: float = 0.0) -> Tensor:
+        if name in HEAD or tokens.shape[:1] != case.labels.shape:
+            return tokens
         out = torch.full((*shape, *tokens.shape[1:]), value, dtype=tokens.dtype)
         for i, (a, b) in enumerate(itertools.pairwise(ends)):
             out[i, : b - a] = tokens[a:b]
         return out
 
-    def spread_if(value: Any) -> Any:
-        is_tokens = isinstance(value, Tensor) and value.shape[:1] == case.labels.shape
-        return spread(value) if is_tokens else value
-
-    present = spread(torch.ones(case.labels.shape, dtype=torch.bool), False)
-    labels = spread(case.labels, 0).masked_fill(~present, 0 if masked else case.ignore_index)
-    mask = spread(case.counted, False)
-    per_row = {name for name in case.inputs if name not in ("weight", "bias")}
-    return replace(
-        case,
-        labels=labels,
-        inputs={name: spread(value) if name in per_row else value for name, value in case.inputs.items()},
-        old_logprobs=spread_if(case.old_logprobs),
-        advantages=spread_if(case.advantages),
-        logit_options={
-            name: spread_if(value) if name.startswith("kept") else value
-            for name, value in case.logit_options.items()
-        },
-        cu_seqlens=None,
-        loss_mask=mask if masked or case.loss_mask is not None else None,
-        terms={name: spread_if(value) for name, value in case.terms.items()},
-    )
+    padded = case.each(spread)
+    if not masked:
+        padded = replace(padded, labels=spread("labels", case.labels, case.ignore_index))
+    mask = spread("loss_mask", case.counted) if masked or case.loss_mask is not None else None
+    return replace(padded, cu_seqlens=None, loss_mask=mask)
 
 
 def strided(value: Tensor, kind: str) -> Tensor:
-    """The same values in memory of another order ("reversed axes"), or between others ("gaps")."""
+    """The same values in memory of another order ("reversed axes"), between others ("gaps"), or from an
+    address on that is no multiple of 16 ("off by three").
+    """
     if kind == "reversed axes":
         axes = tuple(reversed(range(value.ndim)))
         return value.permute(axes).contiguous().permute(axes)
-    other = torch.full_like(value, math.nan if value.is_floating_point() else 1)
-    return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
+    if kind == "gaps":
+        other = torch.full_like(value, math.nan if value.is_floating_point() else 1)
+        return torch.stack([value, other], -1)[..., 0]
+    if kind == "off by three":
+        return value.new_empty(value.numel() + 3)[3:].view(value.shape).copy_(value)
+    return value
 
 
-def poisoned(case: Case, poison: float | str) -> Case:
-    """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens.
-
-    "mixed" takes each kind in turn.
-    """
+def poisoned(case: Case) -> Case:
+    """NaN and infinities in turn at tokens that don't count, and in [B] terms of sequences without any."""
     tokens = case.counted
-    if case.cu_seqlens is None:
-        some = tokens.any(1)
-    else:
-        ends = case.cu_seqlens.tolist()
-        some = torch.tensor([bool(tokens[a:b].any()) for a, b in itertools.pairwise(ends)])
+    counts = [sequence.count for sequence in oracle.sequences(tokens, case.cu_seqlens)]
+    some = torch.tensor(counts, dtype=torch.int64) > 0
+    kinds = torch.tensor([math.nan, math.inf, -math.inf])
 
-    def filled(value, kept):
-        kinds = (math.nan, math.inf, -math.inf) if poison == "mixed" else (poison,)
-        turns = torch.tensor(list(itertools.islice(itertools.cycle(kinds), value.numel())), dtype=value.dtype)
-        return torch.where(kept, value, turns.reshape(value.shape))
-
-    def spoil(value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim == 0:
+    def spoil(name: str, value: Tensor) -> Tensor:
+        # an expanded tensor has the numbers of other tokens
+        if name in (*HEAD, "temperature") or not value.is_floating_point() or 0 in value.stride():
             return value
         if value.shape[: tokens.ndim] == tokens.shape:
-            return filled(value, tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim)))
-        return filled(value, some) if value.shape == some.shape else value
+            kept = tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim))
+        elif value.shape == some.shape:
+            kept = some
+        else:
+            return value
+        turns = kinds[torch.arange(value.numel()) % 3].to(value.dtype)
+        return torch.where(kept, value, turns.view(value.shape))
 
-    per_row = {name for name in case.inputs if name not in ("weight", "bias")}
-    return replace(
-        case,
-        inputs={name: spoil(value) if name in per_row else value for name, value in case.inputs.items()},
-        old_logprobs=spoil(case.old_logprobs),
-        advantages=spoil(case.advantages),
-        terms={name: spoil(value) for name, value in case.terms.items()},
-    )
+    return case.each(spoil)
 
 
 def device_of(backend: str) -> torch.device:
@@ -362,29 +374,45 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
 
 
+def forward(
+    case: Case, entry: str, objective: Any, backend: str = "auto", strides: str = "contiguous", **options: Any
+) -> tuple[dict[str, Tensor], gk.LossOutput]:
+    """Leaves and output where the backend runs; for the frozen schedule the head needs no gradient."""
+    here = case.each(lambda _, value: strided(value, strides).to(device_of(backend)))
+    frozen = HEAD if options.get("schedule") == "frozen" else case.frozen
+    leaves = {name: value.detach().requires_grad_(name not in frozen) for name, value in here.inputs.items()}
+    return leaves, call(here, leaves, entry, objective, backend, **options)
+
+
 def run(
-    case: Case, entry: str, objective: Any, backend: str = "auto", factor: float = 1.0, **options: Any
+    case: Case,
+    entry: str,
+    objective: Any,
+    backend: str = "auto",
+    *,
+    factor: float = 1.0,
+    strides: str = "contiguous",
+    **options: Any,
 ) -> Result:
-    """Forward and backward of a case through one entry point; the loss times ``factor``."""
-    device = device_of(backend)
+    """Forward and backward of a case through one entry point; the loss times ``factor``.
 
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    leaves = {
-        name: moved(value.detach()).requires_grad_(name not in case.frozen)
-        for name, value in case.inputs.items()
-    }
-    output = call(case, leaves, entry, objective, backend, moved, **options)
+    What doesn't count is NaN or infinite, and nothing may show of it. ``strides`` are those of every tensor.
+    """
+    leaves, output = forward(poisoned(case), entry, objective, backend, strides, **options)
     (output.loss * factor).backward()
     logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
-    if entry in ("token_logprobs", "linear_token_logprobs"):
+    if entry == "policy_loss":  # they come back as they were passed
+        logprobs = torch.where(case.counted, logprobs, case.inputs["logprobs"])
+        entropy = None if entropy is None else torch.where(case.counted, entropy, case.inputs["entropy"])
+    elif entry in ("token_logprobs", "linear_token_logprobs"):
         # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
-    assert all(leaves[name].grad is None for name in case.frozen)
-    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items() if name not in case.frozen}
-    return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
+    frozen = tuple(name for name, leaf in leaves.items() if not leaf.requires_grad)
+    assert all(leaves[name].grad is None for name in frozen)
+    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items() if name not in frozen}
+    loss = output.loss.detach().cpu()
+    return Result(loss, logprobs, grads, entropy, metrics=output.metrics, frozen=frozen)
 
 
 def over_ranks(options: dict[str, Any]) -> dict[str, Any]:
@@ -400,18 +428,23 @@ def call(
     entry: str,
     objective: Any,
     backend: str = "auto",
-    moved: Callable[[Any], Any] = lambda value: value,
     **options: Any,
 ) -> gk.LossOutput:
     """The forward of a case through one entry point, on inputs given separately."""
     options = over_ranks(options)
-    terms = {name: moved(value) for name, value in case.terms.items()}
-    layout = {"loss_mask": moved(case.loss_mask), "cu_seqlens": moved(case.cu_seqlens)}
-    labels, old, advantages = moved(case.labels), moved(case.old_logprobs), moved(case.advantages)
-    logit_options = {name: moved(value) for name, value in case.logit_options.items()}
+    labels, old, advantages = case.labels, case.old_logprobs, case.advantages
+    shared = {
+        "loss_mask": case.loss_mask,
+        "cu_seqlens": case.cu_seqlens,
+        **case.terms,
+        "objective": objective,
+    }
+    logit_options = dict(case.logit_options)
     logit_options["ignore_index"] = case.ignore_index
-    shared = {**layout, **terms, "objective": objective}
     linear = {"bias": leaves.get("bias"), "logits_dtype": case.logits_dtype}
+    head = leaves.get("weight")
+    if "A" in leaves:
+        head = gk.LoRAHead(head, leaves["A"], leaves["B"], ADAPTER_SCALE)
     if entry == "policy_loss":
         return gk.policy_loss(
             leaves["logprobs"], old, advantages, entropy=leaves.get("entropy"), **shared, **options
@@ -422,7 +455,7 @@ def call(
         )
     if entry == "fused_linear_policy_loss":
         return gk.fused_linear_policy_loss(
-            leaves["hidden"], leaves["weight"], labels, old, advantages,
+            leaves["hidden"], head, labels, old, advantages,
             **linear, **shared, **logit_options, backend=backend, **options,
         )  # fmt: skip
     if isinstance(temperature := logit_options.get("temperature"), Tensor) and case.cu_seqlens is not None:
@@ -433,6 +466,6 @@ def call(
         tokens = gk.token_logprobs(leaves["logits"], labels, **logit_options, **options)
     else:
         tokens = gk.linear_token_logprobs(
-            leaves["hidden"], leaves["weight"], labels, **linear, **logit_options, **options
+            leaves["hidden"], head, labels, **linear, **logit_options, **options
         )
     return gk.policy_loss(tokens.logprobs, old, advantages, entropy=tokens.entropy, **shared)

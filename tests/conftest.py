@@ -84,12 +84,7 @@ def seeded():
 @pytest.fixture(autouse=True)
 def forget_the_accelerator():
     """Accelerate keeps its first device and precision for a whole process; here for a test."""
-    forget_accelerate()
     yield
-    forget_accelerate()
-
-
-def forget_accelerate():
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -114,26 +109,17 @@ def backend(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_interpreter():
-    """Triton's interpreter without what it does over and over."""
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        yield
-        return
-    from tests.kernels.interpreter import faster
-
-    with faster():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def accesses_within_bounds():
-    """Triton's interpreter reads and writes nothing but elements of the tensors that a launch is given."""
+def checked_interpreter():
+    """Triton's interpreter reads and writes nothing but elements of the tensors that a launch is given, and
+    leaves out what it would do over and over.
+    """
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
     from tests.kernels.accesses import within_bounds
+    from tests.kernels.interpreter import faster
 
-    with within_bounds():
+    with faster(), within_bounds():
         yield
 
 

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from tests.objectives import formulas
+
 
 class Sequence:
     """One sequence: which tokens it has, and which of them count."""
@@ -155,15 +157,23 @@ def clipped_sequence(objective, log_s: float, advantage: float) -> tuple[float, 
     return value.float().item(), slope.float().item()
 
 
-def kl_penalty(d: Tensor, estimator: str) -> Tensor:
-    return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[estimator]
+KL = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: torch.exp(-d) + d - 1,
+}
+LOG_RATIO = {
+    "GSPO": lambda q: q.log_s,
+    "GSPOToken": lambda q: formulas.attached(q.log_s, q.log_r),
+    "GRPO": lambda q: q.log_r,
+}
 
 
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor | None,
-    counted: Tensor,
+    loss_mask: Tensor,
     objective,
     *,
     cu_seqlens: Tensor | None = None,
@@ -176,84 +186,48 @@ def policy_loss(
     rollout_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
     lengths: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
 ) -> Tensor:
-    """The loss as a 0-d tensor, differentiable in ``logprobs`` and ``entropy``."""
-    name = type(objective).__name__
-    aggregation = objective.aggregation
-    per_sequence_mean = aggregation == "sequence_mean"
-    total = logprobs.new_zeros(())
-    nonempty, length_sum = 0, 0.0
-
+    """The objective's formula, the KL term and the entropy bonus as a 0-d tensor, differentiable in
+    ``logprobs`` and ``entropy``.
+    """
+    counted, qs, beyond = loss_mask != 0, [], []
     for sequence in sequences(counted, cu_seqlens):
         if sequence.count == 0:
             continue
-        i = sequence.index
-        length = sequence.count if lengths is None else float(lengths[i])
-        nonempty, length_sum = nonempty + 1, length_sum + length
-        # what a token's value weighs before the outer divisor
-        share = 1.0 / length if per_sequence_mean else 1.0
 
-        def numbers(values, sequence=sequence):
+        def tokens(values, default=0.0, sequence=sequence):
             if values is None:
-                return [1.0] * sequence.count
-            if values.ndim == counted.ndim and values.shape == counted.shape:
-                return sequence.pick(values).tolist()
-            return [float(values[sequence.index])] * sequence.count
+                return logprobs.new_full((sequence.count,), default)
+            if values.shape == counted.shape:
+                return sequence.pick(values).to(logprobs.dtype)
+            return values[sequence.index].to(logprobs.dtype).expand(sequence.count)
 
-        new = sequence.pick(logprobs)
-        old = new.detach() if old_logprobs is None else sequence.pick(old_logprobs).to(new.dtype)
-        log_ratios = new - old
-        if token_weights is not None:
-            log_ratios = log_ratios * sequence.pick(token_weights).to(new.dtype)
-        log_s = log_ratios.sum() / length
-        weights = numbers(rollout_weights)
-        token_ratios = []  # log importance ratios of each token, for a KL term that is weighted by them
-
-        if name == "GSPO":
-            clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
-            value = ppo_clip(log_s, float(advantages[i]), *clip) * (sum(weights) / sequence.count)
-            total = total + (value if per_sequence_mean else value * length)
-            token_ratios = [log_s] * sequence.count
-        elif name in ("GSPOToken", "GRPO"):
-            clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
-            for log_r, advantage, weight in zip(
-                log_ratios.unbind(), numbers(advantages), weights, strict=True
-            ):
-                if name == "GSPOToken":  # the sequence's ratio, with the token's derivative
-                    log_r = log_s.detach() + (log_r - log_r.detach() if log_r.isfinite() else 0.0)
-                total = total + ppo_clip(log_r, advantage, *clip) * weight * share
-                token_ratios.append(log_r)
-        elif name == "Linear":
-            for logp, factor, weight in zip(new.unbind(), numbers(token_weights), weights, strict=True):
-                total = total + factor * logp * weight * share
-        else:
-            raise NotImplementedError(name)
-
+        logp, i = tokens(logprobs), sequence.index
+        q = formulas.Sequence(
+            logp=logp,
+            old=logp.detach() if old_logprobs is None else tokens(old_logprobs),
+            advantage=tokens(advantages),
+            rollout=tokens(rollout_weights, 1.0),
+            weight=tokens(token_weights, 1.0),
+            ref=tokens(ref_logprobs),
+            entropy=tokens(entropy).detach(),
+            turn=tokens(turn_ids),
+            length=float(sequence.count if lengths is None else lengths[i]),
+            group=0 if group_ids is None else int(group_ids[i]),
+        )
+        beta, coef = (
+            tokens(torch.as_tensor(x, dtype=torch.float64).expand(counted.shape))
+            for x in (kl_beta, entropy_coef)
+        )
+        term = -coef * tokens(entropy)
         if ref_logprobs is not None:
-            betas = sequence.pick(
-                torch.as_tensor(kl_beta, dtype=torch.float64).expand(counted.shape)
-            ).tolist()
-            kl = kl_penalty(new - sequence.pick(ref_logprobs).to(new.dtype), kl_estimator)
-            for t, beta in enumerate(betas):
-                weight = token_ratios[t].exp() if kl_ratio_weighted else 1.0
-                total = total + beta * kl[t] * weight * share
-        if entropy is not None:
-            coefs = sequence.pick(
-                torch.as_tensor(entropy_coef, dtype=torch.float64).expand(counted.shape)
-            ).tolist()
-            for coef, h in zip(coefs, sequence.pick(entropy).unbind(), strict=True):
-                total = total - coef * h * share
-
-    if normalizer is not None:
-        divisor = float(normalizer)
-    elif aggregation == "token_mean":
-        divisor = length_sum
-    elif aggregation == "sum":
-        divisor = 1.0
-    else:
-        divisor = nonempty
-    if aggregation == "constant":
-        divisor = divisor * objective.aggregation_constant
-    # an empty batch has nothing to divide
-    return total / (divisor or 1.0) + 0.0 * torch.where(counted, logprobs, 0.0).sum()
+            weight = LOG_RATIO[type(objective).__name__](q).exp() if kl_ratio_weighted else 1.0
+            term = term + beta * KL[kl_estimator](logp - q.ref) * weight
+        qs.append(q)
+        beyond.append(term)
+    loss = formulas.loss(objective, qs, beyond, normalizer) if qs else logprobs.new_zeros(())
+    # an empty batch is differentiable, too
+    return loss + 0.0 * torch.where(counted, logprobs, 0.0).sum()

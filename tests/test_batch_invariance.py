@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,48 +13,47 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.ops.backends import why_not
-from tests.cases import generator
+from tests.cases import HEAD, Case, Result, generator, make_case, offsets, pad, run
 
 V, H = 203, 150
 LENGTHS = (40, 0, 1, 130, 7, 64, 90, 25, 33, 3)
 """393 tokens, of which a seventh is masked: three segments, with V and H in more than one piece."""
-NORMALIZER = 5.0
-FIELDS = ("hidden", "labels", "mask", "old")
+ALL, SHUFFLED = tuple(range(len(LENGTHS))), (3, 9, 0, 5, 1, 8, 2, 7, 4, 6)
+GSPO = gk.GSPO(0.3, 0.3)
 
 
-def problem(dtype: torch.dtype) -> tuple[list[dict[str, Tensor]], Tensor, Tensor]:
-    """Sequences of tokens and what goes with them, weight and bias."""
-    rng = generator(0)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng)
-
-    sequences = [
-        {
-            "hidden": (2 * randn(length, H)).to(dtype),
-            "labels": torch.randint(V, (length,), generator=rng),
-            "mask": torch.rand(length, generator=rng) > 1 / 7,
-            "old": -5.0 + 0.3 * randn(length),
-            "advantages": randn(1)[0] * (i != 4),
-            "temperature": torch.tensor(0.7 + 0.1 * i),
-        }
-        for i, length in enumerate(LENGTHS)
-    ]
-    return sequences, (randn(V, H) / H**0.5).to(dtype), randn(V).to(dtype)
+@functools.cache
+def problem(terms: str = "plain", dtype: torch.dtype = torch.float32) -> Case:
+    """Packed sequences, each with a temperature."""
+    case = make_case("linear", "packed", terms, lengths=LENGTHS, vocabulary=V, width=H, dtype=dtype)
+    # logits of a language model's size
+    inputs = case.inputs | {"weight": (case.inputs["weight"].float() / 6).to(dtype)}
+    old = case.old_logprobs
+    if old is not None:
+        old = gk.linear_token_logprobs(**inputs, labels=case.labels).logprobs
+        old = old + 0.1 * torch.randn(old.shape, generator=generator(1))
+    mask = torch.rand(case.labels.shape, generator=generator(2)) > 1 / 7
+    mask[-sum(LENGTHS[-3:]) :] = True  # calls without a hole may take another way
+    return replace(
+        case, inputs=inputs, old_logprobs=old, loss_mask=mask, terms=case.terms | {"normalizer": 5.0},
+        logit_options={"temperature": 0.7 + 0.1 * torch.arange(len(LENGTHS))},
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a batch is arranged and computed."""
+def part(case: Case, members: tuple[int, ...]) -> Case:
+    """Some sequences of the problem, in this order."""
+    if members == ALL:
+        return case
+    spans = [range(*case.cu_seqlens[i : i + 2].tolist()) for i in members]
+    rows = torch.tensor(list(itertools.chain(*spans)), dtype=torch.int64)
 
-    packed: bool = False
-    padding: tuple[int, int] = (0, 0)
-    order: tuple[int, ...] = tuple(range(len(LENGTHS)))
-    splits: int = 1
-    rows: int = 1000
-    schedule: str = "auto"
-    threads: int = 1
-    skip: str = "backward"
+    def of(name, value):
+        if name in HEAD or value.ndim == 0:
+            return value
+        return value[rows] if len(value) == len(case.labels) else value[list(members)]
+
+    some = replace(case, cu_seqlens=None).each(of)
+    return replace(some, cu_seqlens=offsets(tuple(map(len, spans))))
 
 
 @contextlib.contextmanager
@@ -66,64 +66,42 @@ def threads(count: int):
         torch.set_num_threads(before)
 
 
-def arranged(sequences: list[dict[str, Tensor]], way: Way) -> dict[str, Tensor]:
-    """Padded, with the sequence anywhere in its row, or packed."""
-    lengths = [len(sequence["labels"]) for sequence in sequences]
-    batch = {name: torch.stack([s[name] for s in sequences]) for name in ("advantages", "temperature")}
-    if way.packed:
-        batch["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        return batch | {name: torch.cat([s[name] for s in sequences]) for name in FIELDS}
-    left, right = way.padding
-    # what stands in the padding must not be looked at
-    for name, fill in zip(FIELDS, (torch.nan, -100, False, torch.nan), strict=True):
-        first = sequences[0][name]
-        shape = (len(sequences), left + max(lengths) + right, *first.shape[1:])
-        batch[name] = torch.full(shape, fill, dtype=first.dtype)
-        for row, sequence, length in zip(batch[name], sequences, lengths, strict=True):
-            row[left : left + length] = sequence[name]
-    return batch
+def compute(
+    case: Case, objective=GSPO, entry="fused_linear_policy_loss", backend="auto", *, members=ALL, splits=1,
+    padding=None, rows=1000, count=1, **options,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Log-probs and gradients of tokens in the order of the problem; of all at once the head's, too.
 
-
-def in_order(values: list[Tensor], way: Way) -> Tensor:
-    """What batches have, a tensor each, as tokens in the problem's order of sequences."""
-    found, per_batch = {}, -(-len(way.order) // way.splits)
-    for first, batch in zip(range(0, len(way.order), per_batch), values, strict=True):
-        members = way.order[first : first + per_batch]
-        lengths = [LENGTHS[i] for i in members]
-        rows = batch.split(lengths) if way.packed else [row[way.padding[0] :] for row in batch]
-        found |= {i: row[:length] for i, row, length in zip(members, rows, lengths, strict=True)}
-    return torch.cat([found[i] for i in sorted(found)])
-
-
-def compute(given, way: Way, objective=None, head_learns=True, backend="auto", **terms) -> dict[str, Tensor]:
-    """Log-probs and dHidden in the problem's order, and dWeight and dBias as autograd adds.
-
-    ``terms`` may say "on_policy", or "reference": log-probs of it so far below the old ones.
+    Args:
+        members: the sequences in their order.
+        splits: into how many calls they go.
+        padding: columns behind the longest sequence; None: packed.
+        rows: of a chunk.
+        count: threads.
     """
-    sequences, *leaves = given
-    weight, bias = (x.clone().requires_grad_(head_learns) for x in leaves)
-    per_batch = -(-len(way.order) // way.splits)
-    on_policy, reference = terms.pop("on_policy", False), terms.pop("reference", None)
-    logprobs, hidden = [], []
-    with threads(way.threads), gk.set_batch_invariant(True):
-        for first in range(0, len(way.order), per_batch):
-            batch = arranged([sequences[i] for i in way.order[first : first + per_batch]], way)
-            if reference is not None:
-                terms["ref_logprobs"] = batch["old"] - reference
-            old = None if on_policy else batch["old"]
-            out = gk.fused_linear_policy_loss(
-                batch["hidden"].requires_grad_(), weight, batch["labels"], old, batch["advantages"],
-                bias=bias, loss_mask=batch["mask"], cu_seqlens=batch.get("cu_seqlens"),
-                temperature=batch["temperature"], normalizer=NORMALIZER,
-                objective=objective or gk.GSPO(0.3, 0.3), max_chunk_bytes=way.rows * V * 4,
-                schedule=way.schedule, skip_inactive=way.skip, backend=backend, **terms,
-            )  # fmt: skip
+    found, size = {}, -(-len(members) // splits)
+    if "linear" in entry:
+        options["max_chunk_bytes"] = rows * V * 4
+    result: Result | None = None
+    with threads(count), gk.set_batch_invariant(True):
+        for first in range(0, len(members), size):
+            some = members[first : first + size]
+            here = part(case, some)
+            lengths = here.cu_seqlens.diff().tolist()
+            here = here if padding is None else pad(here, padding)
             # no power of two: it must multiply at the same place
-            (out.loss * 0.3).backward()
-            logprobs.append(out.logprobs)
-            hidden.append(batch["hidden"].grad)
-    found = {"logprobs": in_order(logprobs, way), "hidden": in_order(hidden, way)}
-    return found | ({"weight": weight.grad, "bias": bias.grad} if head_learns else {})
+            result = run(here, entry, objective, backend, factor=0.3, **options)
+            tokens = [result.logprobs, *(grad for name, grad in result.grads.items() if name not in HEAD)]
+            pieces = [
+                each.split(lengths)
+                if padding is None
+                else [row[:n] for row, n in zip(each, lengths, strict=True)]
+                for each in tokens
+            ]
+            found |= dict(zip(some, zip(*pieces, strict=True), strict=True))
+    by_token = [torch.cat(each) for each in zip(*(found[i] for i in sorted(found)), strict=True)]
+    head = {name: grad for name, grad in result.grads.items() if name in HEAD and splits == 1}
+    return dict(zip(("logprobs", "inputs"), by_token, strict=True)) | head
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], names=None) -> None:
@@ -132,89 +110,80 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], names=Non
         assert expected[name].isfinite().all() and (expected[name] != 0).any()
 
 
-ROWS = ("logprobs", "hidden")
-SHUFFLED = (3, 9, 0, 5, 1, 8, 2, 7, 4, 6)
+ROWS = ("logprobs", "inputs")
 SAME_SUMS = (
-    Way(rows=300, threads=3),
-    Way(rows=1),
-    Way(packed=True, rows=130, threads=2),
-    Way(padding=(5, 0), schedule="aligned", rows=140),
-    Way(padding=(3, 8), schedule="two_pass", rows=90, threads=2),
-    Way(packed=True, schedule="two_pass", rows=256, skip="none"),
-    Way(packed=True, schedule="aligned", skip="none"),
+    {"rows": 300, "count": 3},
+    {"rows": 1, "padding": 0},
+    {"rows": 130, "count": 2},
+    {"padding": 5, "schedule": "aligned", "rows": 140},
+    {"padding": 11, "schedule": "two_pass", "rows": 90, "count": 2},
+    {"schedule": "two_pass", "rows": 256, "skip_inactive": "none"},
+    {"schedule": "aligned", "skip_inactive": "none"},
 )
 """Arrangements in which dWeight is the same sum of the same segments."""
 SAME_ROWS = (
-    Way(order=SHUFFLED, packed=True, rows=64, threads=2),
-    Way(splits=5, rows=40, schedule="two_pass"),
-    Way(splits=10, packed=True, threads=3),
-    Way(order=SHUFFLED, splits=3, padding=(0, 9), schedule="two_pass"),
+    {"members": SHUFFLED, "rows": 64, "count": 2},
+    {"splits": 5, "padding": 0, "rows": 40, "schedule": "two_pass"},
+    {"splits": 10, "count": 3},
+    {"members": SHUFFLED, "splits": 3, "padding": 9, "schedule": "two_pass"},
 )
 TERMS = {
-    "GSPO": (None, {}),
-    "GRPO": (gk.GRPO(), {}),
-    "GRPO with KL and entropy": (gk.GRPO(), {"reference": 0.1, "kl_beta": 0.1, "entropy_coef": 0.02}),
-    "GSPO with KL": (gk.GSPO(), {"reference": 0.1, "kl_beta": 0.1}),
-    "on-policy": (gk.GSPO(), {"on_policy": True}),
-    "token_mean": (gk.GSPO(0.3, 0.3, aggregation="token_mean"), {}),
-    "an objective without a launch of its own": (gk.CISPO(), {}),
+    "GSPO": (GSPO, "plain"),
+    "GRPO": (gk.GRPO(), "plain"),
+    "GRPO with KL and entropy": (gk.GRPO(), "k3+entropy"),
+    "GSPO with KL": (gk.GSPO(), "k3"),
+    "on-policy": (GSPO, "on_policy"),
+    "token_mean": (gk.GSPO(0.3, 0.3, aggregation="token_mean"), "plain"),
+    "an objective without a launch of its own": (gk.CISPO(), "plain"),
 }
 
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [
-        *itertools.product([torch.bfloat16, torch.float16], ["GSPO"]),
-        *((torch.float32, name) for name in TERMS),
-    ],
+    [(torch.bfloat16, "GSPO"), (torch.float16, "GSPO"), *((torch.float32, name) for name in TERMS)],
 )
 def test_every_arrangement_gives_the_same_bits(dtype, name):
     objective, terms = TERMS[name]
-    given, some = problem(dtype), slice(None) if name == "GSPO" else slice(2, None, 2)
-    expected = compute(given, Way(), objective, **terms)
+    case, some = problem(terms, dtype), slice(None) if name == "GSPO" else slice(2, None, 2)
+    expected = compute(case, objective)
     for way in SAME_SUMS[some]:
-        assert_same(compute(given, way, objective, **terms), expected)
+        assert_same(compute(case, objective, **way), expected)
     for way in SAME_ROWS[some]:
-        assert_same(compute(given, way, objective, **terms), expected, ROWS)
+        assert_same(compute(case, objective, **way), expected, ROWS)
 
 
 def test_a_frozen_head():
-    given = problem(torch.bfloat16)
-    expected = compute(given, Way(schedule="frozen"), head_learns=False)
-    assert_same(compute(given, Way()), expected, ROWS)
+    case = problem(dtype=torch.bfloat16)
+    frozen = replace(case, frozen=("weight", "bias"))
+    expected = compute(case, schedule="frozen")
+    assert_same(compute(case), expected, ROWS)
     for schedule in ("aligned", "two_pass", "auto"):
-        way = Way(schedule=schedule, packed=True, rows=140)
-        assert_same(compute(given, way, head_learns=False), expected)
+        assert_same(compute(frozen, schedule=schedule, rows=140), expected)
 
 
 def test_other_backends_rows():
     """Triton's kernels under the interpreter, where they are."""
     if why_not("triton", torch.device("cpu")) is not None:
         pytest.skip("Triton has no interpreter here")
-    given, few, objective = problem(torch.float32), Way(order=(2, 7, 9)), gk.GSPO(0.999, 1e9)
-    expected = compute(given, few, objective, backend="triton")
-    for way in (
-        replace(few, packed=True, rows=10),
-        replace(few, schedule="two_pass", padding=(1, 1), rows=7),
-    ):
-        assert_same(compute(given, way, objective, backend="triton"), expected)
+    few = functools.partial(
+        compute, part(problem(), (2, 7, 9)), gk.GSPO(0.999, 1e9), backend="triton", members=(0, 1, 2)
+    )
+    expected = few()
+    for way in ({"rows": 10, "padding": 0}, {"schedule": "two_pass", "padding": 1, "rows": 7}):
+        assert_same(few(**way), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scoring_is_the_losses_own(dtype):
     """Token log-probs, entropies and selected ids of any rows together; log-probs are those of the losses."""
-    sequences, weight, bias = given = problem(dtype)
-    batch = arranged(sequences, Way(packed=True))
-    hidden, labels, mask = batch["hidden"], batch["labels"], batch["mask"]
+    case = problem(dtype=dtype)
+    (hidden, weight, bias), labels, mask = case.inputs.values(), case.labels, case.loss_mask
     ids = torch.stack([labels, (labels + 7) % V, (labels + 50) % V], -1)
-    grad, order = (
-        torch.randn(len(labels), generator=generator(3)),
-        torch.randperm(len(labels), generator=generator(1)),
-    )
+    grad = torch.randn(len(labels), generator=generator(3))
 
     def scores(chosen: slice | Tensor, **options) -> list[Tensor]:
         options |= {"bias": bias, "batch_invariant": True}
-        leaf, other = (hidden[chosen].requires_grad_() for _ in range(2))
+        leaf, other = (hidden[chosen].clone().requires_grad_() for _ in range(2))
         out = gk.linear_token_logprobs(leaf, weight, labels[chosen], return_entropy=True, **options)
         (out.logprobs * grad[chosen] + out.entropy * grad[chosen] ** 2).sum().backward()
         some = gk.linear_selected_logprobs(other, weight, ids[chosen], **options)
@@ -222,36 +191,33 @@ def test_scoring_is_the_losses_own(dtype):
         return [*out, leaf.grad, *some, other.grad]
 
     expected = scores(slice(None))
-    for chosen in (slice(5, 6), slice(100, 333), order):
+    for chosen in (slice(5, 6), slice(100, 333), torch.randperm(len(labels), generator=generator(1))):
         for rows, count in ((1000, 1), (37, 2)):
             with threads(count):
                 found = scores(chosen, max_chunk_bytes=rows * V * 4)
             assert all(torch.equal(got, whole[chosen]) for got, whole in zip(found, expected, strict=True))
-    warm = batch["temperature"].repeat_interleave(torch.tensor(LENGTHS))
+    warm = case.logit_options["temperature"].repeat_interleave(torch.tensor(LENGTHS))
     options = {"bias": bias, "temperature": warm, "batch_invariant": True}
     alone = gk.linear_token_logprobs(hidden, weight, labels, **options)
-    assert torch.equal(alone.logprobs[mask], compute(given, Way())["logprobs"][mask])
+    assert torch.equal(alone.logprobs[mask], compute(case)["logprobs"][mask])
 
 
-@pytest.mark.parametrize("objective", [gk.GSPO(0.3, 0.3), gk.CISPO(), gk.GRPO()])
+@pytest.mark.parametrize("objective", [GSPO, gk.CISPO(), gk.GRPO()])
 def test_from_logits_rows_are_so_in_every_mode(objective):
     """Whatever memory a row begins at, and whatever rows and threads there are; coefficients, too."""
-    sequences, weight, _ = problem(torch.float32)
-    results = []
-    for way in (Way(), Way(packed=True, threads=2), Way(order=SHUFFLED, padding=(3, 2), threads=3)):
-        batch = arranged([sequences[i] for i in way.order], way)
-        # rows that begin at any address
-        logits = (batch["hidden"].nan_to_num() @ weight.t()).round(decimals=2)
-        rows = torch.empty(logits.numel() + 3)[3:].view_as(logits).copy_(logits).requires_grad_()
-        with threads(way.threads):
-            out = gk.fused_policy_loss(
-                rows, batch["labels"], batch["old"], batch["advantages"], loss_mask=batch["mask"],
-                cu_seqlens=batch.get("cu_seqlens"), normalizer=NORMALIZER, objective=objective,
-            )  # fmt: skip
-            (grad,) = torch.autograd.grad(out.loss * 0.3, rows)
-        results.append({"logprobs": in_order([out.logprobs], way), "logits": in_order([grad], way)})
-    for found in results[1:]:
-        assert_same(found, results[0])
+    case = problem()
+    hidden, weight, _ = case.inputs.values()
+    case = replace(case, kind="logits", inputs={"logits": (hidden @ weight.t()).round(decimals=2)})
+    expected, *others = (
+        compute(case, objective, "fused_policy_loss", **way)
+        for way in (
+            {"padding": 0},
+            {"count": 2, "strides": "off by three"},
+            {"members": SHUFFLED, "padding": 2, "count": 3},
+        )
+    )
+    for found in others:
+        assert_same(found, expected)
 
 
 # --- the switch
@@ -282,13 +248,10 @@ def test_what_has_no_fixed_order_is_refused(group_of_one):
         ({"backend": "reference"}, ValueError, "reference"),
         ({"schedule": "deferred"}, ValueError, "sums dWeight in segments"),
         ({"schedule": "known", "objective": gk.GRPO()}, ValueError, "from whole sequences"),
-        ({"parallel": gk.Parallel(tp_group=group_of_one)}, ValueError, f"tp_group: {groups}"),
-        ({"parallel": gk.Parallel(cp_group=group_of_one)}, ValueError, f"cp_group: {groups}"),
+        ({"tp_group": group_of_one}, ValueError, f"tp_group: {groups}"),
+        ({"cp_group": group_of_one}, ValueError, f"cp_group: {groups}"),
     ):
-        sequences, weight, _ = problem(options.pop("dtype", torch.float32))
-        batch = arranged(sequences[:3], Way())
-        terms = batch["hidden"], weight.requires_grad_(), batch["labels"], batch["old"], batch["advantages"]
+        case = part(problem(dtype=options.pop("dtype", torch.float32)), (0, 1, 2))
+        options = {"batch_invariant": True, "objective": GSPO} | options
         with pytest.raises(error, match=message):
-            gk.fused_linear_policy_loss(
-                *terms, loss_mask=batch["mask"], **{"batch_invariant": True} | options
-            )
+            run(case, "fused_linear_policy_loss", **options)

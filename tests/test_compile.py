@@ -1,38 +1,42 @@
 """Compiled calls are whole graphs, and equal eager ones."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from tests.cases import KIND, call, generator, make_case
 
 POLICY, ROWS, FUSED, LINEAR_ROWS, LINEAR = KIND
 
 
-def outcome(function, case):
-    leaves = {name: value.detach().requires_grad_() for name, value in case.inputs.items()}
-    output = function(leaves)
-    output.loss.backward()
-    return output, {name: leaf.grad for name, leaf in leaves.items()}
-
-
-def assert_compiles(case, entry, objective, backend="auto", compiler="aot_eager", **options):
-    def step(leaves):
-        return call(case, leaves, entry, objective, backend, **options)
-
+def assert_compiles(function, inputs, compiler="aot_eager", **tolerance):
+    """``function`` takes leaves in place of the inputs, and returns a loss and tensors by name."""
     torch._dynamo.reset()
-    eager, eager_grads = outcome(step, case)
-    compiled, grads = outcome(torch.compile(step, fullgraph=True, backend=compiler), case)
-    assert isinstance(compiled, gk.LossOutput) and compiled.metrics.keys() == eager.metrics.keys()
+    results = []
+    for each in (function, torch.compile(function, fullgraph=True, backend=compiler)):
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
+        loss, named = each(leaves)
+        loss.backward()
+        results.append(named | {"loss": loss} | {f"grad {name}": leaf.grad for name, leaf in leaves.items()})
+    eager, compiled = results
+    assert eager.keys() == compiled.keys()
+    for name, value in eager.items():
+        torch.testing.assert_close(compiled[name], value, **({"rtol": 0.0, "atol": 0.0} | tolerance))
+        assert not name.startswith("grad") or (value != 0).any()
+
+
+def check(case, entry, objective, backend="auto", compiler="aot_eager", **options):
+    def step(leaves):
+        output = call(case, leaves, entry, objective, backend, **options)
+        assert isinstance(output, gk.LossOutput)
+        return output.loss, {"logprobs": output.logprobs, **output.metrics}
+
     # on-policy eager takes the one-pass kernel from logits, a compiled graph the two separate ones
     exact = compiler != "inductor" and (entry != FUSED or case.old_logprobs is not None)
-    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-6, "atol": 1e-7}
-    pairs = [(compiled.loss, eager.loss), (compiled.logprobs, eager.logprobs)]
-    pairs += [(compiled.metrics[name], metric) for name, metric in eager.metrics.items()]
-    pairs += [(grads[name], grad) for name, grad in eager_grads.items()]
-    for got, expected in pairs:
-        torch.testing.assert_close(got, expected, **tolerance)
-    assert all((grad != 0).any() for grad in eager_grads.values())
+    assert_compiles(step, case.inputs, compiler, **({} if exact else {"rtol": 1e-6, "atol": 1e-7}))
 
 
 CHUNKS = {"max_chunk_bytes": 6 * 61 * 4}
@@ -54,41 +58,65 @@ CALLS = [
 
 @pytest.mark.parametrize(("entry", "objective", "layout", "terms", "options"), CALLS)
 def test_compiled_equals_eager(entry, objective, layout, terms, options):
-    assert_compiles(make_case(KIND[entry], layout, terms), entry, objective, **options)
+    check(make_case(KIND[entry], layout, terms), entry, objective, **options)
 
 
 def test_compiled_on_every_backend(backend):
     if torch.cuda.is_available() and backend == "triton":
         pytest.skip("compiled on the device in tests/kernels")
-    assert_compiles(
-        make_case("logits", "packed", "weighted", logit_options="kept"), FUSED, gk.GSPO(), backend
-    )
+    check(make_case("logits", "packed", "weighted", logit_options="kept"), FUSED, gk.GSPO(), backend)
 
 
 def test_inductor():
     """Graphs consist of opaque operators, so there is little that inductor could change."""
-    assert_compiles(make_case("linear", "padded", "all"), LINEAR, gk.GSPO(), compiler="inductor")
+    check(make_case("linear", "padded", "all"), LINEAR, gk.GSPO(), compiler="inductor")
 
 
-@pytest.mark.parametrize(("linear", "K"), [(False, 1), (True, 3)])
-def test_compiled_selected_ids(linear, K):
-    ids = torch.randint(0, 31, (2, 3, K), generator=generator(0))
+def test_selected_ids_and_a_teacher():
+    ids, rng = torch.randint(0, 31, (2, 3, 3), generator=generator(0)), generator(1)
+    inputs = {"hidden": torch.randn(2, 3, 8, generator=rng), "weight": torch.randn(31, 8, generator=rng)}
+    teacher, options = torch.randn(2, 3, 31, generator=rng), {"softcap": 4.0, "temperature": torch.ones(2)}
+    their_head = {"teacher_hidden": torch.randn(2, 3, 5), "teacher_weight": torch.randn(31, 5)}
 
-    def loss(scores, weight):
-        if linear:
-            out = gk.linear_selected_logprobs(scores, weight, ids)
-        else:
-            out = gk.selected_logprobs(scores @ weight.T, ids)
-        return out.logprobs.sum() + 0.5 * out.tail.sum()
+    def selected(leaves):
+        one = gk.selected_logprobs(leaves["hidden"] @ leaves["weight"].T, ids[..., :1])
+        several = gk.linear_selected_logprobs(leaves["hidden"], leaves["weight"], ids)
+        return several.logprobs.sum() + 0.5 * several.tail.sum() + one.logprobs.sum() + one.tail.sum(), {}
 
-    values = [torch.randn(*shape, 8, generator=generator(1)) for shape in ((2, 3), (31,))]
-    torch._dynamo.reset()
-    results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaves = [value.clone().requires_grad_() for value in values]
-        total = function(*leaves)
-        results.append([total, *torch.autograd.grad(total, leaves)])
-    assert all(map(torch.equal, *results))
+    def taught(leaves):
+        logits = leaves["hidden"] @ leaves["weight"].T
+        loss = gk.distillation_loss(logits, teacher, beta=0.3, teacher_softcap=5.0, **options).loss
+        return loss + gk.distillation_loss(logits, teacher, beta=1.0, top_k=4).loss, {}
+
+    def taught_by_a_head(leaves):
+        whole = gk.fused_linear_distillation_loss(**leaves, **their_head, beta=0.3, **options)
+        over = gk.fused_linear_distillation_loss(
+            **leaves, **their_head, beta=1.0, top_k=4, aggregation="sequence_mean"
+        )
+        return whole.loss + over.loss, {"divergence": over.divergence}
+
+    for function in (selected, taught, taught_by_a_head):
+        assert_compiles(function, inputs, rtol=1e-6, atol=1e-8)
+
+
+@dataclass(frozen=True)
+class Squared(Objective):
+    """(log r - target)^2 / 2, in ten lines."""
+
+    target: float = 0.1
+
+    coefficient_scope = "token"
+    needs_advantages = False
+    zero_advantage_is_inactive = False
+
+    def evaluate(self, batch):
+        return ObjectiveLoss(0.5 * (batch.log_ratio - self.target) ** 2, batch.log_ratio)
+
+
+def test_an_objective_of_ones_own_and_one_whose_options_change_what_it_declares():
+    case = make_case("linear", "packed", "holes")
+    check(replace(case, advantages=None), LINEAR, Squared())
+    check(case, LINEAR, gk.TOPR(ratio_level="token"))
 
 
 @pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])

@@ -38,21 +38,25 @@ def transformed(x, options):
 class Problem:
     """Two sequences of three tokens, two of which count in each; ``draw`` gives other inputs of the size."""
 
-    def __init__(self, *, dtype=torch.float32, linear=False, options="plain", draw=0, V=613, near=False):
+    def __init__(
+        self, *, dtype=torch.float32, teacher_dtype=None, linear=False, options="plain", draw=0, V=613,
+        near=False,
+    ):  # fmt: skip
         rng = generator(300 + draw)
 
         def normal(*shape, size=1.0):
-            return (size * torch.randn(*shape, generator=rng, dtype=torch.float64)).to(dtype)
+            return size * torch.randn(*shape, generator=rng, dtype=torch.float64)
 
         self.linear, self.options = linear, OPTIONS[options]
         if linear:
-            self.inputs = {"hidden": normal(2, 3, 24), "weight": normal(V, 24, size=0.4), "bias": normal(V)}
+            own = {"hidden": normal(2, 3, 24), "weight": normal(V, 24, size=0.4), "bias": normal(V)}
             theirs = {"hidden": normal(2, 3, 40), "weight": normal(V, 40, size=0.3), "bias": normal(V)}
         else:
-            self.inputs, theirs = {"logits": normal(2, 3, V, size=2.0)}, {"logits": normal(2, 3, V, size=2.0)}
+            own, theirs = {"logits": normal(2, 3, V, size=2.0)}, {"logits": normal(2, 3, V, size=2.0)}
             if near:
-                theirs = {"logits": self.inputs["logits"] + normal(2, 3, V, size=0.03)}
-        self.teacher = {f"teacher_{name}": value for name, value in theirs.items()}
+                theirs = {"logits": own["logits"] + normal(2, 3, V, size=0.03)}
+        self.inputs = {name: value.to(dtype) for name, value in own.items()}
+        self.teacher = {f"teacher_{name}": value.to(teacher_dtype or dtype) for name, value in theirs.items()}
         self.weights = torch.randn(2, 3, generator=generator(1)).abs()
 
     def formulas(self, dtype, beta=0.5, top_k=0, top_k_of="teacher", add_tail=True):
@@ -77,13 +81,22 @@ class Problem:
         return {"loss": loss.detach(), "divergence": found.detach(), **named}
 
     def ours(self, backend, packed=False, call=None, **form):
-        device = device_of(backend)
-        leaves = {name: value.clone().to(device).requires_grad_() for name, value in self.inputs.items()}
-        theirs = {name: value.to(device) for name, value in self.teacher.items()}
+        """Of inputs that are NaN where they don't count."""
+        device, by_row = device_of(backend), ("hidden", "logits", "teacher_hidden", "teacher_logits")
+
+        def moved(values):
+            poisoned = {
+                name: torch.where(COUNTED.unsqueeze(-1), value, math.nan) if name in by_row else value.clone()
+                for name, value in values.items()
+            }
+            return {name: value.to(device) for name, value in poisoned.items()}
+
+        theirs, leaves = moved(self.teacher), moved(self.inputs)
+        leaves = {name: value.requires_grad_() for name, value in leaves.items()}
         by_token = {"loss_mask": COUNTED.to(device), "token_weights": self.weights.to(device)}
         given = {**leaves, **theirs, **by_token}
         if packed:
-            flat = ("hidden", "teacher_hidden", "logits", "teacher_logits", "loss_mask", "token_weights")
+            flat = (*by_row, "loss_mask", "token_weights")
             given = {name: value.flatten(0, 1) if name in flat else value for name, value in given.items()}
             given["cu_seqlens"] = offsets((3, 3)).to(device)
         function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
@@ -126,6 +139,14 @@ CASES = {
     "fp16 hidden": {"dtype": torch.float16, "forms": LOW, "packed": True, "linear": True},
     "bf16 hidden": {"dtype": torch.bfloat16, "forms": LOW, "packed": True, "linear": True},
     "fp64 hidden": {"dtype": torch.float64, "forms": LOW, "packed": True, "linear": True},
+    **{
+        f"a bf16 {side} of {kind}": {"linear": kind == "hidden", "forms": LOW[:1], **dtypes}
+        for kind in ("logits", "hidden")
+        for side, dtypes in (
+            ("teacher", {"teacher_dtype": torch.bfloat16}),
+            ("student", {"dtype": torch.bfloat16, "teacher_dtype": torch.float32}),
+        )
+    },
 }
 
 
@@ -135,23 +156,6 @@ def test_equals_the_formulas(name, backend):
     if name == "ids" and backend == "triton":
         case["forms"] = OVER_IDS[::5]  # the interpreter takes its time
     check(backend, **case)
-
-
-@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
-def test_two_dtypes(linear, backend):
-    """A teacher in another dtype than the student's."""
-    for beta, student_is_narrow in zip(BETAS, (False, True, False), strict=True):
-        problem = Problem(linear=linear)
-        for narrow, side in ((student_is_narrow, problem.inputs), (not student_is_narrow, problem.teacher)):
-            side.update({name: value.bfloat16() for name, value in side.items() if narrow})
-        exact, ours = problem.formulas(torch.float64, beta), problem.ours(backend, beta=beta)
-        if student_is_narrow:
-            assert (ours["divergence"] - exact["divergence"]).abs().max() < 1e-5
-            continue
-        plain = problem.formulas(torch.float32, beta)
-        for name, got in ours.items():
-            allowed = 4 * (plain[name] - exact[name]).norm() + 1e-6 * exact[name].norm()
-            assert (got - exact[name]).norm() <= allowed, name
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["with the tail", "within"])
@@ -202,27 +206,6 @@ def test_aggregations(aggregation):
 
 
 # --- what must hold
-
-
-def test_tokens_that_do_not_count_are_inert(backend):
-    for linear, form in itertools.product((False, True), ({"beta": 0.3}, {"beta": 1.0, "top_k": 3})):
-        problem = Problem(linear=linear)
-        clean = problem.ours(backend, **form)
-        for name in ("logits", "hidden"):
-            if name in problem.inputs:
-                problem.inputs[name][~COUNTED] = math.nan
-                problem.teacher[f"teacher_{name}"][~COUNTED] = math.nan
-        dirty = problem.ours(backend, **form)
-        assert all(torch.equal(clean[name], dirty[name]) for name in clean)
-
-
-def test_equal_sides_have_no_divergence(backend):
-    for form in [{"beta": beta} for beta in BETAS] + OVER_IDS[::5]:
-        problem = Problem()
-        problem.teacher = {"teacher_logits": problem.inputs["logits"].clone()}
-        ours = problem.ours(backend, **form)
-        assert ours["divergence"].abs().max() <= 1e-6, form
-        assert ours["grad logits"].abs().max() <= 1e-7, form
 
 
 # Rows of the student and of the teacher; for betas 0, 0.3 and 1 whether the value is finite, infinite or NaN,
@@ -315,28 +298,6 @@ def test_the_teacher_gets_no_gradient_and_autocast_casts_both():
     assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(problem.inputs)
 
 
-@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
-def test_compiled_equals_eager(linear):
-    problem = Problem(linear=linear, options="transformed", V=61)
-
-    def step(*leaves):
-        given = dict(zip(problem.inputs, leaves, strict=True)) | problem.teacher
-        function = gk.fused_linear_distillation_loss if linear else gk.distillation_loss
-        whole = function(**given, loss_mask=COUNTED, beta=0.3, **problem.options)
-        over = function(**given, beta=1.0, top_k=4, aggregation="sequence_mean")
-        return whole.loss + over.loss
-
-    torch._dynamo.reset()
-    results = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaves = [value.clone().requires_grad_() for value in problem.inputs.values()]
-        loss = function(*leaves)
-        loss.backward()
-        results.append([loss, *(leaf.grad for leaf in leaves)])
-    for eager, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-8)
-
-
 LOGITS, IDS = torch.zeros(2, 3, 9), torch.zeros(2, 3, 4, dtype=torch.int64)
 SCORED = {"teacher_logits": None, "ids": IDS, "teacher_logprobs": IDS.float()}
 WRONG = {
@@ -415,52 +376,18 @@ def test_gradients_keep_their_bits_in_batch_invariant_mode():
     assert all(torch.equal(a, b[41:43]) for a, b in zip(few[:2], whole[:2], strict=True))
 
 
-# --- peers
-
-
-def assert_equal(ours, theirs, inputs):
-    """Losses, and the gradients of the student's leaves."""
-    results = []
-    for function in (ours, theirs):
-        leaves = [value.clone().requires_grad_() for value in inputs]
-        loss = function(*leaves)
-        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    for got, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-6)
-
-
 @pytest.mark.parametrize("beta", BETAS)
 def test_trl(beta):
-    """``ChunkedDivergenceFunction`` from hidden states, with scale and cap on each side; GKD from logits."""
     pytest.importorskip("trl")
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
-    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    problem = Problem(linear=True)
-    teacher, their_weight, their_bias = problem.teacher.values()
-
-    def ours(hidden, weight, bias):
-        return gk.fused_linear_distillation_loss(
-            hidden, weight, teacher, their_weight, bias=bias, teacher_bias=their_bias, beta=beta,
-            temperature=1.3, logit_scale=0.7, softcap=9.0, teacher_logit_scale=0.9, teacher_softcap=8.0,
-        ).loss  # fmt: skip
-
-    def theirs(hidden, weight, bias):
-        divergence, _ = ChunkedDivergenceFunction.apply(
-            hidden.flatten(0, 1), weight, bias, teacher.flatten(0, 1), their_weight, their_bias, beta, 1.3,
-            0.7, 9.0, 0.9, 8.0,
-        )  # fmt: skip
-        return divergence.mean()
-
-    assert_equal(ours, theirs, problem.inputs.values())
     problem, labels = Problem(), torch.tensor([[1, -100, 2], [3, 4, -100]])
-    (teacher,) = problem.teacher.values()
+    logits, teacher = problem.inputs["logits"].requires_grad_(), problem.teacher["teacher_logits"]
     how = {"beta": beta, "temperature": 1.3}
-    assert_equal(
-        lambda logits: gk.distillation_loss(logits, teacher, **how, loss_mask=labels >= 0).loss,
-        lambda logits: GKDTrainer.generalized_jsd_loss(logits, teacher, labels, **how),
-        problem.inputs.values(),
-    )
+    ours = gk.distillation_loss(logits, teacher, **how, loss_mask=labels >= 0).loss
+    theirs = GKDTrainer.generalized_jsd_loss(logits, teacher, labels, **how)
+    (grad,), (their_grad,) = (torch.autograd.grad(loss, logits) for loss in (ours, theirs))
+    torch.testing.assert_close((ours, grad), (theirs, their_grad), rtol=2e-4, atol=2e-6)
 
 
 # --- sampled tokens

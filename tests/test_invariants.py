@@ -9,10 +9,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import sequence_ratio, step
-from gspo_kernels import terms as terms_module
 from gspo_kernels.types import METRICS
-from tests import oracle
 from tests.cases import (
     FUSED_ENTRIES,
     KIND,
@@ -20,10 +17,9 @@ from tests.cases import (
     call,
     device_of,
     for_objective,
+    forward,
     generator,
     make_case,
-    offsets,
-    poisoned,
     run,
 )
 from tests.judging import assert_equals_oracle
@@ -33,30 +29,6 @@ SHORT = {"lengths": (2, 0, 1, 2), "log_s": (5e-3, 0.0, 0.4, -5e-3), "advantages"
 CHUNK = {"max_chunk_bytes": 4 * 61 * 4}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCHEDULES = ("auto", "aligned", "deferred", "two_pass")
-
-
-def on_device(case, backend):
-    """All tensors of a case where the backend runs."""
-
-    def moved(value):
-        return value.to(device_of(backend)) if isinstance(value, torch.Tensor) else value
-
-    inputs, terms = (
-        {name: moved(value) for name, value in group.items()} for group in (case.inputs, case.terms)
-    )
-    names = ("labels", "old_logprobs", "advantages", "cu_seqlens", "loss_mask")
-    return replace(case, inputs=inputs, terms=terms, **{name: moved(getattr(case, name)) for name in names})
-
-
-def forward(case, entry, objective, backend="auto", leaves=None, **options):
-    """Leaves and output, where the backend runs."""
-    case = on_device(case, backend)
-    if leaves is None:
-        leaves = {
-            name: value.detach().requires_grad_(name not in case.frozen)
-            for name, value in case.inputs.items()
-        }
-    return leaves, call(case, leaves, entry, objective, backend, **options)
 
 
 def assert_same_bits(one, other):
@@ -162,11 +134,13 @@ def test_metrics_of_kl_and_entropy():
 def check_backward_passes(entry, terms, backend="auto", **options):
     """Two of a scaled loss, to a caller who writes to what it gets. Inputs stay; a rerun is the same."""
     case, objective = make_case(KIND[entry], "packed", terms, **SHORT), gk.GSPO()
-    here = on_device(case, backend)
-    leaves, output = forward(here, entry, objective, backend, **options)
-    inputs = {**leaves, **here.terms, "labels": here.labels, "old_logprobs": here.old_logprobs,
-              "advantages": here.advantages, "loss_mask": here.loss_mask}  # fmt: skip
-    inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    leaves, output = forward(case, entry, objective, backend, **options)
+    passed = {name: getattr(case, name) for name in ("labels", "old_logprobs", "advantages", "loss_mask")}
+    inputs = {
+        name: value
+        for name, value in (leaves | case.terms | passed).items()
+        if isinstance(value, torch.Tensor)
+    }
     before = {name: (value.detach().clone(), value._version) for name, value in inputs.items()}
 
     first = torch.autograd.grad(3.0 * output.loss, list(leaves.values()), retain_graph=True)
@@ -186,7 +160,7 @@ def check_backward_passes(entry, terms, backend="auto", **options):
         assert_equals_oracle(replace(result, grads=thirds), case, objective)
 
 
-@pytest.mark.parametrize("terms", ["all", "on_policy"])
+@pytest.mark.parametrize("terms", ["plain", "all", "on_policy"])
 @pytest.mark.parametrize("entry", [POLICY, *FUSED_ENTRIES])
 def test_backward_passes(entry, terms, backend):
     check_backward_passes(entry, terms, backend)
@@ -221,7 +195,8 @@ def test_inplace_backward(entry, terms, backend):
     # a leaf's gradient never shares its memory, so the logits are an activation, as in a trainer
     logits = start * 1.0
     memory = logits.detach()
-    _, output = forward(case, entry, gk.GSPO(), backend, {"logits": logits}, inplace_backward=True)
+    here = case.each(lambda _, value: value.to(start.device))
+    output = call(here, {"logits": logits}, entry, gk.GSPO(), backend, inplace_backward=True)
     output.loss.backward(retain_graph=True)
     expected = run(case, entry, gk.GSPO(), backend)
     assert_equals_oracle(replace(expected, grads={"logits": start.grad.cpu()}), case, gk.GSPO())
@@ -245,7 +220,8 @@ def upstreams(logprobs):
 
 @pytest.mark.parametrize("entry", [ROWS, LINEAR_ROWS])
 def test_upstream_gradients_of_any_strides(entry, backend):
-    case = on_device(make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 1)), backend)
+    case = make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 1))
+    case = case.each(lambda _, value: value.to(device_of(backend)))
     for name in upstreams(torch.zeros(2, 2)):
         gradients = []
         for dense in (False, True):
@@ -275,7 +251,7 @@ def test_frozen_inputs(trained, schedule):
 def test_without_gradients(entry, backend):
     case = make_case(KIND[entry], "packed", "on_policy", **SHORT)
     expected = forward(case, entry, gk.GSPO(), backend)[1]
-    outputs = [forward(case, entry, gk.GSPO(), backend, on_device(case, backend).inputs)[1]]
+    outputs = [forward(replace(case, frozen=tuple(case.inputs)), entry, gk.GSPO(), backend)[1]]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             outputs.append(forward(case, entry, gk.GSPO(), backend)[1])
@@ -322,93 +298,16 @@ def test_autocast_leaves_logits_alone(entry):
 )
 def test_fp16_with_a_loss_scale(entry, terms, options, backend):
     """fp16 gradients are as exact as ever, where coefficients lie far below the smallest number of fp16."""
-    scale, frozen = 2.0**20, ("weight", "bias") if options.get("schedule") == "frozen" else ()
-    case = make_case(KIND[entry], "packed", terms, dtype=torch.float16, **SHORT)
-    case = replace(case, terms={"normalizer": 1.0}, frozen=frozen)
+    scale, case = 2.0**20, make_case(KIND[entry], "packed", terms, dtype=torch.float16, **SHORT)
+    case = replace(case, terms={"normalizer": 1.0})
     leaves, output = forward(replace(case, terms={"normalizer": scale}), entry, gk.GSPO(), backend, **options)
     (output.loss * scale).backward()
-    grads = {name: leaf.grad.cpu() for name, leaf in leaves.items() if name not in frozen}
-    assert_equals_oracle(replace(run(case, entry, gk.GSPO(), backend), grads=grads), case, gk.GSPO())
-
-
-# --- masked positions
-
-
-def check_inert(case, entry, objective, backend="auto", **options):
-    """NaN and infinities in what doesn't count change no bit."""
-    case, spoiled = (for_objective(each, objective) for each in (case, poisoned(case, "mixed")))
-    assert not all(value.isfinite().all() for value in spoiled.inputs.values())
-    clean, got = (run(each, entry, objective, backend, **options) for each in (case, spoiled))
-    if entry == POLICY:  # log-probs come back as they were
-        clean, got = (replace(each, logprobs=each.loss, entropy=None) for each in (clean, got))
-    assert_same_bits(got, clean)
-    assert all(grad.isfinite().all() for grad in got.grads.values())
-
-
-@pytest.mark.parametrize("terms", ["weighted", "kl_tensor", "entropy_tensor", "all"])
-@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO", "Linear"])
-def test_masked_positions_of_policy_loss_are_inert(name, terms):
-    terms += "+token_advantages" if name in ("GSPOToken", "GRPO") else ""
-    for layout in LAYOUTS:
-        check_inert(make_case("logprobs", layout, terms), POLICY, getattr(gk, name)())
-
-
-@pytest.mark.parametrize(
-    ("entry", "terms", "objective"),
-    [
-        *((entry, terms, gk.GSPO()) for entry in FUSED_ENTRIES for terms in ("weighted", "all")),
-        (FUSED, "on_policy", gk.GSPO()),
-        (FUSED, "on_policy", gk.Linear()),
-    ],
-)
-def test_masked_positions_are_inert(entry, terms, objective, backend):
-    check_inert(make_case(KIND[entry], "padded", terms, **SHORT), entry, objective, backend)
-
-
-@pytest.mark.parametrize("schedule", ["known", *SCHEDULES])
-def test_masked_hidden_states_are_inert_in_every_schedule(schedule, backend):
-    objective = gk.GRPO() if schedule == "known" else gk.GSPO()
-    skips = ("none", "backward") if backend == "cpp" else ("none",)
-    for skip in skips:
-        options = {"schedule": schedule, "skip_inactive": skip} | CHUNK
-        check_inert(make_case("linear", "packed", "holes", **SHORT), LINEAR, objective, backend, **options)
+    result = run(case, entry, gk.GSPO(), backend, **options)
+    grads = {name: leaves[name].grad.cpu() for name in result.grads}
+    assert_equals_oracle(replace(result, grads=grads), case, gk.GSPO())
 
 
 # --- the ends of the range
-
-
-EXTREMES = list(itertools.product((-1e4, -200.0, -87.0, 0.0, 87.0, 200.0, 1e4), (1.5, -1.5, 0.0)))
-
-
-@pytest.mark.parametrize("dual", [None, 3.0])
-@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
-@pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
-def test_extreme_ratios(monkeypatch, entry, name, dual, backend):
-    """All combinations in one batch: each sequence's gradient is as if it were alone."""
-    if backend == "triton" and (entry, name) != (FUSED, "GSPO"):
-        pytest.skip("the rows are no others, and the ratios are not Triton's")
-    for module in (terms_module, step, sequence_ratio):  # old log-probs that go with low ratios are refused
-        monkeypatch.setattr(module, "checked_values", lambda device: False)
-    objective, (log_s, advantages) = getattr(gk, name)(dual_clip=dual), zip(*EXTREMES, strict=True)
-    case = make_case(
-        KIND[entry], "packed", "normalizer", lengths=(1,) * len(EXTREMES), bias=False, log_s=log_s,
-        advantages=advantages, dtype=torch.float64 if entry == POLICY else torch.float32,
-    )  # fmt: skip
-    leaves, output = forward(case, entry, objective, backend)
-    output.loss.backward()
-    value, coefficients = zip(*(oracle.clipped_sequence(objective, *each) for each in EXTREMES), strict=True)
-    assert output.loss.item() == pytest.approx(sum(value) / 7.5, rel=1e-4)
-    assert not any(metric.isnan() for metric in output.metrics.values())
-    grad = next(iter(leaves.values())).grad.cpu()
-    assert not grad.isnan().any()
-    for row, coefficient in zip(grad, coefficients, strict=True):
-        if entry == POLICY:
-            assert row.float().item() == pytest.approx(coefficient / 7.5, rel=1e-6)
-        elif math.isinf(coefficient):
-            assert not row.isfinite().all()
-        else:
-            # exp(-1e4) and exp(-200) are zeros of fp32
-            assert row.isfinite().all() and (row != 0).any() == (abs(coefficient) > 1e-40)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "frozen", "two_pass"])
@@ -506,7 +405,7 @@ def test_ratio_is_one_through_any_other_path_of_ours():
     for backend, layout in itertools.product(backends, LAYOUTS):
         case = make_case("linear", layout, lengths=lengths, vocabulary=vocabulary, width=32)
         inputs = {**case.inputs, "hidden": case.inputs["hidden"] * (2.0 / math.sqrt(32))}
-        here = on_device(replace(case, inputs=inputs), backend)
+        here = replace(case, inputs=inputs).each(lambda _, value: value.to(device_of(backend)))  # noqa: B023
         hidden, weight, bias = here.inputs.values()
         logits = torch.nn.functional.linear(hidden, weight, bias)
         outputs = {"logits": gk.token_logprobs(logits, here.labels, backend=backend)}
@@ -526,37 +425,25 @@ def test_ratio_is_one_through_any_other_path_of_ours():
 
 
 EMPTY = {
-    "no sequences": ((0, 4), None, 0),
-    "no positions": ((3, 0), None, 3),
-    "no tokens": ((0,), (0, 0), 2),
-    "nothing at all": ((0,), (), 0),
-    "all masked": ((2, 3), None, 2),
-    "all masked, packed": ((5,), (2, 0, 3), 3),
+    "no sequences": {"layout": "padded", "lengths": (), "padding": 4},
+    "no positions": {"layout": "padded", "lengths": (0, 0, 0), "padding": 0},
+    "no tokens": {"lengths": (0, 0)},
+    "nothing at all": {"lengths": ()},
+    "all masked": {"layout": "padded", "lengths": (3, 1)},
+    "all masked, packed": {"lengths": (2, 0, 3)},
 }
-"""Shape of the labels, lengths of packed sequences, and the number of sequences."""
 
 
 @pytest.mark.parametrize("what", EMPTY)
 @pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
 def test_nothing_to_do(entry, what, backend):
-    shape, lengths, batch = EMPTY[what]
-    case = make_case(KIND[entry], "packed", "plain")
-    inputs = {
-        name: value if name in ("weight", "bias") else torch.zeros(*shape, *value.shape[1:])
-        for name, value in case.inputs.items()
-    }
-    case = replace(
-        case, labels=torch.zeros(shape, dtype=torch.int64), inputs=inputs, advantages=torch.ones(batch),
-        cu_seqlens=None if lengths is None else offsets(lengths),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-    )  # fmt: skip
-    for name, old in itertools.product(("GSPO", "GSPOToken", "GRPO", "Linear"), (torch.zeros(shape), None)):
+    case = make_case(KIND[entry], **EMPTY[what])
+    nothing = torch.zeros(case.labels.shape, dtype=torch.bool)
+    case = replace(case, loss_mask=nothing, advantages=torch.ones(len(EMPTY[what]["lengths"])))
+    for name, old in itertools.product(("GSPO", "GSPOToken", "GRPO", "Linear"), (case.old_logprobs, None)):
         objective = getattr(gk, name)()
         here = for_objective(replace(case, old_logprobs=old), objective)
-        leaves, output = forward(here, entry, objective, backend)
-        assert output.loss.item() == 0.0 and output.loss.requires_grad
-        output.loss.backward()
-        for leaf in leaves.values():
-            assert leaf.grad.shape == leaf.shape and (leaf.grad == 0).all()
-        assert output.logprobs.shape == case.labels.shape
-        assert all(metric.isfinite() for metric in output.metrics.values()), output.metrics
+        result = run(here, entry, objective, backend)
+        assert result.loss == 0.0 and result.logprobs.shape == case.labels.shape
+        assert all((grad == 0).all() for grad in result.grads.values())
+        assert all(metric.isfinite() for metric in result.metrics.values()), result.metrics

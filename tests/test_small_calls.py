@@ -1,4 +1,9 @@
-"""Small calls on the CPU: what they leave to the careful way, and that both ways say the same."""
+"""Small calls on the CPU keep their logits until the backward, but for what is left to the careful way.
+
+That their results are those of all other ways, tests/test_invariants.py shows.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,34 +11,13 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp, losses
 from gspo_kernels.linear import loss
-from tests.cases import generator
+from tests.cases import make_case, run
 
 pytestmark = pytest.mark.skipif(
     cpp.unavailable(torch.device("cpu")) is not None, reason="the C++ extension is not built"
 )
-B, T, V, H = 4, 6, 40, 8
-LEAVES = ("hidden", "weight", "bias")
-
-
-def batch(dtype=torch.float32):
-    """A call's arguments; every sequence is active, in the middle of the clip range."""
-    rng = generator(0)
-    call = {
-        name: torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
-        for name, shape in (("hidden", (B, T, H)), ("weight", (V, H)), ("bias", (V,)))
-    }
-    call["labels"] = torch.randint(V, (B, T), generator=rng)
-    call["old_logprobs"] = gk.linear_token_logprobs(**call).logprobs
-    return call | {"advantages": 0.5 + torch.rand(B, generator=rng).to(dtype)}
-
-
-def outcome(call, upstream=1.0, twice=False, **options):
-    """Loss and gradients of hidden states, weight and bias."""
-    leaves = {name: call[name].clone().requires_grad_() for name in LEAVES}
-    total = gk.fused_linear_policy_loss(**(call | leaves), **options).loss
-    if twice:
-        torch.autograd.grad(total * upstream, list(leaves.values()), retain_graph=True)
-    return total.detach(), *torch.autograd.grad(total * upstream, list(leaves.values()))
+CALL = make_case("linear", "packed", lengths=(6, 6, 6), vocabulary=40, width=8)
+BYTES = 4 * 40 * 18
 
 
 @pytest.fixture
@@ -50,49 +34,38 @@ def kept(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-@pytest.mark.parametrize(("upstream", "twice"), ((1.0, False), (-3.0, True), (0.0, False)))
-def test_both_ways_agree(kept, dtype, upstream, twice):
-    call = batch(dtype)
-    # one clipped sequence, one without advantage
-    call["old_logprobs"][0] -= 0.1
-    call["advantages"][1] = 0.0
-    plain = outcome(call, upstream, twice)
-    careful = outcome(call, upstream, twice, schedule="aligned")
-    assert kept == [True, False]
-    # sums of V or B * T products, each rounded a few times
-    for one, other in zip(plain, careful, strict=True):
-        allowed = 16 * torch.finfo(dtype).eps * other.abs().max().item()
-        torch.testing.assert_close(one, other, rtol=0.0, atol=allowed)
+def nan_without_advantage():
+    hidden = CALL.inputs["hidden"].clone()
+    hidden[6:12] = torch.nan
+    advantages = torch.tensor([1.0, 0.0, -1.0])
+    return replace(CALL, inputs=CALL.inputs | {"hidden": hidden}, advantages=advantages)
 
 
-def with_nan_where_nothing_is_learned(call):
-    call["hidden"][1], call["advantages"][1] = float("nan"), 0.0
-    return {}
-
-
-CAREFUL = {
-    "masked": lambda call: {"loss_mask": torch.arange(T).expand(B, T) < T - 1},
-    "NaN without advantage": with_nan_where_nothing_is_learned,
-    "large ratios": lambda call: {"old_logprobs": call["old_logprobs"] - 60, "objective": gk.GSPO(1.0, 1e30)},
-    "budget": lambda call: {"max_chunk_bytes": 4 * V * (B * T - 1)},
-    "skip all": lambda call: {"skip_inactive": "all"},
-    "entropy": lambda call: {"return_entropy": True},
-    "KL": lambda call: {"kl_beta": 0.1, "ref_logprobs": call["old_logprobs"] - 0.1},
+KL = {"kl_beta": 0.1, "ref_logprobs": CALL.old_logprobs - 0.1}
+# A case, its objective and options, and whether logits are kept.
+CALLS = {
+    "plain": (CALL, gk.GSPO(), {}, True),
+    "fp64": (make_case("linear", dtype=torch.float64), gk.GSPO(), {}, True),
+    "masked": (replace(CALL, loss_mask=torch.arange(18) % 6 < 5), gk.GSPO(), {}, False),
+    "NaN without advantage": (nan_without_advantage(), gk.GSPO(), {}, False),
+    "large ratios": (replace(CALL, old_logprobs=CALL.old_logprobs - 60), gk.GSPO(1.0, 1e30), {}, False),
+    "budget": (CALL, gk.GSPO(), {"max_chunk_bytes": BYTES - 4 * 40}, False),
+    "skip all": (CALL, gk.GSPO(), {"skip_inactive": "all"}, False),
+    "entropy": (CALL, gk.GSPO(), {"return_entropy": True}, False),
+    "KL": (replace(CALL, terms=KL), gk.GSPO(), {}, False),
 }
 
 
-@pytest.mark.parametrize("change", CAREFUL)
-def test_what_plain_products_could_spoil_goes_the_careful_way(kept, change):
-    call = batch()
-    changes = CAREFUL[change](call)
-    _, _, *gradients = outcome(call | changes)
-    assert not any(kept)
-    assert all(gradient.isfinite().all() for gradient in gradients)
+@pytest.mark.parametrize("name", CALLS)
+def test_what_plain_products_could_spoil_goes_the_careful_way(kept, name):
+    case, objective, options, expected = CALLS[name]
+    result = run(case, "fused_linear_policy_loss", objective, **options)
+    assert any(kept) == expected
+    assert all(gradient.isfinite().all() for gradient in result.grads.values())
 
 
 def test_logits_beyond_the_limit_are_not_kept(kept, monkeypatch):
-    for limit, expected in ((4 * V * B * T, True), (4 * V * B * T - 1, False)):
+    for limit, expected in ((BYTES, True), (BYTES - 1, False)):
         monkeypatch.setattr(loss, "SMALL_BYTES", limit)
-        outcome(batch())
+        run(CALL, "fused_linear_policy_loss", gk.GSPO())
         assert kept.pop() is expected

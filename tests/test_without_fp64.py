@@ -1,7 +1,5 @@
 """A device without fp64, such as Apple's MPS, which is pretended: any fp64 tensor raises there."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +10,7 @@ from gspo_kernels import doctor, exact
 from gspo_kernels.ops import backends, library
 from tests.cases import generator, make_case, run
 from tests.judging import assert_equals_oracle
+from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, make_batch
 
 
 class _Refusing(TorchDispatchMode):
@@ -38,8 +37,6 @@ def without_fp64(monkeypatch):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_schedules(without_fp64, layout, schedule):
     case = make_case("linear", layout, "on_policy" if schedule == "known" else "holes")
-    if schedule == "frozen":
-        case = replace(case, frozen=("weight", "bias"))
     with without_fp64:
         got = run(case, "fused_linear_policy_loss", gk.GSPO(), "reference", schedule=schedule)
     assert_equals_oracle(got, case, gk.GSPO())
@@ -49,35 +46,21 @@ def test_schedules(without_fp64, layout, schedule):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_objectives(without_fp64, layout, name):
     """Values and gradients beside those with fp64."""
-    objective = getattr(gk, name)(**({"aggregation_constant": 8.0} if name == "DrGRPO" else {}))
-    rng, B, T = generator(0), 8, 6
-    shape, ends = ((B, T), None) if layout == "padded" else ((B * T,), torch.arange(0, B * T + 1, T))
-    old = torch.randn(shape, generator=rng) - 4
-    given = {
-        "group_ids": torch.arange(B) // 2,
-        "turn_ids": (torch.arange(T).repeat(B, 1) // 3).view(shape),
-        "token_weights": torch.rand(shape, generator=rng),
-        "lengths": torch.full((B,), 5.0),
-        "ref_logprobs": old - 0.1,
-        "entropy": torch.rand(shape, generator=rng),
-    }
-    terms = {need: given[need] for need in objective.needs}
-    terms |= {"old_logprobs": old, "cu_seqlens": ends, "objective": objective}
-    terms["advantages"] = torch.randn(B, generator=rng) if objective.needs_advantages else None
-    new = old + 1e-3 * torch.randn(shape, generator=rng)
+    objective = EVERY[name](**({"aggregation_constant": 8.0} if name in NO_DEFAULTS else {}))
+    batch = make_batch(objective)
+    batch = batch.packed() if layout == "packed" else batch
+    here = batch.each(lambda x: x.float() if x.is_floating_point() else x)
+    there = here.each(lambda x: x.double() if x.is_floating_point() else x)
 
-    def computed():
-        leaf = new.clone().requires_grad_()
-        out = gk.policy_loss(leaf, **terms)
-        out.loss.backward()
-        return out.loss.detach(), leaf.grad
+    def computed(batch):
+        leaf = batch.logprobs.clone().requires_grad_()
+        loss = batch.call(gk.policy_loss, objective, logprobs=leaf).loss
+        return loss.detach(), *torch.autograd.grad(loss, leaf)
 
     with without_fp64:
-        got = computed()
-    exact_too = [value.double() for value in (new, old)]
-    new, terms["old_logprobs"] = exact_too
-    for here, there in zip(got, computed(), strict=True):
-        torch.testing.assert_close(here.double(), there, rtol=2e-4, atol=1e-6)
+        got = computed(here)
+    for value, want in zip(got, computed(there), strict=True):
+        torch.testing.assert_close(value.double(), want, rtol=2e-4, atol=1e-6)
 
 
 def test_the_rest(without_fp64):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def check_inputs(
 def _with_adapter(
     hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states with ``scale * hidden @ A.T`` behind them, and B; autograd makes dA of what is behind."""
+    """Hidden states with ``scale * hidden @ A.T`` behind them, and B; dA follows from what is behind."""
     A, (V, H) = checks.tensor("weight.A", lora.A, None, "[r, H]", hidden.device, checks.FLOATS), weight.shape
     checks.tensor("weight.A", A, (len(A) if A.ndim else 0, H), "[r, H]", hidden.device, checks.FLOATS)
     checks.tensor("weight.B", lora.B, (V, len(A)), "[V, r]", hidden.device, checks.FLOATS)
@@ -98,8 +98,23 @@ def _with_adapter(
             "have a part of dA only; expected the product of base and adapter as one weight"
         )
     with torch.autocast(hidden.device.type, enabled=False):
-        low = scale * (hidden.to(lora.A.dtype) @ lora.A.t())
+        low = scale * LowRankFunction.apply(hidden.to(lora.A.dtype), lora.A)
         return torch.cat([hidden, low.to(hidden.dtype)], -1), lora.B.to(hidden.dtype)
+
+
+class LowRankFunction(torch.autograd.Function):
+    """``hidden @ A.T``. Hidden states without a gradient may be anything: they have no part in dA."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, A: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, A)
+        return hidden @ A.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, A = ctx.saved_tensors
+        active = torch.where((grad != 0).any(-1, keepdim=True), hidden, 0.0)
+        return grad @ A, grad.flatten(0, -2).t() @ active.flatten(0, -2)
 
 
 def check_teachers_head(

@@ -355,8 +355,12 @@ OF_PAIRS = {"DPO": dpo, "TRPA": trpa, "REBEL": rebel}
 NAMES = OF_A_SEQUENCE.keys() | OF_A_BATCH.keys() | OF_PAIRS.keys()
 
 
-def loss(o, qs: list[Sequence]) -> Tensor:
-    """The loss of a batch's sequences with a counted token."""
+def loss(o, qs: list[Sequence], beyond: list[Tensor] | None = None, normalizer=None) -> Tensor:
+    """The loss of a batch's sequences with a counted token.
+
+    ``beyond`` are terms per token that no rollout weight multiplies, such as a KL; ``normalizer`` replaces
+    the outer divisor.
+    """
     name, pairs = type(o).__name__, None
     if name in OF_A_SEQUENCE:
         values = [OF_A_SEQUENCE[name](o, q) for q in qs]
@@ -370,19 +374,24 @@ def loss(o, qs: list[Sequence]) -> Tensor:
                 values[i] = values[i] + value / 2
                 if name == "TRPA":  # a pair has the mean of its two sequences' penalties
                     values[i] = values[i] + trpa_penalty(o, qs[i]) / 2
-    total = torch.zeros((), dtype=torch.float64)
-    for q, value in zip(qs, values, strict=True):
+    total = qs[0].logp.new_zeros(())
+    for i, (q, value) in enumerate(zip(qs, values, strict=True)):
         by_token = value.ndim == 1
         value = (value * q.rollout).sum() if by_token else value * q.rollout.mean()
-        if o.aggregation == "sequence_mean":
-            total = total + (value / q.length if by_token else value)
-        else:
-            total = total + (value if by_token else value * q.length)
+        by_mean = o.aggregation == "sequence_mean"
+        if by_token and by_mean:
+            value = value / q.length
+        elif not by_token and not by_mean:
+            value = value * q.length
+        if beyond is not None:
+            value = value + beyond[i].sum() / (q.length if by_mean else 1)
+        total = total + value
     divisor = {
         "sequence_mean": len(qs) if pairs is None else max(1, len(pairs)),
         "token_mean": sum(q.length for q in qs),
         "sequence_mean_token_sum": len(qs),
-        "constant": len(qs) * (o.aggregation_constant or 1),
+        "constant": len(qs),
         "sum": 1,
     }[o.aggregation]
-    return total / divisor
+    divisor = divisor if normalizer is None else float(normalizer)
+    return total / (divisor * (o.aggregation_constant or 1))

@@ -7,38 +7,16 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import AGGREGATIONS, generator
+from tests import oracle
+from tests.cases import AGGREGATIONS, Case, generator, run
+from tests.judging import expect
 from tests.objectives import formulas
 from tests.objectives.sample_batches import close, coefficients, every, make_batch
 
 
-def sequences(batch):
-    """Those of a padded batch that have a counted token."""
-    values = batch.terms | {"logp": batch.logprobs, "old": batch.old_logprobs, "advantage": batch.advantages}
-
-    def of(i, mask):
-        count = int(mask.sum())
-
-        def tokens(name, default=0.0):
-            value = values.get(name)
-            if value is None:
-                return torch.full((count,), default, dtype=torch.float64)
-            return value[i][mask] if value.ndim == 2 else value[i].expand(count)
-
-        return formulas.Sequence(
-            logp=tokens("logp"), old=tokens("old"), advantage=tokens("advantage"),
-            rollout=tokens("rollout_weights", 1.0), weight=tokens("token_weights", 1.0),
-            ref=tokens("ref_logprobs"), entropy=tokens("entropy"), turn=tokens("turn_ids"),
-            length=float(values["lengths"][i]) if "lengths" in values else float(count),
-            group=int(values["group_ids"][i]) if "group_ids" in values else 0,
-        )  # fmt: skip
-
-    return [of(i, mask) for i, mask in enumerate(batch.loss_mask) if mask.any()]
-
-
 def assert_equals_the_formula(objective, batch):
     leaf = batch.logprobs.clone().requires_grad_()
-    loss = formulas.loss(objective, sequences(replace(batch, logprobs=leaf)))
+    loss = batch.call(oracle.policy_loss, objective, logprobs=leaf)
     (grad,) = torch.autograd.grad(loss, leaf)
     for laid_out in (batch, batch.packed()):
         logprobs = laid_out.logprobs.clone().requires_grad_()
@@ -86,82 +64,49 @@ def test_every_objective_has_a_formula():
 @every
 @pytest.mark.parametrize("how", ["padded", "packed", "on-policy"])
 def test_from_logits_and_hidden_states(objective, how):
-    """Plain PyTorch from hidden states to the formula, the same from log-probs, logits, and by schedules."""
+    """Plain PyTorch to the formula, the same from log-probs, logits, and by schedules."""
     batch, rng = make_batch(objective), generator(1)
+    batch = batch.packed() if how == "packed" else batch
     labels = torch.randint(23, batch.logprobs.shape, generator=rng)
-    start = {
-        "hidden": torch.randn(*labels.shape, 8, generator=rng, dtype=torch.float64),
-        "weight": 0.3 * torch.randn(23, 8, generator=rng, dtype=torch.float64),
-    }
-
-    def run(function, **frozen):
-        """The loss and its gradients; ``function`` takes hidden states and weight."""
-        leaves = {name: value.clone().requires_grad_() for name, value in start.items()} | frozen
-        result = function(*leaves.values())
-        result.backward()
-        return [result.detach(), *(leaf.grad for leaf in leaves.values() if leaf.requires_grad)]
-
-    def by_formula(hidden, weight):
-        log_p = (hidden @ weight.T).log_softmax(-1)
-        logprobs = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        terms = dict(batch.terms)
-        if "entropy" in terms:
-            terms["entropy"] = -(log_p.exp() * log_p).sum(-1).detach()
-        before = logprobs.detach() if old is None else old
-        same = replace(batch, logprobs=logprobs, old_logprobs=before, terms=terms)
-        return formulas.loss(objective, sequences(same))
-
-    old = None
+    hidden = torch.randn(*labels.shape, 8, generator=rng, dtype=torch.float64)
+    weight = 0.3 * torch.randn(23, 8, generator=rng, dtype=torch.float64)
+    logits, old = hidden @ weight.T, None
     if how != "on-policy":  # ratios near 1 here too, so that not everything is clipped
-        now = gk.token_logprobs(start["hidden"] @ start["weight"].T, labels).logprobs
-        old = now - (batch.logprobs - batch.old_logprobs)
-    expected = run(by_formula)
+        old = gk.token_logprobs(logits, labels).logprobs - (batch.logprobs - batch.old_logprobs)
+    case = Case(
+        "linear", labels, {"hidden": hidden, "weight": weight}, old, batch.advantages,
+        cu_seqlens=batch.terms.get("cu_seqlens"), loss_mask=batch.loss_mask,
+        terms={name: value for name, value in batch.terms.items() if name not in ("entropy", "cu_seqlens")},
+        needs_entropy="entropy" in objective.needs,
+    )  # fmt: skip
+    from_logits = replace(case, kind="logits", inputs={"logits": logits})
+    exact = expect(case, objective)
 
-    if how == "packed":
-        batch, labels, old = batch.packed(), labels.flatten(), old.flatten()
-        start["hidden"] = start["hidden"].flatten(0, 1)
-        expected[1] = expected[1].flatten(0, 1)
-    shared = {"loss_mask": batch.loss_mask, **batch.terms, "objective": objective}
-    shared.pop("entropy", None)
-    metrics = []
+    def check(entry, case=case, exact=exact, **options):
+        got = run(case, entry, objective, **options)
+        for name in ("loss", *(f"grad {name}" for name in got.grads)):
+            close(got.values()[name], exact.values()[name])
+        return got
 
-    def from_log_probs(hidden, weight):
-        tokens = gk.token_logprobs(hidden @ weight.T, labels, return_entropy=True)
-        entropy = tokens.entropy if "entropy" in objective.needs else None
-        output = gk.policy_loss(tokens.logprobs, old, batch.advantages, entropy=entropy, **shared)
-        metrics.append(output.metrics)
-        return output.loss
-
-    def from_logits(hidden, weight):
-        output = gk.fused_policy_loss(hidden @ weight.T, labels, old, batch.advantages, **shared)
-        metrics.append(output.metrics)
-        return output.loss
-
-    def by_schedule(schedule):
-        return lambda hidden, weight: (
-            gk.fused_linear_policy_loss(
-                hidden, weight, labels, old, batch.advantages, **shared, schedule=schedule
-            ).loss
-        )
-
-    close(run(from_log_probs), expected)
-    close(run(from_logits), expected)
-    for name, value in metrics[0].items():
-        assert metrics[1][name].item() == pytest.approx(value.item(), rel=1e-9, abs=1e-12), name
+    one, other = (
+        check(entry, from_logits, expect(from_logits, objective))
+        for entry in ("token_logprobs", "fused_policy_loss")
+    )
+    for name, value in one.metrics.items():
+        assert other.metrics[name].item() == pytest.approx(value.item(), rel=1e-9, abs=1e-12), name
     served = set()
     for schedule in ("known", "aligned", "deferred", "two_pass", "auto"):
         try:
-            got = run(by_schedule(schedule))
+            check("fused_linear_policy_loss", schedule=schedule)
         except ValueError as error:
             assert "is not exact here" in str(error)
             continue
         served.add(schedule)
-        close(got, expected)
     assert served >= {"aligned", "two_pass", "auto"}
     if old is not None:
         assert ("known" in served) == (objective.coefficient_scope in ("nothing", "token"))
         assert ("deferred" in served) == objective.factorizes
-    close(run(by_schedule("frozen"), weight=start["weight"]), expected[:2])
+    check("fused_linear_policy_loss", schedule="frozen")
 
 
 @pytest.mark.parametrize("name", gk.objectives.__all__)
