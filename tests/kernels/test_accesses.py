@@ -25,8 +25,7 @@ from gspo_kernels.types import KLPenalty, RatioClip, RowPair, Shard
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 from tests.kernels.accesses import backwards, counted, order_of_programs, rebuilt, shuffle, without_races
-from tests.kernels.row_calls import IGNORE, Rows
-from tests.kernels.row_oracle import PLAIN
+from tests.kernels.row_calls import IGNORE, PLAIN, Rows
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are seen under the interpreter")
 ROWS = Rows("triton")
