@@ -242,12 +242,8 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
             if is_read(name) and "logits_ptr" in names:
                 entry["counts"] = counts(call, target, kernel)
             if is_read(name) and "cubin" in kernel.asm:
-                code = sass(kernel)
-                loads = re.findall(r"\bLDG\.E\S*", code)
-                entry["wide_loads"] = sum(".128" in load for load in loads)
-                entry["narrow_logit_loads"] = sum(".U16" in load for load in loads)
-                entry["wide_stores"] = len(re.findall(r"\bSTG\.E\S*\.128", code))
-                entry["barriers"] = len(re.findall(r"\bBAR\.SYNC", code))
+                for field, words in (("wide_loads", "LDG"), ("wide_stores", "STG")):
+                    entry[field] = len(re.findall(rf"\b{words}\.E\S*\.128", sass(kernel)))
             report.append(entry)
     return report
 
