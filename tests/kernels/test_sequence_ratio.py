@@ -56,7 +56,7 @@ TERMS = {
 MORE_TERMS = TERMS | {
     "on-policy": {"old_logprobs": None},
     "entropy": {"entropy": torch.linspace(0.1, 2.0, B * T).view(B, T)},
-    "reference's metric": {"ref_logprobs": REFERENCE},
+    "metric of a KL": {"ref_logprobs": REFERENCE},
     "k1": {"ref_logprobs": REFERENCE, "kl_beta": 0.1, "kl_estimator": "k1"},
     "k2": {"ref_logprobs": REFERENCE, "kl_beta": 0.1, "kl_estimator": "k2", "lengths": SIZES},
     "k3, entropy": {"ref_logprobs": REFERENCE, "kl_beta": BETAS, "entropy": -REFERENCE},
@@ -354,7 +354,7 @@ def test_nan_in_a_counted_row_reaches_its_own_sequence_only(launch, source):
     assert grad.isnan().any(1).tolist() == [False] * 4 + [True, False]
 
 
-def test_small_differences_to_the_reference_keep_their_digits(launch):
+def test_small_log_ratios_keep_their_digits_in_a_kl(launch):
     """exp(-d) - 1 would cancel: its gradient is d for small d."""
     d = torch.tensor([[1e-3, -1e-6, 1e-9, -1e-12, 0.3, -0.49, 0.51, 40.0]], dtype=FP64)
     values = {
