@@ -4,6 +4,8 @@ A framework counts as there if it is installed, or if the folder in GSPO_PEER_SO
 folder of its name: a checkout, or an unpacked wheel. Nothing of them is kept here.
 """
 
+import __future__
+
 import ast
 import os
 from importlib.machinery import PathFinder
@@ -28,27 +30,31 @@ def source(framework: str, path: str) -> Path:
 
 
 def extract(file: Path, *names: str, **namespace) -> dict:
-    """Run the named top-level definitions of a file, without decorators that are calls, in ``namespace``."""
-    tree = ast.parse(file.read_text())
-    wanted = [each for each in tree.body if _name(each) in names]
-    assert {_name(each) for each in wanted} == set(names), f"{file.name} has changed"
-    for each in wanted:
-        if not isinstance(each, ast.Assign):
-            each.decorator_list = [one for one in each.decorator_list if isinstance(one, ast.Name)]
-    annotations = dict.fromkeys(("Any", "Callable", "Iterator", "Optional", "Tuple", "Union"), Anything)
-    namespace = {"torch": torch, **annotations, **namespace}
-    exec(compile(ast.Module(wanted, []), str(file), "exec"), namespace)
+    """Run the named top-level definitions of a file and those that they use, in ``namespace``.
+
+    Annotations are not evaluated, and decorators that are calls are left out.
+    """
+    definitions = {name: each for each in ast.parse(file.read_text()).body if (name := _name(each))}
+    assert set(names) <= definitions.keys(), f"{file.name} has changed"
+    wanted, left = set(), [*names]
+    while left:
+        name = left.pop()
+        wanted.add(name)
+        for node in ast.walk(definitions[name]):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                node.decorator_list = [each for each in node.decorator_list if isinstance(each, ast.Name)]
+            if isinstance(node, ast.FunctionDef):
+                node.returns = None
+            if isinstance(node, ast.arg):
+                node.annotation = None
+        used = {each.id for each in ast.walk(definitions[name]) if isinstance(each, ast.Name)}
+        left += (used & definitions.keys()) - wanted - namespace.keys()
+    namespace = {"torch": torch, **namespace}
+    module = ast.Module([each for name, each in definitions.items() if name in wanted], [])
+    exec(compile(module, str(file), "exec", __future__.annotations.compiler_flag), namespace)
     return namespace
 
 
 def _name(node: ast.stmt) -> str | None:
-    if isinstance(node, ast.Assign):
-        return getattr(node.targets[0], "id", None)
-    return getattr(node, "name", None)
-
-
-class Anything:
-    """Stands for types in annotations."""
-
-    def __class_getitem__(cls, item):
-        return cls
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return getattr(node, "name", None) or getattr(targets[0], "id", None)

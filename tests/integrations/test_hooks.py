@@ -385,10 +385,10 @@ SAME = {
 
 def areal_loss(options):
     names = peers.extract(
-        peers.source("areal", "areal/utils/functional/functional.py"), "ppo_actor_loss_fn",
-        "_compute_sequence_level_ratio_and_advantages", "apply_rejection_sampling", "RejectionSamplingResult",
-        "_check_bounds", RejectionSamplingConfig=peers.Anything, dataclass=dataclass,
-    )  # fmt: skip
+        peers.source("areal", "areal/utils/functional/functional.py"),
+        "ppo_actor_loss_fn",
+        dataclass=dataclass,
+    )
     if action := options.pop("action", None):
         options["rejection_sampling"] = Namespace(
             action=action, level="token", metric="ratio", agg="mean", lower=0.9, upper=1.2
@@ -416,8 +416,7 @@ def nemo_loss(options):
     )
     names = peers.extract(
         peers.source("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py"), "ClippedPGLossConfig",
-        "ClippedPGLossFn", Tensor=Tensor, LossFunction=object, LossType=LossType,
-        LossInputType=LossInputType, BatchedDataDict=peers.Anything, ClippedPGLossDataDict=None,
+        "ClippedPGLossFn", LossFunction=object, LossType=LossType, LossInputType=LossInputType,
         BaseModel=BaseModel, masked_mean=utils["masked_mean"], calculate_kl=utils["calculate_kl"],
     )  # fmt: skip
     bounds = {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.9}
@@ -430,7 +429,7 @@ def nemo_loss(options):
 def openrlhf_loss(options):
     utils = peers.extract(peers.source("openrlhf", "openrlhf/models/utils.py"), "masked_mean")
     names = peers.extract(
-        peers.source("openrlhf", "openrlhf/models/loss.py"), "aggregate_loss", "PolicyLoss",
+        peers.source("openrlhf", "openrlhf/models/loss.py"), "PolicyLoss",
         nn=torch.nn, masked_mean=utils["masked_mean"],
     )  # fmt: skip
     if "is_correction_mode" in options:
@@ -618,12 +617,10 @@ WEIGHTS = torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
 
 def prime_code(*names, **known):
     """Definitions of prime-rl's own file of losses."""
-    unknown = ("Float", "Bool", "Int", "Loss", "LossFn", "IPOLossConfig", "CustomLossConfig")
-    known |= {"Tensor": Tensor, "dataclass": dataclass, "field": field}
     file = peers.source("prime_rl", "prime_rl/trainer/rl/loss.py")
     if "IPOLoss" in names and "class IPOLoss:" not in file.read_text():
         pytest.skip("this prime-rl has another default")
-    return peers.extract(file, *names, **dict.fromkeys(unknown, peers.Anything), **known)
+    return peers.extract(file, *names, dataclass=dataclass, field=field, **known)
 
 
 def test_prime_rl_s_weights_scale_every_token_of_the_loss_and_of_the_kl():

@@ -250,8 +250,7 @@ def real(loss_fn=None):
     common = {"dist": torch.distributed, "mpu": mpu}
     helpers = peers.extract(
         peers.source("slime", "slime/utils/ppo_utils.py"), "calculate_log_probs_and_entropy",
-        "_calculate_log_probs_and_entropy_chunk", "_VocabParallelLogProbEntropy", "_maybe_all_reduce",
-        "_get_vocab_parallel_rank_size", "compute_approx_kl", "compute_gspo_kl", "compute_policy_loss",
+        "compute_approx_kl", "compute_gspo_kl", "compute_policy_loss",
         **common,
     )  # fmt: skip
     reducers = peers.extract(
@@ -260,9 +259,7 @@ def real(loss_fn=None):
     )  # fmt: skip
     return peers.extract(
         peers.source("slime", "slime/backends/megatron_utils/loss.py"), "loss_function",
-        "policy_loss_function", "get_log_probs_and_entropy", "get_rollout_top_p_logprob_kwargs",
-        "_build_shifted_tokens", "_extract_per_sample", **{**helpers, **reducers}, Namespace=Namespace,
-        RolloutBatch=dict, load_function=lambda path: loss_fn,
+        **{**helpers, **reducers}, load_function=lambda path: loss_fn,
     )["loss_function"]  # fmt: skip
 
 
