@@ -264,54 +264,24 @@ ARRIVALS = [
     (arrival(scope="cta"), "scope CTA"),
 ]  # fmt: skip
 CACHED = sequences, "_column", cached_column, "race: load by .* may come from a cache"
+OUT = "out of bounds: "
 FAULTS = [
     # beyond the last row, and between rows, where only the tensor that holds them goes on
-    (
-        rows_at(0, 4160),
-        columns,
-        "load_columns",
-        load_one_more,
-        "out of bounds: load of 4 bytes by program 2 in 1 ",
-    ),
-    (
-        rows_at(1, 1009),
-        columns,
-        "_load_column",
-        load_one_more_column,
-        "out of bounds: load of 4 bytes by program 0",
-    ),
-    (
-        rows_at(16, 1008),
-        columns,
-        "load_columns",
-        load_one_more,
-        "out of bounds: load of 4 bytes by program 0 in 1 ",
-    ),
-    (
-        rows_at(1, 4096, torch.bfloat16),
-        columns,
-        "_lies_within",
-        ends_within,
-        "out of bounds: load of 4 bytes by",
-    ),
-    (
-        zeros_written,
-        gradients,
-        "row_pointer",
-        one_element_late,
-        "out of bounds: store of 4 bytes by program 1 in 1 ",
-    ),
+    (rows_at(0, 4160), columns, "load_columns", load_one_more, OUT + "load of 4 bytes by program 2 in 1 "),
+    (rows_at(1, 1009), columns, "_load_column", load_one_more_column, OUT + "load of 4 bytes by program 0"),
+    (rows_at(16, 1008), columns, "load_columns", load_one_more, OUT + "load of 4 bytes by program 0 in 1 "),
+    (rows_at(1, 4096, torch.bfloat16), columns, "_lies_within", ends_within, OUT + "load of 4 bytes by"),
+    (zeros_written, gradients, "row_pointer", one_element_late, OUT + "store of 4 bytes by program 1 in 1 "),
     (zeros_written, gradients, "row_pointer", first_row, "race: store by program 1"),
     *((LAUNCHES["sequence ratio"], sequence_ratio, "signal_and_count", *fault) for fault in ARRIVALS),
     *((LAUNCHES["step"], step_kernels, "signal_and_count", *fault) for fault in ARRIVALS),
-    (LAUNCHES["sequence ratio"], *CACHED),
-    (LAUNCHES["step"], *CACHED),
+    *((LAUNCHES[name], *CACHED) for name in ("sequence ratio", "step")),
 ]
 
 
 @pytest.mark.parametrize(("call", "module", "name", "fault", "message"), FAULTS)
 def test_a_fault_is_found(monkeypatch, call, module, name, fault, message):
-    with nullcontext() if message.startswith("out of bounds") else without_races():
+    with nullcontext() if message.startswith(OUT) else without_races():
         call()
         monkeypatch.setattr(module, name, fault)
         with pytest.raises(Exception, match=message):

@@ -22,6 +22,7 @@ from tests.kernels.row_calls import (
     plain,
     same,
 )
+from tests.test_infinities import MAKERS, with_values
 
 
 @pytest.fixture(params=("triton", "cpp"))
@@ -292,41 +293,29 @@ def test_no_rows(rows, shape):
 
 def special_rows(lowest, highest):
     """Rows of 2512 columns, which Triton can keep on the chip; the label is column 3."""
-    inf, row = torch.inf, torch.randn(2512, dtype=torch.float64)
-
-    def change(where, value):
-        changed = row.clone()
-        changed[where] = value
-        return changed
-
-    return {
-        "some -inf": change(slice(100, 2100, 3), -inf),
-        "first blocks -inf": change(slice(0, 2100), -inf).index_fill(0, torch.tensor([3]), 1.0),
-        "all but the label -inf": change(torch.arange(2512) != 3, -inf),
-        "all but another -inf": change(torch.arange(2512) != 4, -inf),
-        "label -inf": change(3, -inf),
-        "all -inf": change(slice(None), -inf),
-        "a NaN": change(2511, torch.nan),
-        "a NaN among -inf": change(slice(0, 2511), -inf).index_fill(0, torch.tensor([10]), torch.nan),
-        "label NaN": change(3, torch.nan),
-        "a +inf": change(1250, inf),
-        "two +inf behind a finite maximum": change(slice(2300, 2302), inf).index_fill(
-            0, torch.tensor([9]), highest / 2
-        ),
-        "a +inf and a NaN": change(1250, inf).index_fill(0, torch.tensor([1251]), torch.nan),
-        "label +inf": change(3, inf),
-        "some lowest": change(slice(0, 2512, 2), lowest),
-        "all lowest": change(slice(None), lowest),
-        "label highest": change(3, highest),
-        "another highest": change(2511, highest),
-        "both ends": change(slice(0, 2512, 2), lowest).index_fill(0, torch.tensor([3]), highest),
+    ends, column = (torch.arange(2512) % 2 == 0), torch.arange(2512)
+    extreme = {
+        "first blocks -inf": lambda row: row.masked_fill((column < 2100) & (column != 3), -torch.inf),
+        "+inf behind a finite maximum": with_values({9: highest / 2, 2300: torch.inf, 2301: torch.inf}),
+        "some lowest": lambda row: row.masked_fill(ends, lowest),
+        "all lowest": lambda row: torch.full_like(row, lowest),
+        "label highest": with_values({3: highest}),
+        "another highest": with_values({2511: highest}),
+        "both ends": with_values({3: highest}, lambda row: row.masked_fill(ends, lowest)),
     }
+    makers = {line: makes[-1] for line, makes in MAKERS.items()} | extreme
+    return {name: make(torch.randn(2512, dtype=torch.float64)) for name, make in makers.items()}
 
 
 @pytest.mark.parametrize(
     ("dtype", "transform"),
-    [*((dtype, PLAIN) for dtype in DTYPES), *((torch.float32, one) for one in (WARM, SOFT, NEGATIVE))],
-    ids=[*map(str, DTYPES), "temperature", "softcap", "negative"],
+    [
+        (torch.float16, PLAIN),
+        (torch.bfloat16, WARM),
+        (torch.float64, PLAIN),
+        *((torch.float32, one) for one in (PLAIN, SOFT, NEGATIVE)),
+    ],
+    ids=["fp16", "bf16, temperature", "fp64", "fp32", "softcap", "negative"],
 )
 def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
     info, stats_type = torch.finfo(dtype), stats_dtype(dtype)
