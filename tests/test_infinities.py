@@ -52,7 +52,8 @@ MAKERS = {
 
 
 def make_row(allowed, values, vocabulary, dtype):
-    numbers, row = torch.randn(vocabulary), torch.full((vocabulary,), -INF)
+    numbers = torch.randn(vocabulary, dtype=torch.float64)
+    row = torch.full_like(numbers, -INF)
     row[allowed] = numbers[allowed]
     for column, value in values.items():
         row[column] = value

@@ -9,8 +9,7 @@ from gspo_kernels import bits, cpp
 from gspo_kernels.cpp.folding import BLOCK
 from gspo_kernels.cpp.products import INSTRUCTIONS, has_instructions, multiply
 from gspo_kernels.types import LogitTransform
-from tests.kernels.row_calls import DTYPES, IGNORE, NEGATIVE, SOFT, WARM, Rows, same
-from tests.kernels.row_oracle import PLAIN
+from tests.kernels.row_calls import DTYPES, IGNORE, NEGATIVE, PLAIN, SOFT, WARM, Rows, same
 
 ROWS = Rows("cpp")
 # One column, less and more than a tile, less and more than a block, three blocks

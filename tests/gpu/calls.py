@@ -4,6 +4,7 @@
 """
 
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,39 +42,36 @@ def problem(device, tokens, vocabulary, width=0, dtype=torch.bfloat16, seed=0):
     return (normal(B, tokens // B, width).to(dtype), weight), labels, old, advantages
 
 
-def from_logits(device, scale, on_policy=False, packed=False, in_place=False, **options):
+def results(out, leaves):
+    """The loss, what else there is per token, the metrics, and gradients."""
+    more = [value for value in out[1:3] if isinstance(value, torch.Tensor)]
+    metrics = getattr(out, "metrics", {}).values()
+    return out.loss.detach(), *more, *metrics, *torch.autograd.grad(out.loss, leaves)
+
+
+def from_logits(device, scale, on_policy=False, packed=False, **options):
     logits, labels, old, advantages = problem(device, scale.tokens, scale.vocabulary)
-    layout = {}
     if packed:
         logits, labels, old = logits.flatten(0, 1), labels.flatten(), old.flatten()
         ends = [0, labels.numel() // 2, labels.numel() // 2, labels.numel() - 1, labels.numel()]
-        layout["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
-    leaf = logits.requires_grad_()
-    terms = (labels, None if on_policy else old, advantages)
-    out = gk.fused_policy_loss(leaf, *terms, **layout, inplace_backward=in_place, backend="triton", **options)
-    (grad,) = torch.autograd.grad(out.loss, leaf)
-    return out.loss.detach(), out.logprobs, *out.metrics.values(), grad
+        options["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
+    leaf, old = logits.requires_grad_(), None if on_policy else old
+    return results(gk.fused_policy_loss(leaf, labels, old, advantages, backend="triton", **options), leaf)
+
+
+def chunk(scale, size=4):
+    return {"max_chunk_bytes": size * scale.vocabulary * max(1, scale.tokens // 2), "backend": "triton"}
 
 
 def from_hidden(device, scale, dtype=torch.bfloat16, on_policy=False, **options):
-    (hidden, weight), labels, old, advantages = problem(
-        device, scale.tokens, scale.vocabulary, scale.width, dtype
-    )
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    terms = (labels, None if on_policy else old, advantages)
-    chunk = 4 * scale.vocabulary * max(1, scale.tokens // 2)
-    out = gk.fused_linear_policy_loss(*leaves, *terms, max_chunk_bytes=chunk, backend="triton", **options)
-    return out.loss.detach(), out.logprobs, *torch.autograd.grad(out.loss, leaves)
+    inputs, labels, old, advantages = problem(device, *scale[:3], dtype)
+    leaves, terms = [each.requires_grad_() for each in inputs], (None if on_policy else old, advantages)
+    return results(gk.fused_linear_policy_loss(*leaves, labels, *terms, **chunk(scale), **options), leaves)
 
 
-def scores(device, scale, **options):
-    (hidden, weight), labels, *_ = problem(device, scale.tokens, scale.vocabulary, scale.width)
-    with torch.no_grad():
-        return tuple(
-            value
-            for value in gk.linear_token_logprobs(hidden, weight, labels, backend="triton", **options)
-            if value is not None
-        )
+def scores(device, scale):
+    inputs, labels, *_ = problem(device, *scale[:3])
+    return (gk.linear_token_logprobs(*inputs, labels, backend="triton").logprobs,)
 
 
 def token_logprobs(device, scale, **options):
@@ -91,44 +89,41 @@ def from_logprobs(device, scale, on_policy=False, **options):
     leaf = (old + 3e-4).requires_grad_()
     if "kl_beta" in options:
         options["ref_logprobs"] = old - 0.2
-    out = gk.policy_loss(leaf, None if on_policy else old, advantages, entropy=-old, **options)
-    (grad,) = torch.autograd.grad(out.loss, leaf)
-    return out.loss.detach(), *out.metrics.values(), grad
+    old, entropy = None if on_policy else old, -old
+    return results(gk.policy_loss(leaf, old, advantages, entropy=entropy, **options), leaf)
 
 
 def distilled(device, scale, beta, width=0):
     """From logits over themselves, or from hidden states, whose 16-bit rows lie in the logits' memory."""
     inputs, *_ = problem(device, scale.tokens, scale.vocabulary, width)
     teacher, *_ = problem(device, scale.tokens, scale.vocabulary, 2 * width, seed=1)
-    options = {"beta": beta, "backend": "triton"}
     if width:
-        leaves = tuple(each.requires_grad_() for each in inputs)
-        chunk = 8 * scale.vocabulary * max(1, scale.tokens // 2)
-        out = gk.fused_linear_distillation_loss(*leaves, *teacher, max_chunk_bytes=chunk, **options)
-    else:
-        leaves = (inputs.requires_grad_(),)
-        out = gk.distillation_loss(inputs * 1.0, teacher, inplace_backward=True, **options)
-    return out.loss.detach(), out.divergence, *torch.autograd.grad(out.loss, leaves)
+        leaves = [each.requires_grad_() for each in inputs]
+        out = gk.fused_linear_distillation_loss(*leaves, *teacher, beta=beta, **chunk(scale, 8))
+        return results(out, leaves)
+    leaf = inputs.requires_grad_()
+    how = {"beta": beta, "backend": "triton", "inplace_backward": True}
+    return results(gk.distillation_loss(leaf * 1.0, teacher, **how), leaf)
 
 
 # Which kernels: sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
 # in place and narrowing in place), scale, divergence (in both ways, too).
 CALLS = {
     "sequence ratio": from_logits,
-    "sequence ratio, packed, in place": lambda *to: from_logits(*to, packed=True, in_place=True),
-    "on-policy": lambda *to: from_logits(*to, on_policy=True),
-    "on-policy, in place": lambda *to: from_logits(*to, on_policy=True, in_place=True),
-    "log-probs and entropy": lambda *to: token_logprobs(*to, temperature=0.7, softcap=20.0),
-    "hidden, aligned": lambda *to: from_hidden(*to, schedule="aligned"),
-    "hidden, deferred": lambda *to: from_hidden(*to, schedule="deferred"),
-    "hidden, two_pass": lambda *to: from_hidden(*to, schedule="two_pass"),
-    "hidden, on-policy, fp16": lambda *to: from_hidden(*to, dtype=torch.float16, on_policy=True),
+    "sequence ratio, packed, in place": partial(from_logits, packed=True, inplace_backward=True),
+    "on-policy": partial(from_logits, on_policy=True),
+    "on-policy, in place": partial(from_logits, on_policy=True, inplace_backward=True),
+    "log-probs and entropy": partial(token_logprobs, temperature=0.7, softcap=20.0),
+    "hidden, aligned": partial(from_hidden, schedule="aligned"),
+    "hidden, deferred": partial(from_hidden, schedule="deferred"),
+    "hidden, two_pass": partial(from_hidden, schedule="two_pass"),
+    "hidden, on-policy, fp16": partial(from_hidden, dtype=torch.float16, on_policy=True),
     "log-probs": from_logprobs,
-    "log-probs, on-policy": lambda *to: from_logprobs(*to, on_policy=True),
-    "log-probs, tokens and KL": lambda *to: from_logprobs(*to, objective=gk.GRPO(), kl_beta=0.1),
+    "log-probs, on-policy": partial(from_logprobs, on_policy=True),
+    "log-probs, tokens and KL": partial(from_logprobs, objective=gk.GRPO(), kl_beta=0.1),
     "scoring": scores,
-    "forward KL, in place": lambda *to: distilled(*to, 0.0),
-    "Jensen-Shannon, in place": lambda *to: distilled(*to, 0.5),
+    "forward KL, in place": partial(distilled, beta=0.0),
+    "Jensen-Shannon, in place": partial(distilled, beta=0.5),
     "reverse KL, hidden": lambda device, scale: distilled(device, scale, 1.0, scale.width),
     "forward KL, hidden": lambda device, scale: distilled(device, scale, 0.0, scale.width),
 }

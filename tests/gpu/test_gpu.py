@@ -1,4 +1,7 @@
-"""What only a GPU shows: races, large tensors, another device, graphs, and the memory that was promised."""
+"""What only a GPU shows: races, large tensors, another device, graphs, and the memory that was promised.
+
+``GSPO_KERNELS_REHEARSE=1`` runs the code on tiny CPU tensors, interpreted.
+"""
 
 import os
 import subprocess
@@ -11,11 +14,26 @@ import torch
 
 import gspo_kernels as gk
 from tests.draws import shifted_seed
-from tests.gpu.calls import CALLS, problem
+from tests.gpu.calls import CALLS, Scale, problem
 from tests.kernels.row_calls import Rows, chunk_of
 
 kernels = pytest.importorskip("gspo_kernels.kernels", reason="needs Triton")
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def device():
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    if os.environ.get("GSPO_KERNELS_REHEARSE") == "1":
+        return torch.device("cpu")
+    pytest.skip("no CUDA device: torch.cuda.is_available() is False")
+
+
+@pytest.fixture(scope="module")
+def scale(device):
+    return Scale(4, 300, 32, 2) if device.type == "cpu" else Scale(512, 151936, 1024, 50)
 
 
 # --- the same call gives the same bits, whatever else the device does; compute-sanitizer minds no access

@@ -3,13 +3,10 @@ whether a GPU, which runs them and their threads at once, could see another orde
 """
 
 import contextlib
-import random
 from math import prod
 
 import numpy as np
 import torch
-
-from tests.draws import shifted_seed
 
 
 @contextlib.contextmanager
@@ -35,35 +32,18 @@ def rebuilt(**methods):
 
 
 @contextlib.contextmanager
-def order_of_programs(arrange):
-    """The interpreter runs programs one after another: let it do so in another order, of which it tells."""
+def backwards():
+    """The interpreter runs programs one after another: here the last one first. Yields their numbers."""
     seen = []
 
     def set_grid_dim(plain, x, y, z):
         plain(x, y, z)
-        seen.append(arrange(x))
+        seen.append(x)
 
-    def set_grid_idx(plain, x, y, z):
-        plain(seen[-1][x], y, z)
-
-    with rebuilt(set_grid_dim=set_grid_dim, set_grid_idx=set_grid_idx):
+    with rebuilt(
+        set_grid_dim=set_grid_dim, set_grid_idx=lambda plain, x, y, z: plain(seen[-1] - 1 - x, y, z)
+    ):
         yield seen
-
-
-def backwards(count):
-    """The last program first."""
-    return list(reversed(range(count)))
-
-
-def shuffle(seed):
-    """Programs in an order of their own for each seed."""
-
-    def arrange(count):
-        order = list(range(count))
-        random.Random(shifted_seed(seed)).shuffle(order)
-        return order
-
-    return arrange
 
 
 class Elements:

@@ -1,16 +1,18 @@
 """Calls of a backend's row functions, and what their answers must be."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gspo_kernels.ops.backends import load
 from gspo_kernels.types import LogitRows, LogitTransform, RowGradients, RowStats, stats_dtype
+from tests.accuracy import assert_draws_as_exact
 from tests.cases import device_of, generator
-from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
 
 IGNORE = -100
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PLAIN = LogitTransform()
 WARM = LogitTransform(1.0, 0.0, 0.7)
 SOFT = LogitTransform(0.5, 30.0, 0.7)
 NEGATIVE = LogitTransform(-2.0, 0.0, 1.0)
@@ -63,8 +65,7 @@ class Rows:
         return stats.each(Tensor.cpu), out.cpu(), factors.cpu()
 
     def _out(self, logits, dtype, out):
-        poisoned = torch.full(logits.shape, float("nan"), dtype=dtype) if out is None else out
-        return self.there(poisoned)
+        return self.there(torch.full(logits.shape, torch.nan, dtype=dtype) if out is None else out)
 
 
 def draw(vocabulary, dtype, *, B=2, T=3, spread=4.0, seed=0):
@@ -93,45 +94,104 @@ def same(got, want) -> bool:
     )
 
 
+# --- what answers must be
+
+
+def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
+    """(logprobs, lse, entropy, grad) of finite rows whose labels are columns; fp64's are by long double."""
+    wide = np.longdouble if logits.dtype == torch.float64 else np.float64
+    x = np.array(logits.double().numpy(), dtype=wide)
+    scale, cap = wide(transform.logit_scale), wide(transform.softcap)
+    heat = wide(transform.temperature)
+    if transform.row_temperature is not None:
+        heat = np.array(transform.row_temperature.double().numpy(), dtype=wide)[..., None]
+    bent = np.tanh(scale * x / cap) if cap else None
+    z = (cap * bent if cap else scale * x) / heat
+    slope = scale / heat * (1 - bent * bent if cap else np.ones_like(x))
+    top = z.max(-1, keepdims=True)
+    lse = top + np.log(np.exp(z - top).sum(-1, keepdims=True))
+    logp = z - lse
+    p = np.exp(logp)
+    onehot = np.arange(x.shape[-1]) == labels.numpy()[..., None]
+    # By the other columns, because log p(label) near 0 is lost in z - lse.
+    chosen = (logp * onehot).sum(-1)
+    others = (p * ~onehot).sum(-1)
+    chosen = np.where(chosen > -0.5, np.log1p(-np.minimum(others, wide(0.5))), chosen)
+    entropy = -(p * logp).sum(-1)
+    grad = np.zeros_like(x)
+    if grad_logprobs is not None:
+        onehot_minus_p = np.where(onehot, others[..., None], -p)
+        grad = grad + np.array(grad_logprobs.double().numpy(), dtype=wide)[..., None] * onehot_minus_p
+    if grad_entropy is not None:
+        weight = np.array(grad_entropy.double().numpy(), dtype=wide)[..., None]
+        grad = grad - weight * p * (logp + entropy[..., None])
+    numbers = (chosen, lse[..., 0], entropy, grad * slope)
+    return tuple(torch.from_numpy(number.astype(np.float64)) for number in numbers)
+
+
+def plain(logits, labels, transform, grad_logprobs=None, grad_entropy=None, dtype=torch.float32):
+    """The same in PyTorch with autograd."""
+    leaf = logits.to(dtype, copy=True).requires_grad_()
+    z = leaf * transform.logit_scale
+    if transform.softcap:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    heat = transform.row_temperature
+    z = z / (transform.temperature if heat is None else heat.unsqueeze(-1).to(dtype))
+    logp = torch.log_softmax(z, -1)
+    chosen = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    outputs = [(chosen, grad_logprobs), (entropy, grad_entropy)]
+    sum((output * grad.to(dtype)).sum() for output, grad in outputs if grad is not None).backward()
+    return chosen.detach(), torch.logsumexp(z, -1).detach(), entropy.detach(), leaf.grad
+
+
+def neighbour(values, k):
+    """The k-th draw of ``values`` moved by up to a part in 128: of the same size, roundings of its own."""
+    if k == 0:
+        return values
+    noise = torch.rand(values.shape, generator=generator(k), dtype=torch.float64)
+    return (values.double() * (1 + (noise - 0.5) / 64)).to(values.dtype)
+
+
+class Truth:
+    """What rows are in fp64, and how exact plain PyTorch is on them and on neighbours of theirs."""
+
+    def __init__(self, logits, labels, transform, grad_logprobs, grad_entropy=None, draws=6):
+        self.dtype, self.draws, names = logits.dtype, [], ("logprobs", "lse", "entropy", "grad")
+        for k in range(draws):
+            here = neighbour(logits, k), labels, transform, grad_logprobs, grad_entropy
+            answers = {torch.float64: exact(*here), torch.float32: plain(*here)}
+            self.draws.append({key: dict(zip(names, found, strict=True)) for key, found in answers.items()})
+
+    def hold(self, **got):
+        """Some of logprobs, lse, entropy and grad are as exact as plain PyTorch's."""
+        assert all(torch.isfinite(value).all() for value in got.values())
+        draws = [(answers.__getitem__, lambda: got) for answers in self.draws]
+        assert_draws_as_exact(draws, self.dtype, compared=1)
+
+
 def check(rows: Rows, logits, labels, grad, grad_entropy, transform=PLAIN):
     """All functions on finite rows are as exact as plain PyTorch, statistics the same bits with and without
     the entropy.
     """
-    eps, eps_out = (torch.finfo(dtype).eps for dtype in (stats_dtype(logits.dtype), logits.dtype))
-    # only fp64 rows keep a log-sum-exp that is rounded as they are, like the plain formula through logsumexp
-    ways = (False, True) if logits.dtype == torch.float64 else (False,)
-
-    def judge(*grads):
-        def judged(k):
-            here = neighbour(logits, k), labels, transform, *grads
-            return exact(*here), [plain(*here, way) for way in ways]
-
-        return Judge(judged)
-
-    both, alone = judge(grad, grad_entropy), judge(grad, None)
-    stats = rows.forward(logits, labels, transform)
+    given = logits, labels, transform
+    both, alone = Truth(*given, grad, grad_entropy), Truth(*given, grad)
+    stats = rows.forward(*given)
     for name, got in zip(stats._fields, stats, strict=True):
         assert got.dtype == (torch.float64 if name == "lse" else stats_dtype(logits.dtype)), name
-        both.hold(name, got, eps=eps)
     assert (stats.logprobs <= 0).all()
-    without = rows.forward(logits, labels, transform, entropy=False)
-    assert same(without, stats._replace(entropy=None))
-    both.hold("grad", rows.backward(logits, labels, stats, grad, grad_entropy, transform), eps=eps_out)
-    got = rows.backward(logits, labels, stats, grad, None, transform)
-    alone.hold("grad", got, eps=eps_out)
+    assert same(rows.forward(*given, entropy=False), stats._replace(entropy=None))
+    with_entropy = rows.backward(logits, labels, stats, grad, grad_entropy, transform)
+    both.hold(**stats._asdict(), grad=with_entropy)
+    alone.hold(grad=rows.backward(logits, labels, stats, grad, None, transform))
+    held = {True}
     if rows.name == "triton":
         from gspo_kernels.kernels import one_pass
 
-        held = one_pass.on_chip_tile(logits, logits, transform) is not None
-        in_one_pass = [rows.and_grad(logits, labels, grad, transform, held=way) for way in {held, False}]
+        held = {one_pass.on_chip_tile(logits, logits, transform) is not None, False}
     else:
-        in_one_pass = [rows.and_grad(logits, labels, grad, transform)]
-        known, row, factors = rows.and_rows(logits, labels, transform)
-        row = row.double() * (factors.double() * grad.double()).unsqueeze(-1)
-        alone.hold("grad", row, eps=2 * eps, formulas=1)
-        in_one_pass.append((known, in_one_pass[0][1]))
-    # the log-sum-exp is never rounded there: compared with log_softmax alone
-    for known, got in in_one_pass:
-        alone.hold("logprobs", known.logprobs, eps=eps, formulas=1)
-        alone.hold("lse", known.lse, eps=eps, formulas=1)
-        alone.hold("grad", got, eps=eps_out, formulas=1)
+        known, row, factors = rows.and_rows(*given)
+        alone.hold(logprobs=known.logprobs, lse=known.lse, grad=row * (factors * grad).unsqueeze(-1))
+    for way in held:
+        known, got = rows.and_grad(logits, labels, grad, transform, held=way)
+        alone.hold(logprobs=known.logprobs, lse=known.lse, grad=got)

@@ -16,8 +16,7 @@ from gspo_kernels.kernels.sequences import sum_sequence
 from gspo_kernels.linear.sums import MOST_IN_SUMS, power_of_two, times
 from gspo_kernels.types import stats_dtype
 from tests.cases import device_of, generator
-from tests.kernels.row_calls import DTYPES, Rows, draw, same
-from tests.kernels.row_oracle import PLAIN, exact
+from tests.kernels.row_calls import DTYPES, PLAIN, Rows, draw, exact, same
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run under the interpreter")
 FP32 = torch.float32

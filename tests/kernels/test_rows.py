@@ -7,8 +7,22 @@ import torch
 from gspo_kernels.ops.backends import why_not
 from gspo_kernels.types import LogitTransform, stats_dtype
 from tests.cases import device_of
-from tests.kernels.row_calls import DTYPES, IGNORE, NEGATIVE, SOFT, WARM, Rows, check, chunk_of, draw, same
-from tests.kernels.row_oracle import PLAIN, exact, plain
+from tests.kernels.row_calls import (
+    DTYPES,
+    IGNORE,
+    NEGATIVE,
+    PLAIN,
+    SOFT,
+    WARM,
+    Rows,
+    check,
+    chunk_of,
+    draw,
+    exact,
+    plain,
+    same,
+)
+from tests.test_infinities import EVERY, MAKERS, make_row
 
 
 @pytest.fixture(params=("triton", "cpp"))
@@ -65,7 +79,7 @@ def test_rows_whose_blocks_rise_and_fall(rows, dtype, softcap):
         transform = LogitTransform(softcap=softcap)
         want, usual = (
             exact(logits, labels, transform, grad),
-            plain(logits, labels, transform, grad, None, False),
+            plain(logits, labels, transform, grad, dtype=dtype),
         )
         stats, row, factors = rows.and_rows(logits, labels, transform)
         got = row.double() * (factors.double() * grad.double()).unsqueeze(-1)
@@ -106,84 +120,73 @@ def test_peaked_rows_keep_the_relative_accuracy_of_small_log_probs(rows, dtype):
 # --- where rows lie
 
 
-def layouts(base):
-    """Tensors [2, 2, 300] of any strides; ``base`` is [8, 8, 700]."""
-    return {
-        "sliced rows": base[::4, 1:8:4, :300],
-        "every other column": base[:2, :2, 1:601:2],
-        "vocabulary first": base[:, :2, :].reshape(-1)[: 300 * 4].view(300, 2, 2).permute(1, 2, 0),
-        "expanded rows": base[:2, :1, :300].expand(2, 2, 300),
-        "expanded vocabulary": base[:2, :2, :1].expand(2, 2, 300),
-        "overlapping": base.reshape(-1).as_strided((2, 2, 300), (11, 3, 2)),
-    }
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_any_strides_give_the_bits_of_contiguous_logits(rows, dtype):
-    spread = torch.randint(0, 300, (2, 2, 2))[..., 0].t().to(torch.int32)
-    grad, grad_entropy = torch.randn(1, 1).expand(2, 2), torch.randn(2, 4)[:, ::2]
-    for name, logits in layouts(torch.randn(8, 8, 700).to(dtype)).items():
-        if name == "overlapping" and rows.name == "triton":
-            continue  # the checker of accesses takes one stride after the other
-        dense, labels = logits.contiguous(), spread.long().contiguous()
-        assert logits.shape == (2, 2, 300) and not logits.is_contiguous(), name
-        stats = rows.forward(logits, spread)
-        assert same(stats, rows.forward(dense, labels)), name
-        got = rows.backward(logits, spread, stats, grad, grad_entropy, scale=torch.tensor(2.0))
-        want = rows.backward(dense, labels, stats, grad.contiguous() * 2, grad_entropy.contiguous() * 2)
-        assert same([got], [want]), name
-        got, want = (rows.and_grad(*given, grad) for given in ((logits, spread), (dense, labels)))
-        assert same([*got[0], got[1]], [*want[0], want[1]]), name
-        # and nothing between strided rows of gradients is written
-        room = torch.full((2, 4, 320), 7.0, dtype=dtype)
-        out = room[:, ::2, 10:310]
-        assert same([rows.and_grad(dense, labels, grad, out=out)[1]], [want[1]])
-        assert (
-            (room[:, 1::2] == 7.0).all() and (room[..., :10] == 7.0).all() and (room[..., 310:] == 7.0).all()
-        )
-        if rows.name == "cpp":
-            got, want = rows.and_rows(logits, spread), rows.and_rows(dense, labels)
-            assert same([*got[0], *got[1:]], [*want[0], *want[1:]]), name
-        assert torch.equal(logits, dense), name
+def layouts(dtype):
+    """(name, memory, (shape, strides, first element) of rows in it); between these lies NaN."""
+    T = 16 // dtype.itemsize + 1  # rows an odd number of elements apart begin at every alignment
+    for name, place in {
+        "sliced rows": ((2, 2, 300), (11200, 2800, 1), 700),
+        "every other column": ((2, 2, 300), (5600, 700, 2), 1),
+        "vocabulary first": ((2, 2, 300), (2, 1, 4), 0),
+        "few columns anywhere": ((1, T, 3), (0, 5, 1), 1),
+        "columns anywhere": ((1, T, 4107), (0, 4109, 1), 1),
+        "expanded rows": ((2, 2, 300), (700, 0, 1), 0),
+        "expanded vocabulary": ((2, 2, 300), (5600, 700, 0), 0),
+        "overlapping": ((2, 2, 300), (11, 3, 2), 0),
+    }.items():
+        memory = torch.full((40_000,), torch.nan, dtype=dtype)
+        size = 1 + sum((count - 1) * stride for count, stride in zip(*place[:2], strict=True))
+        if name in ("expanded rows", "expanded vocabulary", "overlapping"):
+            memory[:size] = torch.randn(size).to(dtype)
+        else:
+            memory.as_strided(*place).copy_(torch.randn(place[0]))
+        yield name, memory, place
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_begin_anywhere(rows, dtype):
-    """At every alignment: the bits of aligned rows, and NaN between rows that is neither read nor written."""
-    places = 16 // dtype.itemsize + 1
-    for vocabulary in (3, 4096 + 11):
-        logits, labels, grad, grad_entropy = draw(vocabulary, dtype, B=1, T=places)
-        labels[0, :3] = torch.tensor([0, vocabulary - 1, vocabulary // 2])
-        grad[0, 2] = grad_entropy[0, 2] = 0.0
-        # rows begin an odd number of elements apart
-        stride = vocabulary + 1 + vocabulary % 2
-        room = torch.full((places * stride + 1,), float("nan"), dtype=dtype)
+def test_bits_do_not_depend_on_where_rows_lie(rows, dtype):
+    """And nothing between rows of gradients is written."""
+    for name, memory, place in layouts(dtype):
+        if name == "overlapping" and rows.name == "triton":
+            continue  # the checker of accesses takes one stride after the other
+        logits, (B, T, V) = memory.as_strided(*place), place[0]
+        dense = torch.full((B, T, (V + 63) // 64 * 64), torch.nan, dtype=dtype)[..., :V].copy_(logits)
+        labels = torch.randint(0, V, (T, B), dtype=torch.int32).t()
+        grad, grad_entropy = torch.randn(2, T, B, dtype=stats_dtype(dtype)).mT
+        labels[0, :2], grad[0, -1], grad_entropy[0, -1] = torch.tensor([0, V - 1]), 0.0, 0.0
+        stats = rows.forward(dense, labels.long().contiguous())
+        assert same(rows.forward(logits, labels), stats), name
 
-        def rows_of(room, vocabulary=vocabulary, stride=stride):
-            return room[1:].view(1, places, stride)[..., :vocabulary]
+        def backward(logits, grad, grad_entropy, labels=labels, stats=stats, **more):
+            return rows.backward(logits, labels, stats, grad, grad_entropy, **more)
 
-        rows_of(room).copy_(logits)
-        aligned = torch.full((1, places, (vocabulary + 63) // 64 * 64), float("nan"), dtype=dtype)
-        aligned = aligned[..., :vocabulary].copy_(logits)
-        stats = rows.forward(rows_of(room), labels)
-        assert same(stats, rows.forward(aligned, labels))
-        want = rows.backward(aligned, labels, stats, grad, grad_entropy)
-        device = rows.there(room.clone())
-        rows.backward(rows_of(device), labels, stats, grad, grad_entropy, out=rows_of(device))
-        assert torch.equal(rows_of(device.cpu()), want)
-        elsewhere = rows.backward(rows_of(room), labels, stats, grad, grad_entropy)
-        assert torch.equal(elsewhere, want)
-        if dtype == torch.float32:
-            narrowed = rows.there(room.clone())
-            out = narrowed.view(torch.float16)[2:].view(1, places, 2 * stride)[..., :vocabulary]
-            rows.backward(rows_of(narrowed), labels, stats, grad, grad_entropy, out=out)
-            assert torch.equal(out.cpu(), want.half())
-        known, want = rows.and_grad(aligned, labels, grad)
-        again = rows.there(room.clone())
-        got, _ = rows.and_grad(rows_of(again), labels, grad, out=rows_of(again))
-        assert torch.equal(rows_of(again.cpu()), want) and same(got, known)
-        for written in (device, again):
-            assert written[0].isnan() and written[1:].view(places, stride)[:, vocabulary:].isnan().all()
+        def and_grad(logits, grad, _, labels=labels, **more):
+            return rows.and_grad(logits, labels, grad, **more)[1]
+
+        twice = (2 * grad).contiguous(), (2 * grad_entropy).contiguous()
+        got = backward(logits, grad, grad_entropy, scale=torch.tensor(2.0))
+        assert same([got, and_grad(logits, *twice)], [backward(dense, *twice), and_grad(dense, *twice)]), name
+        known = (rows.and_grad(each, labels, grad)[0] for each in (logits, dense))
+        assert same(*known), name
+        if rows.name == "cpp":
+            got, want = rows.and_rows(logits, labels), rows.and_rows(dense, labels)
+            assert same([*got[0], *got[1:]], [*want[0], *want[1:]]), name
+        assert torch.equal(logits, dense), name
+        if place[1][2] != 1 or name == "expanded rows":
+            continue
+        narrower = [torch.float16] if dtype == torch.float32 and T > 2 and B == 1 else []
+        for write, out_dtype in (
+            (backward, dtype),
+            (and_grad, dtype),
+            *((backward, one) for one in narrower),
+        ):
+            there = rows.there(memory.clone())
+            over = there.as_strided(*place)
+            want = write(dense, grad, grad_entropy).to(out_dtype)
+            out = over if out_dtype == dtype else over.view(out_dtype)[..., :V]
+            assert same([write(over, grad, grad_entropy, out=out)], [want]), name
+            around = there.cpu()
+            around.as_strided(*place).fill_(torch.nan)
+            assert around.isnan().all(), name
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
@@ -290,41 +293,31 @@ def test_no_rows(rows, shape):
 
 def special_rows(lowest, highest):
     """Rows of 2512 columns, which Triton can keep on the chip; the label is column 3."""
-    inf, row = torch.inf, torch.randn(2512, dtype=torch.float64)
-
-    def change(where, value):
-        changed = row.clone()
-        changed[where] = value
-        return changed
-
-    return {
-        "some -inf": change(slice(100, 2100, 3), -inf),
-        "first blocks -inf": change(slice(0, 2100), -inf).index_fill(0, torch.tensor([3]), 1.0),
-        "all but the label -inf": change(torch.arange(2512) != 3, -inf),
-        "all but another -inf": change(torch.arange(2512) != 4, -inf),
-        "label -inf": change(3, -inf),
-        "all -inf": change(slice(None), -inf),
-        "a NaN": change(2511, torch.nan),
-        "a NaN among -inf": change(slice(0, 2511), -inf).index_fill(0, torch.tensor([10]), torch.nan),
-        "label NaN": change(3, torch.nan),
-        "a +inf": change(1250, inf),
-        "two +inf behind a finite maximum": change(slice(2300, 2302), inf).index_fill(
-            0, torch.tensor([9]), highest / 2
-        ),
-        "a +inf and a NaN": change(1250, inf).index_fill(0, torch.tensor([1251]), torch.nan),
-        "label +inf": change(3, inf),
-        "some lowest": change(slice(0, 2512, 2), lowest),
-        "all lowest": change(slice(None), lowest),
-        "label highest": change(3, highest),
-        "another highest": change(2511, highest),
-        "both ends": change(slice(0, 2512, 2), lowest).index_fill(0, torch.tensor([3]), highest),
+    column, numbers = torch.arange(2512), torch.randn(2512, dtype=torch.float64)
+    extreme = {
+        "first blocks -inf": ((column >= 2100) | (column == 3), {}),
+        "+inf behind a finite maximum": (EVERY, {9: highest / 2, 2300: torch.inf, 2301: torch.inf}),
+        "label highest": (EVERY, {3: highest}),
+        "another highest": (EVERY, {2511: highest}),
     }
+    makers = {line: makers[-1] for line, makers in MAKERS.items()} | extreme
+    rows = {name: make_row(*maker, 2512, torch.float64) for name, maker in makers.items()}
+    some_lowest = numbers.masked_fill(column % 2 == 0, lowest)
+    both_ends = some_lowest.clone()
+    both_ends[3] = highest
+    all_lowest = torch.full_like(numbers, lowest)
+    return rows | {"some lowest": some_lowest, "both ends": both_ends, "all lowest": all_lowest}
 
 
 @pytest.mark.parametrize(
     ("dtype", "transform"),
-    [*((dtype, PLAIN) for dtype in DTYPES), *((torch.float32, one) for one in (WARM, SOFT, NEGATIVE))],
-    ids=[*map(str, DTYPES), "temperature", "softcap", "negative"],
+    [
+        (torch.float16, PLAIN),
+        (torch.bfloat16, WARM),
+        (torch.float64, PLAIN),
+        *((torch.float32, one) for one in (PLAIN, SOFT, NEGATIVE)),
+    ],
+    ids=["fp16", "bf16, temperature", "fp64", "fp32", "softcap", "negative"],
 )
 def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
     info, stats_type = torch.finfo(dtype), stats_dtype(dtype)
@@ -335,48 +328,35 @@ def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
     if transform == NEGATIVE:
         logits = -logits
     labels, grad = torch.full((1, len(cases)), 3), torch.full((1, len(cases)), -1.5)
-    leaf = logits.double().requires_grad_()
-    z = leaf * transform.logit_scale
-    z = transform.softcap * torch.tanh(z / transform.softcap) if transform.softcap else z
-    logp = torch.log_softmax(z / transform.temperature, -1)
-    p = logp.exp()
-    entropy = -torch.where(p == 0, 0.0, p * logp).sum(-1)
-    chosen = logp[..., 3]
-    (want,) = torch.autograd.grad(chosen, leaf, -1.5 * torch.ones_like(chosen))
+    reference, wide = Rows("reference"), torch.empty_like(logits, dtype=stats_type)
+    want = reference.forward(logits.double(), labels, transform)
+    want_grad = reference.backward(logits.double(), labels, want, grad.double(), None, transform)
     stats = rows.forward(logits, labels, transform)
-    eps = torch.finfo(stats_type).eps
-    close = {"rtol": 32 * eps, "atol": 16 * eps, "equal_nan": True}
-    wide = torch.empty_like(logits, dtype=stats_type)
     in_one_pass, both = rows.and_grad(logits, labels, grad, transform, out=wide.clone())
     twice_read, again = rows.and_grad(logits, labels, grad, transform, out=wide.clone(), held=False)
     with_rows, row, factors = rows.and_rows(logits, labels, transform)
     gradient = rows.backward(logits, labels, stats, grad, None, transform, out=wide.clone())
     with_entropy = rows.backward(logits, labels, stats, grad, grad, transform, out=wide.clone())
-    for i, name in enumerate(cases):
-
-        def near(got, want, name=name, **more):
-            torch.testing.assert_close(
-                got.double(), want, **(close | more), msg=lambda text: f"{name}: {text}"
-            )
-
-        for known in (stats, in_one_pass, twice_read, with_rows):
-            near(known.logprobs[0, i], chosen[0, i].detach())
-            # of +inf and NaN either may be the answer
-            if not logits[0, i].isnan().any():
-                near(known.lse[0, i], torch.logsumexp(z / transform.temperature, -1)[0, i].detach())
-            else:
-                assert not known.lse[0, i].isfinite(), name
-        near(stats.entropy[0, i], entropy[0, i].detach())
-        grads = [both, again, row * (-1.5 * factors).unsqueeze(-1), gradient]
-        if name == "all lowest" and rows.name == "triton":
-            grads.pop()  # its log-sum-exp as one number is that of a single logit, too
-        for got in grads:
-            near(got[0, i], want[0, i], rtol=1e2 * eps)
-        finite = bool(entropy[0, i].isfinite())
-        assert bool(with_entropy[0, i].isfinite().all()) == finite, name
-        # a column at -inf has no share in the entropy
-        cut = (p[0, i] == 0).index_fill(0, torch.tensor([3]), False)
-        assert not finite or (with_entropy[0, i][cut] == 0).all(), name
+    eps, numbers = torch.finfo(stats_type).eps, ~logits.isnan().any(-1)
+    close = {"rtol": 32 * eps, "atol": 16 * eps, "equal_nan": True}
+    for known in (stats, in_one_pass, twice_read, with_rows):
+        torch.testing.assert_close(known.logprobs.double(), want.logprobs, **close)
+        # of +inf and NaN either may be the answer
+        torch.testing.assert_close(known.lse[numbers], want.lse[numbers], **close)
+        assert not known.lse[~numbers].isfinite().any()
+    torch.testing.assert_close(stats.entropy.double(), want.entropy, **close)
+    for got in (both, again, row * (-1.5 * factors).unsqueeze(-1), gradient):
+        if got is gradient and rows.name == "triton":
+            # its log-sum-exp as one number is that of a single logit, too
+            one_logit = list(cases).index("all lowest")
+            got[0, one_logit] = want_grad[0, one_logit]
+        torch.testing.assert_close(got.double(), want_grad, **close | {"rtol": 100 * eps})
+    finite = want.entropy.isfinite()
+    assert torch.equal(with_entropy.isfinite().all(-1), finite)
+    # a column at -inf has no share in the entropy, where no softcap makes it a number
+    cut = (logits == -torch.inf) & finite.unsqueeze(-1)
+    cut[..., 3] = False
+    assert transform.softcap or (with_entropy[cut] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -10,7 +10,7 @@ from gspo_kernels.ops.shards import ELSEWHERE, IGNORED, put_together
 from gspo_kernels.types import LogitRows, LogitTransform, RowGradients
 from tests.cases import device_of
 from tests.draws import shifted_seed
-from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
+from tests.kernels.row_calls import PLAIN, Truth
 
 ENDS = (0, 1, 33, 140)
 TRANSFORMS = {
@@ -62,19 +62,11 @@ def test_shards_are_as_exact_as_whole_rows(backend, dtype, transform):
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     upstream = [torch.randn(3, 6, generator=rng, dtype=torch.float64).to(stats) for _ in range(2)]
 
-    def draw(k):
-        logits = neighbour(drawn, k)
-        truth = exact(logits, labels, transform, *upstream)
-        return truth, [plain(logits, labels, transform, *upstream, through) for through in (False, True)]
-
-    judge = Judge(draw)
+    truth = Truth(drawn, labels, transform, *upstream)
     got = in_shards(backend, drawn, labels, transform, *upstream)
-    eps = torch.finfo(stats).eps
-    for name, value in zip(("logprobs", "lse", "entropy"), got[:3], strict=True):
-        judge.hold(name, value, eps=eps)
-    judge.hold("grad", got[3], eps=torch.finfo(dtype).eps)
+    truth.hold(**dict(zip(("logprobs", "lse", "entropy", "grad"), got, strict=True)))
     assert bool((got[0] <= 0).all())
     with pytest.raises(
         AssertionError, match="logprobs: norm error"
     ):  # a few units in the last place are many
-        judge.hold("logprobs", got[0] * (1 + 8 * eps), eps=eps)
+        truth.hold(logprobs=got[0] * (1 + 8 * torch.finfo(stats).eps))
