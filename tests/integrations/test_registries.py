@@ -588,7 +588,8 @@ def verl_engine(model):
     fp32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     engine = FSDPEngineWithLMHead(
         HFModelConfig(
-            path=str(model), load_tokenizer=False, use_remove_padding=False, enable_gradient_checkpointing=False,
+            path=str(model), load_tokenizer=False, use_remove_padding=False,
+            enable_gradient_checkpointing=False,
             override_config={"attn_implementation": "eager"},
         ),
         FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, model_dtype="fp32", mixed_precision=fp32),

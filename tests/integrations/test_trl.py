@@ -33,9 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
-from gspo_kernels.integrations.lm_head import causal_lm_of
-from gspo_kernels.integrations.transformers import fuse_lm_head
-from gspo_kernels.integrations.trl import FusedGRPOTrainer, _take_boxes, objective_of
+from gspo_kernels.integrations.trl import FusedGRPOTrainer, objective_of
 from tests.integrations.tiny_models import largest_allocation
 from tests.integrations.trl_problem import (
     configuration,
@@ -50,6 +48,7 @@ from tests.trainer.conftest import nothing_in_single_precision
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 OURS_ALONE = {"ratio/min", "ratio/max", "active_fraction"}
 """Metrics that TRL's trainer does not have."""
+IMAGE = 250
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,28 @@ def models(tmp_path_factory):
     return {
         "qwen3": save_model(tmp_path_factory.mktemp("qwen3")),
         "qwen3-moe": save_model(tmp_path_factory.mktemp("qwen3-moe"), **experts),
+        "gemma3": save_gemma3(tmp_path_factory.mktemp("gemma3")),
     }
+
+
+def save_gemma3(folder):
+    """A model that sees: an image is one token of a prompt."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    text = sizes | {
+        "vocab_size": 300, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "sliding_window": 8, "initializer_range": 0.3, "max_position_embeddings": 64,
+        "query_pre_attn_scalar": 16,
+    }  # fmt: skip
+    vision = sizes | {"num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+    torch.manual_seed(shifted_seed(0))
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=IMAGE,
+        boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it begins at zero
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +250,7 @@ def evaluate(kind, models, folder, case, problem):
     with nothing_in_single_precision():
         loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     return loss.item(), gradient, metrics
 
@@ -242,6 +262,33 @@ WITHOUT = {}
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradient_and_metrics_are_those_of_trl(name, models, problem, tmp_path):
     case = CASES[name]
+    loss = assert_as_trl(models, tmp_path, case, problem)
+    base = Case(case.like, model=case.model)
+    if case != base:
+        key = repr(base)
+        if key not in WITHOUT:
+            WITHOUT[key] = evaluate(GRPOTrainer, models, tmp_path, base, problem)[0]
+        assert (WITHOUT[key] != loss) == case.matters
+
+
+def test_images_reach_the_loss(models, problem, tmp_path):
+    """Each prompt ends with one."""
+    case, rng = Case(GSPO, model="gemma3"), torch.Generator().manual_seed(shifted_seed(1))
+    prompts = problem["prompt_ids"].clone()
+    prompts[:, -1] = IMAGE
+    given = problem | {
+        "prompt_ids": prompts,
+        "token_type_ids": (torch.cat([prompts, problem["completion_ids"]], 1) == IMAGE).long(),
+        "pixel_values": torch.rand(len(prompts), 3, 16, 16, generator=rng, dtype=torch.float64),
+        "num_images": [1] * len(prompts),
+    }
+    seen = assert_as_trl(models, tmp_path, case, given)
+    blank = given | {"pixel_values": torch.zeros_like(given["pixel_values"])}
+    assert abs(evaluate(GRPOTrainer, models, tmp_path, case, blank)[0] - seen) > 1e-3
+
+
+def assert_as_trl(models, tmp_path, case, problem):
+    """Loss, gradient and metrics are TRL's; returns the loss."""
     loss, gradient, metrics = evaluate(GRPOTrainer, models, tmp_path, case, problem)
     ours, our_gradient, our_metrics = evaluate(FusedGRPOTrainer, models, tmp_path, case, problem)
     near = 1e-6 if "entropy_coef" in case.options else 1e-9  # coefficients of the bonus are fp32
@@ -251,12 +298,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(name, models, problem, tmp_p
     assert set(our_metrics) == set(metrics) | OURS_ALONE
     for key, value in metrics.items():
         assert our_metrics[key] == pytest.approx(value, rel=near, abs=1e-12), key
-    base = Case(case.like, model=case.model)
-    if case != base:
-        key = repr(base)
-        if key not in WITHOUT:
-            WITHOUT[key] = evaluate(GRPOTrainer, models, tmp_path, base, problem)[0]
-        assert (WITHOUT[key] != loss) == case.matters
+    return loss
 
 
 # ------------------------------------------------------ whole runs
@@ -540,78 +582,3 @@ def test_the_largest_block_is_the_logits_of_completions(tmp_path, monkeypatch):
         trainer.current_gradient_accumulation_steps = 1
         loss = partial(trainer.compute_loss, trainer.model, trl_memory.inputs(16, 32))
         assert most / 2 <= largest_allocation(lambda loss=loss: loss().backward()) <= most
-
-
-# ------------------------------------------------------ images
-
-IMAGE, BEGIN, END, PATCHES, PROMPT, COMPLETION = 90, 91, 92, 4, 9, 5
-
-
-def gemma3():
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    text = sizes | {
-        "vocab_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "sliding_window": 8, "initializer_range": 0.3, "max_position_embeddings": 64,
-        "query_pre_attn_scalar": 16,
-    }  # fmt: skip
-    vision = sizes | {"num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
-    torch.manual_seed(shifted_seed(0))
-    model = Gemma3ForConditionalGeneration(
-        Gemma3Config(
-            text_config=text, vision_config=vision, mm_tokens_per_image=PATCHES, image_token_index=IMAGE,
-            boi_token_index=BEGIN, eoi_token_index=END,
-        )
-    )  # fmt: skip
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it begins at zero
-    return model.train()
-
-
-def test_images_reach_the_scores_and_the_loss(tmp_path):
-    """Prompts with an image between two tokens of text, and completions of different lengths."""
-    rng = torch.Generator().manual_seed(shifted_seed(1))
-    ids = torch.randint(3, 80, (3, PROMPT + COMPLETION), generator=rng)
-    ids[:, 1], ids[:, 2 : 2 + PATCHES], ids[:, 2 + PATCHES] = BEGIN, IMAGE, END
-    mask, advantages = torch.ones_like(ids), torch.tensor([1.0, -0.5, 0.25])
-    mask[1, -2:] = 0
-    completion, counted = ids[:, PROMPT:], mask[:, PROMPT:]
-    images = {
-        "pixel_values": torch.rand(3, 3, 16, 16, generator=rng),
-        "token_type_ids": (ids == IMAGE).long(),
-    }
-
-    def from_logits(**images):
-        """Log-probs and entropy of the completions by the model's own logits."""
-        logits = plain(input_ids=ids, attention_mask=mask, **images).logits
-        logp = logits[:, -COMPLETION - 1 : -1].log_softmax(-1)
-        values = logp.gather(-1, completion.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
-        return [torch.where(counted != 0, each, 0.0) for each in values]
-
-    trainer = make_trainer(FusedGRPOTrainer, save_model(tmp_path / "model"), tmp_path, loss_type="grpo")
-    plain, model = gemma3(), gemma3()
-    _take_boxes(causal_lm_of(fuse_lm_head(model)))
-    expected, entropy = from_logits(**images)
-    blank, _ = from_logits(**images | {"pixel_values": torch.zeros(3, 3, 16, 16)})
-    assert (expected - blank).abs().max() > 1e-2  # the images matter
-    images["num_images"] = [1, 1, 1]
-    scored = trainer._get_per_token_logps_and_entropies(
-        model, ids, mask, COMPLETION, batch_size=2, compute_entropy=True, **images
-    )
-    torch.testing.assert_close(list(scored[:2]), [expected, entropy], rtol=1e-5, atol=1e-5)
-
-    old = expected.detach() + 0.3 * torch.randn(expected.shape, generator=rng)
-    trainer.current_gradient_accumulation_steps = 1
-    inputs = {
-        "prompt_ids": ids[:, :PROMPT], "prompt_mask": mask[:, :PROMPT], "completion_ids": completion,
-        "completion_mask": counted, "advantages": advantages, "num_items_in_batch": counted.sum(),
-        "old_per_token_logps": old, **images,
-    }  # fmt: skip
-    loss = trainer._compute_loss(model, inputs)
-    wanted = gk.policy_loss(expected, old, advantages, loss_mask=counted, objective=gk.GRPO()).loss
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
-    loss.backward()
-    wanted.backward()
-    ours, theirs = (
-        torch.cat([p.grad.flatten() for p in each.parameters() if p.grad is not None])
-        for each in (model, plain)
-    )
-    assert (ours - theirs).norm() <= 1e-4 * theirs.norm() and theirs.norm() > 1e-3
