@@ -9,8 +9,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
@@ -278,8 +280,13 @@ def test_tp_plan_gives_the_numbers_of_one_process(folder):
     """A head whose vocabulary is split is not gathered: its gradient stays where it is."""
 
     def work(rank):
-        for name in MODELS:
-            model = loaded(folder, name, tp_size=2)
+        for name in (*MODELS, "by hand"):
+            if name == "by hand":
+                name, model = "Qwen3", tiny().double()
+                layout = ColwiseParallel(output_layouts=Replicate())
+                parallelize_module(model.lm_head, init_device_mesh("cpu", (2,)), layout)
+            else:
+                model = loaded(folder, name, tp_size=2)
             inputs, advantages = rows(0)
             weight, logits = model.get_output_embeddings().weight, model(inputs["input_ids"]).logits
             for batch in ((inputs, advantages), (packed(inputs), advantages)):
