@@ -5,6 +5,7 @@ Each framework's way to add up micro-batches and ranks is written out here in fp
 """
 
 import enum
+import importlib
 import inspect
 import itertools
 import math
@@ -15,6 +16,7 @@ import types
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -24,6 +26,8 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, slime
+from gspo_kernels.integrations.backends.replacing import Replacements
+from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.hooks import RolloutCorrection
 from tests.cases import generator, offsets
 from tests.integrations import peers
@@ -403,6 +407,40 @@ def test_the_signature_and_the_versions_are_the_published_ones(name, monkeypatch
     served = re.escape(one.adapter.SUPPORTED)
     with raises(f"{name}: version {one.other} is installed, .*needs {name}{served}"):
         one.adapter.PolicyLoss()
+
+
+def integration(name, function, *arguments):
+    """A function of an adapter, which needs the packages that it serves only then."""
+    return lambda: getattr(importlib.import_module(f"gspo_kernels.integrations.{name}"), function)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"), [("0.1.0", "version 0.1.0 is installed, this"), (None, "not installed, this")]
+)
+@pytest.mark.parametrize(
+    ("needed", "call"),
+    [
+        ("transformers>=5.0,<6", integration("transformers", "fuse_lm_head", None)),
+        ("trl>=1.16,<1.17", integration("trl", "FusedGRPOTrainer")),
+        ("verl>=0.9.1,<0.10", integration("verl", "register", "mine", gk.GSPO())),
+        ("skyrl>=0.3,<0.4", integration("skyrl", "register_all")),
+        ("skyrl>=0.3,<0.4", integration("skyrl", "register", "mine", gk.GSPO())),
+        ("some-framework>=1", Replacements("some-framework", ">=1", {}).install),
+    ],
+)
+def test_what_is_missing_or_at_another_version_is_said_in_one_sentence(
+    installed, says, needed, call, monkeypatch
+):
+    def version(name):
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("gspo_kernels.integrations.errors.version", version)
+    # it looks at the version when it is imported
+    monkeypatch.delitem(sys.modules, "gspo_kernels.integrations.trl", raising=False)
+    with pytest.raises(IntegrationError, match=f"^[a-z-]+: {says} adapter needs {re.escape(needed)}"):
+        call()
 
 
 TIS = RolloutCorrection(low=0.9, high=1.2)

@@ -457,19 +457,6 @@ def test_registering_in_verl(monkeypatch):
     assert importlib.import_module(entry_point()[1]) is verl
 
 
-@pytest.mark.skipif(importlib.util.find_spec("skyrl") is not None, reason="skyrl is installed")
-def test_without_skyrl_one_sentence():
-    start, old, advantages, _, rollout = batch()
-    given = skyrl_config(off_policy_correction=SimpleNamespace(tis_ratio_type="token"))
-    for call in (
-        skyrl.register_all,
-        lambda: skyrl.register("mine", gk.GSPO()),
-        lambda: skyrl_call(skyrl.LOSSES["gk_gspo"], start, old, advantages, given, rollout=rollout),
-    ):
-        with pytest.raises(IntegrationError, match=r"skyrl: not installed, this adapter needs skyrl>=0.3"):
-            call()
-
-
 def entry_point():
     """The plugin's line of pyproject.toml, as an installed package has it."""
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
