@@ -27,7 +27,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels.integrations.trl import FusedGRPOTrainer, objective_of
@@ -38,7 +38,6 @@ from tests.integrations.trl_problem import (
     make_trainer,
     reward,
     save_model,
-    weights,
 )
 from tests.trainer.conftest import nothing_in_single_precision
 
@@ -317,8 +316,14 @@ RUNS = {
 }
 
 
-def train(kind, model_path, folder, *, adapter=None, steps=8, **options):
-    """Trained weights before and after, and the log."""
+def whole(parameters):
+    """Those that are trained, in one vector."""
+    trained = [p.detach() for p in parameters if p.requires_grad]
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in trained])
+
+
+def train(kind, model_path, folder, *, adapter=None, sharded=False, steps=8, **options):
+    """Trained weights before and after, and the log; under FSDP2, or under DDP where there are processes."""
     if adapter is not None:
         from peft import LoraConfig, PromptTuningConfig
 
@@ -329,11 +334,25 @@ def train(kind, model_path, folder, *, adapter=None, steps=8, **options):
             else PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
         )
     trainer = make_trainer(kind, model_path, folder, peft_config=adapter, max_steps=steps, **options)
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    before = torch.nn.utils.parameters_to_vector(trained).detach().clone()
+    before = whole(trainer.model.parameters())
+    if sharded:
+        # accelerate on CPU ignores an FSDP plugin and runs DDP, so the plugin is put into its state here
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        )
+        if options.get("bf16"):
+            plugin.set_mixed_precision("bf16")
+        state = trainer.accelerator.state
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+        trainer.is_fsdp_enabled = True
     trainer.train()
-    after = torch.nn.utils.parameters_to_vector(trained).detach()
-    return before, after, trainer.state.log_history[:-1]
+    parameters = list(trainer.model_wrapped.parameters())
+    assert all(isinstance(p, DTensor) == sharded for p in parameters)
+    if torch.distributed.is_initialized():
+        assert sharded or isinstance(trainer.model_wrapped, DistributedDataParallel)
+    return before, whole(parameters).float(), trainer.state.log_history[:-1]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -479,44 +498,20 @@ def test_generation_and_evaluation_are_trls(model_path, tmp_path):
 # ------------------------------------------------------ two processes
 
 
-def run(kind, sharded, model_path, folder, *, steps, **options):
-    """Under DDP, or under FSDP2: (weights, log)."""
-    AcceleratorState._reset_state()
-    trainer = make_trainer(kind, model_path, folder, max_steps=steps, **options)
-    if sharded:
-        # accelerate on CPU ignores an FSDP plugin and runs DDP, so the plugin is put into its state here
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
-        )
-        if options.get("bf16"):
-            plugin.set_mixed_precision("bf16")
-        state = trainer.accelerator.state
-        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
-        trainer.is_fsdp_enabled = True
-    trainer.train()
-    parameters = list(trainer.model_wrapped.parameters())
-    if sharded:
-        assert all(isinstance(p, DTensor) for p in parameters), "accelerate did not shard the model"
-        parameters = [p.full_tensor() for p in parameters]
-    else:
-        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-    return torch.cat([p.detach().float().flatten() for p in parameters]), trainer.state.log_history[:-1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_two_processes_end_at_the_weights_of_trl(sharded, model_path, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
+    def run(kind, steps, **options):
+        AcceleratorState._reset_state()
+        return train(kind, model_path, tmp_path, sharded=sharded, steps=steps, **options)
+
     def work(rank):
         options = GSPO if sharded else DAPO
-        (theirs, _), (ours, log) = (
-            run(kind, sharded, model_path, tmp_path, steps=2, **options)
-            for kind in (GRPOTrainer, FusedGRPOTrainer)
+        (start, theirs, _), (_, ours, log) = (
+            run(kind, 2, **options) for kind in (GRPOTrainer, FusedGRPOTrainer)
         )
-        start = weights(AutoModelForCausalLM.from_pretrained(model_path))
         distance = (ours - theirs).norm() / theirs.norm()
         assert distance <= 1e-5
         assert (theirs - start).norm() / start.norm() > 100 * distance
@@ -531,7 +526,7 @@ def test_two_processes_end_at_the_weights_of_trl(sharded, model_path, tmp_path, 
         if not sharded:
             return
         # accelerate's policy rounds inputs and outputs of the model and its head; ratios must not see that
-        _, rounded = run(FusedGRPOTrainer, True, model_path, tmp_path, steps=5, bf16=True, **GSPO)
+        *_, rounded = run(FusedGRPOTrainer, 5, bf16=True, **GSPO)
         for fresh in (rounded[0], rounded[4]):
             assert fresh["ratio/min"] == fresh["ratio/max"] == 1.0
         assert rounded[1]["ratio/min"] < 1.0 < rounded[1]["ratio/max"]
