@@ -321,7 +321,7 @@ def sum_of_sample_mean(batch, by_token=False):
 def slime_step(loss_fn, given, splits, *, inplace=False, rollouts=None, **changes):
     """slime divides the sum over micro-batches by the step's rollouts, or by its tokens."""
     by_token = loss_fn.objective.outer_divisor()[0] == "tokens"
-    args = slime_arguments(calculate_per_token_loss=by_token, **changes)
+    args = slime_arguments(**{"calculate_per_token_loss": by_token, **changes})
     loss_fn.inplace_backward = inplace  # the logits' memory may take their gradient
 
     def loss_of(part, logprobs):
@@ -802,16 +802,19 @@ def test_the_page_s_loss_is_the_default_of_prime_rl():
 
 # ------------------------------------------------------ slime alone
 
-GRPO_TOKENS = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2}
+TOKENS = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
-SLIME = [
-    (GSPO, {}),
-    (GSPO, {"rollout_temperature": 0.7, "use_rollout_logprobs": True}),
-    (GSPO, KL | {"kl_loss_type": "k3", "entropy_coef": 0.05}),
-    (gk.GRPO(), GRPO_TOKENS),
-    (GRPO, GRPO_TOKENS | KL | {"calculate_per_token_loss": True, "kl_loss_type": "k2"}),
-]
-OF_TOKENS = pytest.mark.parametrize(("objective", "changes"), SLIME)
+AS_SLIME = pytest.mark.parametrize(
+    ("objective", "changes"),
+    [
+        (GSPO, {}),
+        (GSPO, {"rollout_temperature": 0.7, "use_rollout_logprobs": True}),
+        (GSPO, KL | {"kl_loss_type": "k3", "entropy_coef": 0.05}),
+        (gk.GRPO(), TOKENS),
+        (GRPO, TOKENS | KL | {"calculate_per_token_loss": True, "kl_loss_type": "k2"}),
+    ],
+)
+"""Objectives, and the arguments with which slime's own loss is the same."""
 
 
 def shared_rollout() -> Problem:
@@ -821,24 +824,21 @@ def shared_rollout() -> Problem:
     return given
 
 
-@OF_TOKENS
+@AS_SLIME
 def test_slime_s_arguments_and_rollouts_of_several_sequences(objective, changes):
-    given, changes = shared_rollout(), dict(changes)
-    old = given.rollout if changes.get("use_rollout_logprobs") else given.old
-    weights = (given.mask.sum(1) / given.rollout_tokens.clamp(min=1)).unsqueeze(1).expand(given.mask.shape)
-    if changes.pop("calculate_per_token_loss", False):
-        weights = torch.ones_like(weights)
-    weights = weights.double()
-    terms = {"rollout_weights": weights, "normalizer": 4.0 if objective.aggregation != "token_mean" else None}
+    given, by_token = shared_rollout(), objective.aggregation == "token_mean"
+    shares = given.mask.sum(1) / given.rollout_tokens.clamp(min=1)
+    weights = (torch.ones_like(shares) if by_token else shares).double().unsqueeze(1).expand(given.mask.shape)
+    terms = {"rollout_weights": weights, "normalizer": None if by_token else 4.0}
     if "use_kl_loss" in changes:
-        terms |= {"ref_logprobs": given.reference, "kl_beta": 0.1 * weights}
-        terms |= {"kl_estimator": changes["kl_loss_type"]}
+        terms |= {"kl_beta": 0.1 * weights, "kl_estimator": changes["kl_loss_type"]}
+        terms["ref_logprobs"] = given.reference
     if "entropy_coef" in changes:
-        terms |= {"entropy_coef": changes["entropy_coef"] * weights}
+        terms["entropy_coef"] = 0.05 * weights
+    old = given.rollout if "use_rollout_logprobs" in changes else given.old
     want = expected(replace(given, old=old), objective, **terms)
     for splits in (WHOLE, PARTS):
-        loss_fn = slime.PolicyLoss(objective)
-        assert_same(slime_step(loss_fn, given, splits, rollouts=4, **changes), want)
+        assert_same(slime_step(slime.PolicyLoss(objective), given, splits, rollouts=4, **changes), want)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -917,7 +917,7 @@ def slime_loss(loss_fn=None):
     )["loss_function"]  # fmt: skip
 
 
-@OF_TOKENS
+@AS_SLIME
 def test_equals_slime(objective, changes):
     """Everything after the forward is slime's own code, in fp32, but for Megatron's sum."""
     given = shared_rollout()

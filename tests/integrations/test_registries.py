@@ -576,8 +576,7 @@ def verl_engine(model):
     engine = FSDPEngineWithLMHead(
         HFModelConfig(
             path=str(model), load_tokenizer=False, use_remove_padding=False,
-            enable_gradient_checkpointing=False,
-            override_config={"attn_implementation": "eager"},
+            enable_gradient_checkpointing=False, override_config={"attn_implementation": "eager"},
         ),
         FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, model_dtype="fp32", mixed_precision=fp32),
         FSDPOptimizerConfig(lr=0.02, optimizer="SGD", betas=None, weight_decay=0.0, total_training_steps=9),
@@ -670,8 +669,8 @@ def test_actor_updates_in_verl_s_engine(tmp_path):
 
         torch.distributed.init_process_group("gloo")
         for theirs, ours, config in (
-            ("gspo", "gk_gspo", sequence),
             ("vanilla", "gk_grpo_config", token | {"clip_ratio_c": 1.06}),
+            ("gspo", "gk_gspo", sequence),
         ):
             expected, got = (update_actor(tmp_path, each, config) for each in (theirs, ours))
             assert_as_verl(expected, got)

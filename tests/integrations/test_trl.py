@@ -58,7 +58,7 @@ def models(tmp_path_factory):
 
 
 def save_gemma3(folder):
-    """A model that sees: an image is one token of a prompt."""
+    """A model that sees: an image is four tokens, which attend to each other."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     text = sizes | {
         "vocab_size": 300, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -68,7 +68,7 @@ def save_gemma3(folder):
     vision = sizes | {"num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
     torch.manual_seed(shifted_seed(0))
     config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=IMAGE,
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=IMAGE,
         boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2,
     )  # fmt: skip
     model = Gemma3ForConditionalGeneration(config)
@@ -268,10 +268,9 @@ def test_loss_gradient_and_metrics_are_those_of_trl(name, models, problem, tmp_p
 
 
 def test_images_reach_the_loss(models, problem, tmp_path):
-    """Each prompt ends with one."""
+    """Each prompt is one."""
     case, rng = Case(GSPO, model="gemma3"), torch.Generator().manual_seed(shifted_seed(1))
-    prompts = problem["prompt_ids"].clone()
-    prompts[:, -1] = IMAGE
+    prompts = torch.full_like(problem["prompt_ids"], IMAGE)
     given = problem | {
         "prompt_ids": prompts,
         "token_type_ids": (torch.cat([prompts, problem["completion_ids"]], 1) == IMAGE).long(),
