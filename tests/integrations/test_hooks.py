@@ -827,8 +827,8 @@ def shared_rollout() -> Problem:
 @AS_SLIME
 def test_slime_s_arguments_and_rollouts_of_several_sequences(objective, changes):
     given, by_token = shared_rollout(), objective.aggregation == "token_mean"
-    shares = given.mask.sum(1) / given.rollout_tokens.clamp(min=1)
-    weights = (torch.ones_like(shares) if by_token else shares).double().unsqueeze(1).expand(given.mask.shape)
+    shares = given.mask.sum(1).double() / given.rollout_tokens.clamp(min=1)
+    weights = (torch.ones_like(shares) if by_token else shares).unsqueeze(1).expand(given.mask.shape)
     terms = {"rollout_weights": weights, "normalizer": None if by_token else 4.0}
     if "use_kl_loss" in changes:
         terms |= {"kl_beta": 0.1 * weights, "kl_estimator": changes["kl_loss_type"]}
