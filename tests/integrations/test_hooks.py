@@ -1,10 +1,11 @@
-"""Loss hooks that take log-probs: AReaL 1.0.4, NeMo-RL 0.7.0, OpenRLHF 0.11.2, prime-rl 0.9.0 and after.
+"""Loss hooks: AReaL 1.0.4, NeMo-RL 0.7.0, OpenRLHF 0.11.2, prime-rl 0.9.0 and after, slime 0.3.1.
 
 Each framework's way to add up micro-batches and ranks is written out here in fp64; where its code is there
 (see ``peers``) the same numbers must come from that.
 """
 
 import enum
+import importlib
 import inspect
 import itertools
 import math
@@ -14,7 +15,8 @@ import sys
 import types
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -23,10 +25,11 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl
+from gspo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, slime
+from gspo_kernels.integrations.backends.replacing import Replacements
+from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.hooks import RolloutCorrection
-from tests.cases import offsets
-from tests.draws import shifted_seed
+from tests.cases import generator, offsets
 from tests.integrations import peers
 from tests.objectives.sample_batches import ADVANTAGES, examples, make_batch
 from tests.test_docs import run
@@ -49,6 +52,8 @@ class Problem:
     advantages: Tensor
     rollout: Tensor
     reference: Tensor
+    rollout_tokens: Tensor
+    """[B]: the tokens of all sequences of a rollout; here each is a rollout of its own."""
 
     @property
     def token_advantages(self) -> Tensor:
@@ -65,7 +70,7 @@ class Problem:
 
 def problem() -> Problem:
     batch = make_batch(gk.GRPO())
-    rng = torch.Generator().manual_seed(shifted_seed(100))
+    rng = generator(100)
 
     def noise() -> Tensor:
         return 0.3 * torch.randn(batch.loss_mask.shape, generator=rng, dtype=torch.float64)
@@ -73,7 +78,7 @@ def problem() -> Problem:
     old = batch.old_logprobs.nan_to_num(-1.0)
     return Problem(
         batch.logprobs.nan_to_num(-0.5), old, batch.loss_mask, torch.tensor(ADVANTAGES, dtype=torch.float64),
-        (old + noise()).clamp(max=-1e-3), old - 0.2 + noise(),
+        (old + noise()).clamp(max=-1e-3), old - 0.2 + noise(), batch.loss_mask.sum(1),
     )  # fmt: skip
 
 
@@ -89,6 +94,9 @@ def fitting(*aggregations: str) -> list:
 def expected(given: Problem, objective, **terms) -> tuple[Tensor, Tensor]:
     """The whole batch's loss and its gradient."""
     logprobs = given.logprobs.clone().requires_grad_()
+    if "entropy_coef" in terms:  # of two tokens
+        other = torch.log1p(-logprobs.exp())
+        terms["entropy"] = -(logprobs.exp() * logprobs + other.exp() * other)
     loss = gk.policy_loss(
         logprobs, given.old, given.advantages, loss_mask=given.mask, objective=objective, **terms
     ).loss
@@ -252,6 +260,79 @@ def prime_step(loss_fn, given, splits, *, weights=None, reference=False, compute
     return add_up(given, splits, loss_of)
 
 
+def slime_arguments(**changes) -> Namespace:
+    """Of slime's and Megatron's arguments, with slime's defaults, those that its loss looks at."""
+    defaults = {
+        "loss_type": "policy_loss", "advantage_estimator": "gspo", "calculate_per_token_loss": False,
+        "eps_clip": 0.1, "eps_clip_high": 0.15, "entropy_coef": 0.0, "use_kl_loss": False,
+        "kl_loss_coef": 0.0, "kl_loss_type": "k1", "use_unbiased_kl": False, "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0, "use_rollout_logprobs": False, "use_opsm": False, "use_tis": False,
+        "get_mismatch_metrics": False,
+        "custom_pg_loss_reducer_function_path": None, "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1, "allgather_cp": False, "recompute_loss_function": False,
+        "log_probs_chunk_size": -1, "custom_loss_function_path": "ours",
+    }  # fmt: skip
+    return Namespace(**{**defaults, **changes})
+
+
+def slime_batch(part, logprobs, temperature=1.0):
+    """A packed micro-batch and its logits [1, T, 2], whose log-softmax at the response is ``logprobs``.
+
+    Prompts and responses differ in length; a sequence without a counted token has no response.
+    """
+    rng = generator(1)
+    responses = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in part.mask]
+    totals = [2 + i + length for i, length in enumerate(responses)]
+    tokens = [torch.randint(2, (total,), generator=rng) for total in totals]
+    rows = []
+    for ids, length, chosen in zip(tokens, responses, logprobs, strict=True):
+        chosen = chosen[:length]
+        both = torch.stack([chosen, torch.log1p(-chosen.exp())], -1)
+        both = torch.where(ids[len(ids) - length :].unsqueeze(1) == 0, both, both.flip(-1))
+        others = torch.randn(len(ids) - length, 2, generator=rng).to(both)
+        rows += [others[1:], both, others[:1]]
+    padding = torch.randn(5, 2, generator=rng).to(logprobs)
+
+    def of(values):
+        return [value[:length] for value, length in zip(values, responses, strict=True)]
+
+    batch = {
+        "unconcat_tokens": tokens, "total_lengths": totals, "response_lengths": responses,
+        "loss_masks": of(part.mask.to(part.old.dtype)), "advantages": of(part.token_advantages),
+        "log_probs": of(part.old), "ref_log_probs": of(part.reference),
+        "rollout_log_probs": of(part.rollout), "rollout_mask_sums": part.rollout_tokens.to(part.old.dtype),
+    }  # fmt: skip
+    return batch, temperature * torch.cat([*rows, padding]).unsqueeze(0)
+
+
+def sum_of_sample_mean(batch, by_token=False):
+    """slime's reduction of response tokens."""
+
+    def total(values):
+        parts, sums = values.split(batch["response_lengths"]), batch["rollout_mask_sums"]
+        return sum(
+            (part * mask).sum() / (1 if by_token else tokens.clamp(min=1))
+            for part, mask, tokens in zip(parts, batch["loss_masks"], sums, strict=True)
+        )
+
+    return total
+
+
+def slime_step(loss_fn, given, splits, *, inplace=False, rollouts=None, **changes):
+    """slime divides the sum over micro-batches by the step's rollouts, or by its tokens."""
+    by_token = loss_fn.objective.outer_divisor()[0] == "tokens"
+    args = slime_arguments(**{"calculate_per_token_loss": by_token, **changes})
+    loss_fn.inplace_backward = inplace  # the logits' memory may take their gradient
+
+    def loss_of(part, logprobs):
+        batch, logits = slime_batch(part, logprobs, args.rollout_temperature)
+        loss, reported = loss_fn(args, batch, logits, sum_of_sample_mean(batch, by_token))
+        assert all(torch.as_tensor(value).ndim == 0 for value in reported.values())
+        return loss / (given.mask.sum() if by_token else rollouts or given.mask.any(1).sum())
+
+    return add_up(given, splits, loss_of)
+
+
 # ------------------------------------------------------ what holds for all of them
 
 
@@ -284,6 +365,9 @@ FRAMEWORKS = {
     ),
     # 0.9.1.dev is the main branch after 0.9.0, with another default and loss objects
     "prime-rl": Framework(prime_rl, prime_step, ({},), "inputs", "0.9.1.dev40", "0.10.0", ("token_mean",)),
+    "slime": Framework(
+        slime, slime_step, ({}, {"inplace": True}), "args batch logits sum_of_sample_mean", "0.3.1", "0.2.4"
+    ),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", FRAMEWORKS)
 CORRECTIONS = [
@@ -324,6 +408,40 @@ def test_the_signature_and_the_versions_are_the_published_ones(name, monkeypatch
         one.adapter.PolicyLoss()
 
 
+def integration(name, function, *arguments):
+    """A function of an adapter, which needs the packages that it serves only then."""
+    return lambda: getattr(importlib.import_module(f"gspo_kernels.integrations.{name}"), function)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"), [("0.1.0", "version 0.1.0 is installed, this"), (None, "not installed, this")]
+)
+@pytest.mark.parametrize(
+    ("needed", "call"),
+    [
+        ("transformers>=5.0,<6", integration("transformers", "fuse_lm_head", None)),
+        ("trl>=1.16,<1.17", integration("trl", "FusedGRPOTrainer")),
+        ("verl>=0.9.1,<0.10", integration("verl", "register", "mine", gk.GSPO())),
+        ("skyrl>=0.3,<0.4", integration("skyrl", "register_all")),
+        ("skyrl>=0.3,<0.4", integration("skyrl", "register", "mine", gk.GSPO())),
+        ("some-framework>=1", Replacements("some-framework", ">=1", {}).install),
+    ],
+)
+def test_what_is_missing_or_at_another_version_is_said_in_one_sentence(
+    installed, says, needed, call, monkeypatch
+):
+    def version(name):
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("gspo_kernels.integrations.errors.version", version)
+    # it looks at the version when it is imported
+    monkeypatch.delitem(sys.modules, "gspo_kernels.integrations.trl", raising=False)
+    with pytest.raises(IntegrationError, match=f"^[a-z-]+: {says} adapter needs {re.escape(needed)}"):
+        call()
+
+
 TIS = RolloutCorrection(low=0.9, high=1.2)
 MASKED, ICEPOP = (RolloutCorrection(mode=mode, low=0.9, high=1.2) for mode in ("mask", "icepop"))
 SEQUENCE_MASK = RolloutCorrection(mode="sequence_mask", low=1.0, high=1.25)
@@ -342,6 +460,8 @@ SEQUENCE_MASK = RolloutCorrection(mode="sequence_mask", low=1.0, high=1.25)
         (openrlhf, {"correction": 0.5}, "correction: got float"),
         (prime_rl, {"objective": GSPO}, "'sequence_mean' divides by the number of sequences, but prime-rl"),
         (prime_rl, {"objective": gk.DrGRPO(aggregation_constant=8.0)}, "aggregation='constant' divides"),
+        (slime, {"objective": gk.EGSW()}, "EGSW needs entropy and group_ids, which slime"),
+        (slime, {"backend": "cuda"}, "backend: got 'cuda'"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_construction(make, options, reason):
@@ -677,3 +797,148 @@ def test_the_page_s_loss_is_the_default_of_prime_rl():
         # r A and sg[r] A logp have one gradient
         _, want = prime_step(theirs, given, PARTS, weights=weights)
         assert_same(prime_step(ours, given, PARTS, weights=weights)[1], want)
+
+
+# ------------------------------------------------------ slime alone
+
+TOKENS = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+AS_SLIME = pytest.mark.parametrize(
+    ("objective", "changes"),
+    [
+        (GSPO, {}),
+        (GSPO, {"rollout_temperature": 0.7, "use_rollout_logprobs": True}),
+        (GSPO, KL | {"kl_loss_type": "k3", "entropy_coef": 0.05}),
+        (gk.GRPO(), TOKENS),
+        (GRPO, TOKENS | KL | {"calculate_per_token_loss": True, "kl_loss_type": "k2"}),
+    ],
+)
+"""Objectives, and the arguments with which slime's own loss is the same."""
+
+
+def shared_rollout() -> Problem:
+    """Sequences 0 and 2 are one rollout, and share its weight; so there are four with tokens."""
+    given = problem()
+    given.rollout_tokens[[0, 2]] = given.rollout_tokens[[0, 2]].sum()
+    return given
+
+
+@AS_SLIME
+def test_slime_s_arguments_and_rollouts_of_several_sequences(objective, changes):
+    given, by_token = shared_rollout(), objective.aggregation == "token_mean"
+    shares = given.mask.sum(1).double() / given.rollout_tokens.clamp(min=1)
+    weights = (torch.ones_like(shares) if by_token else shares).unsqueeze(1).expand(given.mask.shape)
+    terms = {"rollout_weights": weights, "normalizer": None if by_token else 4.0}
+    if "use_kl_loss" in changes:
+        terms |= {"kl_beta": 0.1 * weights, "kl_estimator": changes["kl_loss_type"]}
+        terms["ref_logprobs"] = given.reference
+    if "entropy_coef" in changes:
+        terms["entropy_coef"] = 0.05 * weights
+    old = given.rollout if "use_rollout_logprobs" in changes else given.old
+    want = expected(replace(given, old=old), objective, **terms)
+    for splits in (WHOLE, PARTS):
+        assert_same(slime_step(slime.PolicyLoss(objective), given, splits, rollouts=4, **changes), want)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_slime_s_correction_weighs_the_policy_term_of_shared_rollouts(level):
+    given, correction = shared_rollout(), RolloutCorrection(level=level, high=1.1)
+    weights = correction.weights(given.old, given.rollout, given.mask)
+    shares = given.mask.sum(1).double() / given.rollout_tokens.clamp(min=1)
+    weights = weights * (shares.unsqueeze(1) if weights.ndim == 2 else shares)
+    want = expected(given, GSPO, rollout_weights=weights, normalizer=4.0)
+    assert_same(slime_step(slime.PolicyLoss(GSPO, correction=correction), given, PARTS, rollouts=4), want)
+
+
+def slime_call(loss_fn, changes=None, rows=range(6), **arguments):
+    """Loss and metrics of sequences, where something else is passed."""
+    given = problem().part(rows)
+    batch, logits = slime_batch(given, given.logprobs)
+    reducer = sum_of_sample_mean(batch)
+    return loss_fn(slime_arguments(**changes or {}), batch | arguments, logits, reducer)
+
+
+def test_slime_s_calls():
+    """Without old log-probs it is on-policy."""
+    loss, metrics = slime_call(slime.PolicyLoss(), log_probs=None)
+    assert loss.item() == pytest.approx(-sum(ADVANTAGES[:5])) and metrics["ppo_kl"] == 0
+    with raises("use_tis: got True"):
+        slime_call(slime.PolicyLoss(), {"use_tis": True})
+    with raises("correction: needs the batch's log_probs and rollout_log_probs"):
+        slime_call(slime.PolicyLoss(correction=TIS), log_probs=None)
+    with raises(r"logits: got \d+ rows for 180 tokens in total_lengths"):
+        slime_call(slime.PolicyLoss(), total_lengths=[30] * 6)
+    with raises("as long as its sequence or longer, expected a"):
+        slime_call(slime.PolicyLoss(), rows=[0], response_lengths=[9])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tensor_model_parallel_size": 2}, "got 2, expected 1: a rank holds a part of the vocabulary"),
+        ({"context_parallel_size": 2}, "a rank holds a part of a sequence"),
+        ({"allgather_cp": True}, "a rank holds a part of a sequence"),
+        ({"rollout_top_p": 0.9}, "no mask of sampled tokens"),
+        ({"use_tis": True}, "give PolicyLoss a correction="),
+        ({"use_opsm": True}, "off-policy sequence masking"),
+        ({"get_mismatch_metrics": True}, "it also changes slime's loss"),
+        ({"custom_pg_loss_reducer_function_path": "a.b"}, "the reduction is the objective's aggregation"),
+        ({"use_unbiased_kl": True}, "not weighted"),
+        ({"use_kl_loss": True, "kl_loss_type": "low_var_kl"}, "one of k1, k2, k3: the KL is not clamped"),
+        ({"calculate_per_token_loss": True}, "divides by the number of sequences, expected False"),
+    ],
+)
+def test_slime_s_arguments_that_change_the_loss_are_refused_by_name(change, reason):
+    with raises(f"{[*change][-1]}: .*{reason}"):
+        slime.PolicyLoss(GSPO).check_arguments(slime_arguments(**change))
+
+
+def slime_loss(loss_fn=None):
+    """slime's ``loss_function`` and all that it calls, in one process without Megatron."""
+    mpu = SimpleNamespace(
+        get_context_parallel_world_size=lambda: 1,
+        get_context_parallel_group=lambda: None,
+        get_tensor_model_parallel_group=lambda: None,
+        get_data_parallel_world_size=lambda with_context_parallel: 1,
+    )
+    common = {"dist": torch.distributed, "mpu": mpu}
+    helpers = peers.extract(
+        peers.source("slime", "slime/utils/ppo_utils.py"), "calculate_log_probs_and_entropy",
+        "compute_approx_kl", "compute_gspo_kl", "compute_policy_loss", **common,
+    )  # fmt: skip
+    reducers = peers.extract(
+        peers.source("slime", "slime/backends/megatron_utils/cp_utils.py"), "get_sum_of_sample_mean",
+        "all_gather_with_cp", **common,
+    )  # fmt: skip
+    return peers.extract(
+        peers.source("slime", "slime/backends/megatron_utils/loss.py"), "loss_function",
+        **{**helpers, **reducers}, load_function=lambda path: loss_fn,
+    )["loss_function"]  # fmt: skip
+
+
+@AS_SLIME
+def test_equals_slime(objective, changes):
+    """Everything after the forward is slime's own code, in fp32, but for Megatron's sum."""
+    given = shared_rollout()
+    tensors = (getattr(given, each.name) for each in fields(given))
+    given, results = Problem(*(each.float() if each.is_floating_point() else each for each in tensors)), []
+    for loss_fn, loss_type in ((slime.PolicyLoss(objective), "custom_loss"), (None, "policy_loss")):
+        args, values, theirs = slime_arguments(**changes | {"loss_type": loss_type}), 0.0, slime_loss(loss_fn)
+        by_token = args.calculate_per_token_loss
+
+        def loss_of(part, logprobs):
+            nonlocal values, logged
+            batch, logits = slime_batch(part, logprobs, args.rollout_temperature)  # noqa: B023
+            loss, _, logged = theirs(args, batch, len(PARTS), 4, logits)  # noqa: B023
+            values = values + logged["values"]
+            # Megatron: over the micro-batches, or over all their tokens at the end
+            return loss / (given.mask.sum(1).clamp(min=1).sum() if by_token else len(PARTS))  # noqa: B023
+
+        logged: dict = {}
+        numbers = add_up(given, PARTS, loss_of)
+        values = values[1:] / (values[0] if by_token else 4)
+        results.append((numbers, dict(zip(logged["keys"], values.tolist(), strict=True))))
+    (got, metrics), (want, their_metrics) = results
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    for name in {*metrics} - ({"pg_clipfrac"} if not by_token else set()):
+        assert metrics[name] == pytest.approx(their_metrics[name], rel=1e-5, abs=1e-6), name

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gspo_kernels as gk
 from gspo_kernels.integrations import layouts
 from tests.draws import shifted_seed
 
@@ -124,41 +123,6 @@ def test_gradients_pass_through_every_bridge():
         (lambda x: layouts.to_predictions(x, attention_mask=mask, fill=0.0), padded),
     ):
         torch.autograd.gradcheck(bridge, given_values)
-
-
-def test_one_loss_in_every_layout():
-    """From verl's nested whole sequences, padded on either side, and responses only: the same numbers."""
-    responses = [4, 2, 3]
-    whole = torch.tensor([2, 1, 3]) + torch.tensor(responses)
-    rng = torch.Generator().manual_seed(shifted_seed(1))
-    hidden = torch.randn(int(whole.sum()), 6, dtype=DOUBLE, generator=rng).requires_grad_()
-    weight = torch.randn(11, 6, dtype=DOUBLE, generator=rng)
-    ids = torch.randint(11, (len(hidden),), generator=rng)
-    old = -2.0 - torch.rand(sum(responses), dtype=DOUBLE, generator=rng)
-    offsets, response_offsets = (layouts.offsets_of(n) for n in (whole, torch.tensor(responses)))
-    labels = layouts.to_predictions(ids, cu_seqlens=offsets, fill=-100)
-    index = layouts.response_predictions(offsets, response_offsets)
-    mask = torch.zeros(len(ids)).index_fill(0, index, 1)
-    of_whole = old.new_full((len(ids),), torch.nan).index_copy(0, index, old)
-
-    def run(hidden_rows, *arguments, **layout):
-        loss = gk.fused_linear_policy_loss(
-            hidden_rows, weight, *arguments, torch.tensor([1.0, -1.0, 0.5], dtype=DOUBLE),
-            objective=gk.GSPO(clip_low=0.5, clip_high=0.5), **layout,
-        ).loss  # fmt: skip
-        return loss.detach(), torch.autograd.grad(loss, hidden)[0]
-
-    expected = run(hidden[index], labels[index], old, cu_seqlens=response_offsets)
-    values, cu_seqlens = layouts.from_nested(layouts.to_nested(hidden, offsets))
-    got = [run(values, labels, of_whole, cu_seqlens=cu_seqlens, loss_mask=mask)]
-    for side in ("left", "right"):
-        rows, attended = layouts.to_padded(hidden, offsets, side=side, length=9)
-        ids_BT, old_BT, mask_BT = (layouts.to_padded_like(each, attended) for each in (ids, of_whole, mask))
-        labels_BT = layouts.to_predictions(ids_BT, attention_mask=attended, fill=-100)
-        got.append(run(rows, labels_BT, old_BT, loss_mask=mask_BT))
-    assert expected[1].count_nonzero() > 0
-    for each in got:
-        torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-14)
 
 
 OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-import json
 import math
 import os
 import pickle
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +26,7 @@ from gspo_kernels import objectives
 from gspo_kernels.integrations import hooks, skyrl, verl
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
+from tests.forks import in_processes
 from tests.integrations.tiny_models import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -456,19 +457,6 @@ def test_registering_in_verl(monkeypatch):
     assert importlib.import_module(entry_point()[1]) is verl
 
 
-@pytest.mark.skipif(importlib.util.find_spec("skyrl") is not None, reason="skyrl is installed")
-def test_without_skyrl_one_sentence():
-    start, old, advantages, _, rollout = batch()
-    given = skyrl_config(off_policy_correction=SimpleNamespace(tis_ratio_type="token"))
-    for call in (
-        skyrl.register_all,
-        lambda: skyrl.register("mine", gk.GSPO()),
-        lambda: skyrl_call(skyrl.LOSSES["gk_gspo"], start, old, advantages, given, rollout=rollout),
-    ):
-        with pytest.raises(IntegrationError, match=r"skyrl: not installed, this adapter needs skyrl>=0.3"):
-            call()
-
-
 def entry_point():
     """The plugin's line of pyproject.toml, as an installed package has it."""
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
@@ -545,69 +533,153 @@ def test_equals_verl(ours, info):
         assert_equal(got[:2], expected[:2], 5e-8)
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """An environment in which this checkout counts as an installed package, with its entry point."""
-    folder = tmp_path_factory.mktemp("installed")
-    info = folder / "gspo_kernels-0.1.0.dist-info"
+@needs("verl")
+def test_verl_finds_the_losses_by_itself(tmp_path):
+    """Where this checkout counts as installed, with its entry point; and workers get the kernels."""
+    info = tmp_path / "gspo_kernels-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gspo_kernels\nVersion: 0.1.0\n")
     name, target = entry_point()
     (info / "entry_points.txt").write_text(f"[verl.plugins]\n{name} = {target}\n")
-    path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    code = (
+        "import torch, verl; from verl.utils.torch_functional import logprobs_from_logits as f; "
+        "from verl.trainer.ppo.core_algos import get_policy_loss_fn; get_policy_loss_fn('gk_gspo_config'); "
+        "f(torch.randn(2, 3, 9), torch.zeros(2, 3, dtype=torch.int64))"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    modules = "gspo_kernels.integrations.backends.verl_workers"
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": path}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+    assert "verl.utils.torch_functional.logprobs_from_logits runs in gspo_kernels" in done.stderr
 
 
-SEQUENCE = {"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
-SEQUENCE |= {"use_kl_loss": True, "kl_loss_coef": 0.05, "entropy_coeff": 0.01}
-TOKEN = {"loss_agg_mode": "token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04, "clip_ratio_c": 1.06}
+def verl_engine(model):
+    """verl's FSDP2 engine on CPU tensors: verl has no such platform, but lets one be set."""
+    from verl.plugin.platform import set_platform
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    class PlatformCPU(PlatformCUDA):
+        device_name, device_module = "cpu", torch.cpu
+
+        def is_available(self):
+            return True
+
+        def current_device(self):
+            return torch.device("cpu")
+
+    set_platform(PlatformCPU())
+    fp32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+    engine = FSDPEngineWithLMHead(
+        HFModelConfig(
+            path=str(model), load_tokenizer=False, use_remove_padding=False,
+            enable_gradient_checkpointing=False, override_config={"attn_implementation": "eager"},
+        ),
+        FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, model_dtype="fp32", mixed_precision=fp32),
+        FSDPOptimizerConfig(lr=0.02, optimizer="SGD", betas=None, weight_decay=0.0, total_training_steps=9),
+        CheckpointConfig(),
+    )  # fmt: skip
+    engine.initialize()
+    return engine
 
 
-def update_actor(folder, installed, world, runs):
-    """Four updates in verl's FSDP2 engine per (loss, config): weights before, [(metrics, weights)] after."""
+def jagged(rows):
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def verl_data(rank):
+    """This rank's half of eight sequences, without old log-probs."""
+    from verl.utils import tensordict_utils as tu
+
+    rng = torch.Generator().manual_seed(shifted_seed(7))
+    lengths = ((3, 5), (2, 1), (4, 6), (1, 4), (2, 3), (5, 2), (3, 6), (2, 4))[rank::2]
+    prompts, responses = (
+        [torch.randint(3, 64, (each[part],), generator=rng) for each in lengths] for part in range(2)
+    )
+    ids = [torch.cat(row) for row in zip(prompts, responses, strict=True)]
+    ones = [torch.ones_like(response) for response in responses]
+    advantages = (1.0, -1.0, 0.5, 2.0, -0.5, 1.5, -2.0, 0.7)[rank::2]
+    tensors = {
+        "input_ids": ids, "position_ids": [torch.arange(len(each)) for each in ids], "prompts": prompts,
+        "responses": responses, "response_mask": ones, "loss_mask": ones,
+        "advantages": [a * one for a, one in zip(advantages, ones, strict=True)],
+    }  # fmt: skip
+    options = {
+        "temperature": 1.0, "global_batch_size": 8, "use_remove_padding": False, "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2, "pad_token_id": 0, "calculate_entropy": True,
+    }  # fmt: skip
+    tensors = {name: jagged(rows) for name, rows in tensors.items()}
+    return tu.get_tensordict(tensors, non_tensor_dict=options)
+
+
+def update_actor(model, loss_mode, config):
+    """Old log-probs from the engine, then four updates on them: metrics, and weights afterwards."""
+    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    engine, data = verl_engine(model), verl_data(torch.distributed.get_rank())
+    with engine.eval_mode():
+        scored = engine.infer_batch(data.clone())["model_output"]["log_probs"]
+    lengths = data["responses"].offsets().diff().tolist()
+    old = [row[:n] for row, n in zip(no_padding_2_padding(scored, data), lengths, strict=True)]
+    data["old_log_probs"] = jagged(old)
+    data["ref_log_prob"] = jagged(row + 0.1 * torch.sin(torch.arange(len(row))) for row in old)
+    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
+    actor = FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, **config)
+    history = []
+    with engine.train_mode():
+        for _ in range(4):
+            metrics = engine.train_batch(data.clone(), loss_function=partial(ppo_loss, actor))["metrics"]
+            history.append({
+                name: float(each.aggregate() if hasattr(each, "aggregate") else torch.tensor(each).mean())
+                for name, each in metrics.items()
+            })  # fmt: skip
+    parameters = (each.full_tensor().flatten() for each in engine.module.state_dict().values())
+    return history, torch.cat(list(parameters))
+
+
+@needs("verl")
+@pytest.mark.slow
+def test_actor_updates_in_verl_s_engine(tmp_path):
+    """Two ranks, micro-batches, entropy, KL, optimizer: weights and metrics as with verl's own losses.
+
+    And with verl's own loss over our log-probs.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(shifted_seed(0))
     network = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": 64, "hidden_size": 16, "head_dim": 8}))
-    network.save_pretrained(folder / "model")
-    script = str(Path(__file__).with_name("verl_actor.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", "--standalone"]
-    command += [script, str(folder), json.dumps(runs)]
-    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    before = {name: value.detach() for name, value in network.state_dict().items()}
-    return before, [torch.load(folder / f"{index}.pt") for index in range(len(runs))]
+    network.save_pretrained(tmp_path)
+    start = torch.cat([each.detach().flatten() for each in network.state_dict().values()])
+    token = {"loss_agg_mode": "token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
+    sequence = token | {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.01}
+    sequence |= {"use_kl_loss": True, "kl_loss_coef": 0.05}
 
-
-def moved(weights, since):
-    return torch.cat([(weights[name] - since[name]).flatten() for name in sorted(weights)])
-
-
-@needs("verl")
-def test_actor_updates_in_verls_engine(tmp_path_factory, installed):
-    """Old log-probs, micro-batches, entropy, KL, optimizer: weights and metrics as with verl's own losses.
-
-    In one process and in two, and with verl's own loss over our log-probs. verl finds the losses by itself.
-    """
-
-    def close(one, other):
-        return (moved(one, before) - moved(other, before)).norm() <= 1e-5 * moved(other, before).norm()
-
-    runs = [("gspo", SEQUENCE), ("gk_gspo", SEQUENCE), ("vanilla", TOKEN), ("gk_grpo_config", TOKEN)]
-    before, alone = update_actor(tmp_path_factory.mktemp("alone"), installed, 1, runs)
-    for (theirs, weights), (ours, own) in zip(alone[::2], alone[1::2], strict=True):
-        assert close(own, weights)
-        for one, other in zip(theirs, ours, strict=True):
+    def assert_as_verl(theirs, ours):
+        assert (ours[1] - theirs[1]).norm() <= 1e-5 * (theirs[1] - start).norm()
+        for one, other in zip(theirs[0], ours[0], strict=True):
             assert other == pytest.approx({**other, **one}, rel=1e-4, abs=1e-6)
-        assert ours[0]["actor/ratio/min"] == ours[0]["actor/ratio/max"] == 1.0
-        assert 0 < ours[2]["actor/pg_clipfrac"] < 1 and 0 < ours[2]["actor/active_fraction"] <= 1
-    _, together = update_actor(tmp_path_factory.mktemp("together"), installed, 2, runs[1::2])
-    assert all(close(two[1], one[1]) for one, two in zip(alone[::2], together, strict=True))
-    scored = {**installed, "VERL_USE_EXTERNAL_MODULES": "gspo_kernels.integrations.backends.verl_workers"}
-    _, ((ours, own),) = update_actor(tmp_path_factory.mktemp("scored"), scored, 1, runs[:1])
-    assert close(own, alone[0][1])
-    for one, other in zip(alone[0][0], ours, strict=True):
-        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+    def work(rank):
+        from gspo_kernels.integrations.backends import verl as backend
+
+        torch.distributed.init_process_group("gloo")
+        for theirs, ours, config in (
+            ("vanilla", "gk_grpo_config", token | {"clip_ratio_c": 1.06}),
+            ("gspo", "gk_gspo", sequence),
+        ):
+            expected, got = (update_actor(tmp_path, each, config) for each in (theirs, ours))
+            assert_as_verl(expected, got)
+            assert got[0][0]["actor/ratio/min"] == got[0][0]["actor/ratio/max"] == 1.0
+            assert 0 < got[0][2]["actor/pg_clipfrac"] < 1 and 0 < got[0][2]["actor/active_fraction"] <= 1
+        backend.install()
+        assert_as_verl(expected, update_actor(tmp_path, theirs, config))
+
+    in_processes(2, work)
 
 
 # ------------------------------------------------------ inside SkyRL
