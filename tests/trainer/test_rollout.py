@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.bits import columns
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, SamplingMask, draw
+from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
 from tests.draws import shifted_seed
 from tests.trainer.conftest import ids_of, tiny_model, tiny_qwen3
 
@@ -95,9 +94,8 @@ def test_the_default_generator_decides_and_logits_are_numbers(model, tokenizer):
     engine, found = ModelEngine(model, [tokenizer.eos_token_id], tokenizer.pad_token_id, 64), []
     for seed in (0, 0, 1):
         torch.manual_seed(shifted_seed(seed))
-        found.append([ids_of(engine.generate([[97, 98]] * 4, Sampling(6))) for _ in range(2)])
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1] and found[0][0] != found[2][0]
+        found.append(ids_of(engine.generate([[97, 98]] * 4, Sampling(6))))
+    assert found[0] == found[1] != found[2]
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(InputError, match="NaN"):
@@ -135,12 +133,3 @@ def test_other_families(tokenizer, family):
     for prompt, each in zip(prompts, engine.generate(prompts, Sampling(8, temperature=0.0)), strict=True):
         logits = model(torch.tensor([prompt + each.ids.tolist()])).logits[0, len(prompt) - 1 : -1]
         assert torch.equal(logits.argmax(-1), each.ids) and each.logprobs is None
-
-
-def test_masks_of_places_one_after_the_other():
-    mask = SamplingMask.of([[3, 40], [], [0]])
-    assert mask.to_lists() == [[3, 40], [], [0]]
-    first = SamplingMask.of([[3, 40]])
-    assert SamplingMask.concatenate([mask, first]).to_lists() == [[3, 40], [], [0], [3, 40]]
-    kept = columns(mask.bitmask(41), 41)
-    assert [row.nonzero().flatten().tolist() for row in kept] == [[3, 40], list(range(41)), [0]]
