@@ -28,6 +28,7 @@ from tests.trainer.conftest import (
     make_accelerator,
     merged_config,
     nothing_in_single_precision,
+    plain_logits,
     same,
     tiny_qwen3,
     weights,
@@ -123,7 +124,7 @@ def plain_scores(model, batch, rows):
     for row in rows.tolist():
         prompt, completion = batch.prompts[row], batch.completions[row]
         with nothing_in_single_precision() if model.dtype == torch.float64 else nullcontext():
-            logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+            logits = plain_logits(model, prompt, completion)
         if batch.masks is not None:
             kept = columns(batch.masks[row].bitmask(logits.shape[1]), logits.shape[1])
             logits = logits.masked_fill(~kept, -1e30)

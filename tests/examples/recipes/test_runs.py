@@ -15,7 +15,7 @@ from gspo_kernels.trainer.vllm import VLLMServer
 from tests.draws import shifted_seed
 from tests.examples.recipes.common import make_trainer
 from tests.forks import in_processes
-from tests.trainer.conftest import ROWS, make_accelerator, odd_share
+from tests.trainer.conftest import ROWS, make_accelerator, odd_share, plain_logprobs
 
 NAN = math.nan
 
@@ -204,19 +204,16 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tokeni
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("feedback", "words"),
-    [
+def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer, rows):
+    for name, words in (
         ("too_few", r"returned \['a'\], expected a list of 3 texts"),
         ("raises", "raised ValueError.*out of order"),
-    ],
-)
-def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer, rows, feedback, words):
-    recipe = {"feedback": f"{__name__}:{feedback}"}
-    trainer = make_trainer("turns", tmp_path / "run", tokenizer, rows, odd, recipe=recipe)
-    with pytest.raises(InputError, match=f"recipe.feedback .*{feedback} {words}"):
-        trainer.train()
-    assert (tmp_path / "run" / "checkpoints" / "step_000000").is_dir()
+    ):
+        recipe = {"feedback": f"{__name__}:{name}"}
+        trainer = make_trainer("turns", tmp_path / name, tokenizer, rows, odd, recipe=recipe)
+        with pytest.raises(InputError, match=f"recipe.feedback .*{name} {words}"):
+            trainer.train()
+        assert (tmp_path / name / "checkpoints" / "step_000000").is_dir()
 
 
 def test_pairs_by_hand():
@@ -250,15 +247,6 @@ def test_phases_of_veripo(tmp_path, tokenizer, rows):
     assert trainer.prompts_used == 6 * 3  # steps of DPO skip no prompt
 
 
-def plain_logprobs(model, batch):
-    found = []
-    for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
-        with torch.no_grad():
-            logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1))
-    return torch.cat(found)
-
-
 def served(tokenizer):
     """Return what stands for `VLLMServer.ask`; the log-prob of a token is minus its id over 100."""
 
@@ -287,10 +275,11 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     trainer.step = 1
     rollout = trainer.rollout()
     batch = trainer.compare(rollout)
-    policy = plain_logprobs(trainer.model, batch)
+    sequences = (batch.prompts, batch.completions)
+    policy = plain_logprobs(trainer.model, *sequences)
     scored = -torch.cat(list(batch.completions)) / 100
     if where != "served":
-        scored = plain_logprobs(AutoModelForCausalLM.from_pretrained(teacher), batch)
+        scored = plain_logprobs(AutoModelForCausalLM.from_pretrained(teacher), *sequences)
     plain = super(type(trainer), trainer).compare(rollout)
     expected = 2.0 * (scored - policy) + 0.5 * plain.by_token(plain.advantages)
     mask = batch.loss_mask
