@@ -144,6 +144,22 @@ def nothing_in_single_precision():
         yield
 
 
+def plain_logits(model, prompt, completion):
+    """The logits that predict a completion's tokens, [C, V], by one forward pass of the sequence alone."""
+    ids = torch.cat([torch.as_tensor(prompt), completion]).unsqueeze(0)
+    return model(ids).logits[0, len(prompt) - 1 : -1]
+
+
+@torch.no_grad()
+def plain_logprobs(model, prompts, completions):
+    """Log-probs of the completions' tokens, [N], at temperature 1."""
+    each = (
+        plain_logits(model, *pair).log_softmax(-1).gather(-1, pair[1].unsqueeze(-1)).squeeze(-1)
+        for pair in zip(prompts, completions, strict=True)
+    )
+    return torch.cat(list(each))
+
+
 def weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 

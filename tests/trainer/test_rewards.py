@@ -107,7 +107,6 @@ def test_what_cannot_be_summed_or_called_is_refused():
     exceeds = "rewards f, f_2: the weighted sum of completion 1 exceeds fp32"
     expected = r"reward_weights: got \[{}1.0\], expected a finite number for each of 2 rewards"
     for values, weights, words in (
-        ([0.0, 1e30], [1e30, 1.0], exceeds),
         ([0.0, 3e38], [1.0, 1.0], exceeds),
         ([0.0, 0.0], [math.inf, 1.0], expected.format("inf, ")),
         ([0.0, 0.0], [1.0], expected.format("")),
@@ -129,8 +128,7 @@ def test_what_cannot_be_summed_or_called_is_refused():
     RewardSet([my_reward, max]).check(["solution"])
 
 
-@pytest.mark.parametrize("timeout", [None, 10.0])
-def test_async_rewards_run_at_the_same_time_and_keep_their_loop(timeout):
+def test_async_rewards_run_at_the_same_time_and_keep_their_loop():
     loops, meet = [], []
 
     def make(name):
@@ -143,44 +141,34 @@ def test_async_rewards_run_at_the_same_time_and_keep_their_loop(timeout):
 
         return reward
 
-    rewards = RewardSet([make(1), lambda *a, **k: [0.5, 0.25], make(2)], [1.0, 1.0, 10.0], timeout=timeout)
+    rewards = RewardSet([make(1), lambda *a, **k: [0.5, 0.25], make(2)], [1.0, 1.0, 10.0])
     for _ in range(2):
         meet.clear()
-        result = rewards(*ARGUMENTS)
-        assert result.total.tolist() == [21.5, 0.25]
-        assert [values[0].item() for values in result.by_name.values()] == [1.0, 0.5, 2.0]
+        assert rewards(*ARGUMENTS).total.tolist() == [21.5, 0.25]
     assert len(set(loops)) == 2
 
 
-@pytest.mark.parametrize("kind", ["plain", "waits", "blocks"])
-def test_a_reward_that_hangs_is_given_up(kind):
-    """A coroutine's next call gets another loop; a plain function is called again."""
+def test_a_reward_that_hangs_is_given_up_and_its_next_call_gets_another_loop():
     stop = threading.Event()
-
-    def plain(completions):
-        stop.wait()
-        return [1.0, 2.0]
 
     async def waits(completions):
         await asyncio.sleep(0 if stop.is_set() else 60)
         return [1.0, 2.0]
 
     async def blocks(completions):
-        return plain(completions)
+        stop.wait()
+        return [1.0, 2.0]
 
-    async def innocent(completions):
-        return [0.0, 0.0]
-
-    function = {"plain": plain, "waits": waits, "blocks": blocks}[kind]
-    rewards, started = RewardSet([innocent, function], timeout=0.2), time.monotonic()
-    try:
-        with pytest.raises(InputError, match=rf"{kind} took more than 0.2 seconds for 2 completions"):
-            rewards(*ARGUMENTS)
-    finally:
-        stop.set()
-    assert time.monotonic() - started < 5.0
-    rewards = RewardSet([innocent, function], timeout=5.0) if kind == "plain" else rewards
-    assert rewards(*ARGUMENTS).total.tolist() == [1.0, 2.0]
+    for function in (waits, blocks):
+        stop.clear()
+        rewards, started = RewardSet([function], timeout=0.2), time.monotonic()
+        try:
+            with pytest.raises(InputError, match=r"took more than 0.2 seconds for 2 completions"):
+                rewards(*ARGUMENTS)
+        finally:
+            stop.set()
+        assert time.monotonic() - started < 5.0
+        assert rewards(*ARGUMENTS).total.tolist() == [1.0, 2.0]
 
 
 def test_a_reward_that_hangs_keeps_no_program_from_ending():

@@ -11,7 +11,7 @@ from gspo_kernels.bits import columns
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, SamplingMask, draw
 from tests.draws import shifted_seed
-from tests.trainer.conftest import ids_of, tiny_model, tiny_qwen3
+from tests.trainer.conftest import ids_of, plain_logits, plain_logprobs, tiny_model, tiny_qwen3
 
 
 def test_tokens_that_a_loss_counts():
@@ -23,21 +23,12 @@ def test_tokens_that_a_loss_counts():
         ended.counted("drop")
 
 
-def sampling_logprobs(model, prompts, completions):
-    """[N] by a forward pass without a cache."""
-    rows = []
-    for prompt, completion in zip(prompts, (each.ids for each in completions), strict=True):
-        ids = torch.cat([torch.tensor(prompt), completion]).unsqueeze(0)
-        logits = model(ids).logits[0, -len(completion) - 1 : -1]
-        rows.append(logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1))
-    return torch.cat(rows)
-
-
 @torch.no_grad()
 def assert_logprobs_are_exact(model, prompts, completions):
     """As near to fp64 as a forward pass in fp32 that reads whole sequences."""
-    plain = sampling_logprobs(model, prompts, completions)
-    exact = sampling_logprobs(copy.deepcopy(model).double(), prompts, completions)
+    ids = [each.ids for each in completions]
+    plain = plain_logprobs(model, prompts, ids)
+    exact = plain_logprobs(copy.deepcopy(model).double(), prompts, ids)
     assert exact.isfinite().all() and exact.std() > 0.3
     budget = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
     assert (torch.cat([each.logprobs for each in completions]) - exact).abs().max() <= budget
@@ -60,7 +51,7 @@ def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
     assert 1 <= sizes.min() <= sizes.max() < 258 and len({len(ids) for ids in ids_of(found[0])}) > 1
     agree = []
     for prompt, each in zip(prompts, found[0], strict=True):
-        logits = model(torch.tensor([prompt + each.ids.tolist()])).logits[0, len(prompt) - 1 : -1].float()
+        logits = plain_logits(model, prompt, each.ids)
         kept = each.mask.bitmask(258)
         again = gk.token_logprobs(logits, each.ids, temperature=0.8, kept_mask=kept).logprobs
         torch.testing.assert_close(again, each.logprobs, atol=1e-5, rtol=1e-5)
@@ -95,9 +86,8 @@ def test_the_default_generator_decides_and_logits_are_numbers(model, tokenizer):
     engine, found = ModelEngine(model, [tokenizer.eos_token_id], tokenizer.pad_token_id, 64), []
     for seed in (0, 0, 1):
         torch.manual_seed(shifted_seed(seed))
-        found.append([ids_of(engine.generate([[97, 98]] * 4, Sampling(6))) for _ in range(2)])
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1] and found[0][0] != found[2][0]
+        found.append(ids_of(engine.generate([[97, 98]] * 4, Sampling(6))))
+    assert found[0] == found[1] != found[2]
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(InputError, match="NaN"):
@@ -133,8 +123,9 @@ def test_other_families(tokenizer, family):
     engine = ModelEngine(model, [9999], 0, 8)
     assert_logprobs_are_exact(model, prompts, engine.generate(prompts, Sampling(8)))
     for prompt, each in zip(prompts, engine.generate(prompts, Sampling(8, temperature=0.0)), strict=True):
-        logits = model(torch.tensor([prompt + each.ids.tolist()])).logits[0, len(prompt) - 1 : -1]
-        assert torch.equal(logits.argmax(-1), each.ids) and each.logprobs is None
+        assert (
+            torch.equal(plain_logits(model, prompt, each.ids).argmax(-1), each.ids) and each.logprobs is None
+        )
 
 
 def test_masks_of_places_one_after_the_other():

@@ -8,6 +8,8 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,11 +40,26 @@ DRAWN = []
 """What each call of the reward draws from Python's generator, which every step seeds anew."""
 
 
+class Tracker(GeneralTracker):
+    """Keeps what a run gives to trackers."""
+
+    name, requires_logging_directory, main_process_only, tracker = "kept", False, True, None
+    logged, finished, config = {}, [], {}
+    store_init_configuration = config.update
+
+    def log(self, values, step=None, **options):
+        self.logged[step] = values
+
+    def finish(self):
+        self.finished.append(True)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, tokenizer):
     """A trainer whose run nothing has interrupted."""
     config = small_config(tmp_path_factory.mktemp("straight") / "run", save_rollouts=True)
-    trainer = make_trainer(tokenizer, ROWS, some, config)
+    make_accelerator()
+    trainer = make_trainer(tokenizer, ROWS, some, config, accelerator=Accelerator(log_with=[Tracker()]))
     DRAWN.clear()
     trainer.last = trainer.train()
     assert len(DRAWN) == 10 and len({*DRAWN}) == 6  # 4 steps and 3 evaluations, twice: these draw the same
@@ -64,6 +81,8 @@ def test_what_a_run_writes(straight, tokenizer):
     for key in (keys + "entropy tokens_per_second completions/length memory/peak_gib mismatch/max").split():
         assert records[1][key] is not None
     assert straight.last == records[-1]
+    assert Tracker.finished and Tracker.config["update.steps"] == 4 and sorted(Tracker.logged) == [*range(5)]
+    assert Tracker.logged[2]["reward/mean"] == records[2]["reward/mean"]
 
     files = sorted(run.rollouts.iterdir())
     assert [path.name for path in files] == [f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)]
@@ -259,25 +278,3 @@ def test_warnings_when_nothing_can_be_learned_or_sampling_cuts(tmp_path, tokeniz
         records = read_metrics(tmp_path / str(keep) / "metrics.jsonl")[1:]
         assert capsys.readouterr().out.count("sampling cuts off") == (0 if keep else 1)
         assert (max(each["mismatch/mean"] for each in records) < 1e-5) == keep
-
-
-def test_trackers_get_the_metrics(tmp_path, tokenizer):
-    from accelerate import Accelerator
-    from accelerate.tracking import GeneralTracker
-
-    class Kept(GeneralTracker):
-        name, requires_logging_directory, main_process_only, tracker = "kept", False, True, None
-        logged, finished, config = {}, [], {}
-        store_init_configuration = config.update
-
-        def log(self, values, step=None, **options):
-            self.logged[step] = values
-
-        def finish(self):
-            self.finished.append(True)
-
-    make_accelerator()
-    config, accelerator = small_config(tmp_path, update={"steps": 2}), Accelerator(log_with=[Kept()])
-    make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator).train()
-    assert Kept.finished and Kept.config["update.steps"] == 2 and sorted(Kept.logged) == [0, 1, 2]
-    assert Kept.logged[2]["reward/mean"] == read_metrics(tmp_path / "metrics.jsonl")[2]["reward/mean"]

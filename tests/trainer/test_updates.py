@@ -28,6 +28,7 @@ from tests.trainer.conftest import (
     make_accelerator,
     merged_config,
     nothing_in_single_precision,
+    plain_logits,
     same,
     tiny_qwen3,
     weights,
@@ -123,7 +124,7 @@ def plain_scores(model, batch, rows):
     for row in rows.tolist():
         prompt, completion = batch.prompts[row], batch.completions[row]
         with nothing_in_single_precision() if model.dtype == torch.float64 else nullcontext():
-            logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+            logits = plain_logits(model, prompt, completion)
         if batch.masks is not None:
             kept = columns(batch.masks[row].bitmask(logits.shape[1]), logits.shape[1])
             logits = logits.masked_fill(~kept, -1e30)
@@ -209,32 +210,27 @@ def wide(name):
     return options | ({"aggregation_constant": 7} if name == "DrGRPO" else {})
 
 
-@pytest.mark.parametrize("name", trainable_objectives())
-def test_every_objective_takes_its_step(tokenizer, name):
-    """Gradients in small micro-batches are those of whole minibatches by autograd."""
-    batch = make_batch()
-    if trainable_objectives()[name].advantages_are == "levels":
-        batch.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
-    config = make_config(name, wide(name), update={"micro_batch_tokens": 14})
-    metrics = assert_exact_gradients(tokenizer, config, batch)
-    assert metrics["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-6)
-    assert 0 < metrics["entropy"] < 6
+def kinds_of_objectives():
+    """One objective for each of the ways in which a loss depends on a batch: name by name, the first."""
+    kinds = {}
+    for name, cls in trainable_objectives().items():
+        needs = (*sorted(cls.needs), cls.advantages_are, cls.zero_advantage_is_inactive, hasattr(cls, "seed"))
+        kinds.setdefault((cls.coefficient_scope, cls.level, *needs), name)
+    return kinds.values()
 
 
-TERMS = {
+CASES = {name: {"name": name, "update": {"micro_batch_tokens": 14}} for name in kinds_of_objectives()} | {
     "shared prefix in parts": {"update": {"shared_prefix": True, "micro_batch_tokens": 9}},
     "masks": {"masks": True, "kl": {"beta": 0.1}, "update": {"entropy_coef": 0.01, "micro_batch_tokens": 14}},
     "masks and shared prefix": {"masks": True, "update": {"shared_prefix": True, "micro_batch_tokens": 14}},
-    "epochs": {"update": {"epochs": 2, "minibatches": 3}},
-    "kl": {"kl": {"beta": 0.1, "estimator": "k2"}, "update": {"micro_batch_tokens": 20}},
     "adapters and their reference": {
         "lora": {"rank": 2},
-        "kl": {"beta": 0.1},
+        "kl": {"beta": 0.1, "estimator": "k2"},
         "update": {"micro_batch_tokens": 20, "gradient_checkpointing": True},
     },
-    "token weights": {"off_policy": {"level": "token"}, "update": {"micro_batch_tokens": 20}},
+    "token weights": {"off_policy": {"level": "token"}, "update": {"epochs": 2, "minibatches": 3}},
     "sequence weights": {"off_policy": {"level": "sequence", "high": 1.01}},
-    "entropy of pairs": {"name": "REBEL", "objective": {}, "update": {"entropy_coef": 0.01}},
+    "entropy of pairs": {"name": "REBEL", "update": {"entropy_coef": 0.01}},
     "kl of groups": {"name": "EGSW", "kl": {"beta": 0.1}, "update": {"micro_batch_tokens": 20}},
     "token mean": {"objective": {"aggregation": "token_mean", "clip_high": 0.9}, "update": {"epochs": 2}},
     "sum": {"objective": {"aggregation": "sum", "clip_high": 0.9}},
@@ -242,9 +238,13 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("case", TERMS)
-def test_every_row_and_term(tokenizer, case):
-    batch, options = make_batch(), dict(TERMS[case])
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_objective_row_and_term(tokenizer, case):
+    """Gradients in small micro-batches are those of whole minibatches by autograd."""
+    batch, options = make_batch(), dict(CASES[case])
+    name = options.pop("name", "GSPO")
+    if trainable_objectives()[name].advantages_are == "levels":
+        batch.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
     if options.pop("masks", False):  # some ids beside each token's own, and at a few tokens any id
         generator, masks = torch.Generator().manual_seed(shifted_seed(3)), []
         for completion in batch.completions:
@@ -252,9 +252,10 @@ def test_every_row_and_term(tokenizer, case):
             sets = [sorted({token, *more}) for token, more in zip(completion.tolist(), others, strict=True)]
             masks.append(SamplingMask.of([[], *sets[1:]] if len(sets) > 2 else sets))
         batch = replace(batch, masks=masks)
-    name = options.pop("name", "GSPO")
-    objective = {} if name == "EGSW" else options.pop("objective", wide(name))
-    assert_exact_gradients(tokenizer, make_config(name, objective, **options), batch)
+    config = make_config(name, options.pop("objective", wide(name)), **options)
+    metrics = assert_exact_gradients(tokenizer, config, batch)
+    assert metrics["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-6)
+    assert 0 < metrics["entropy"] < 6
 
 
 def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):

@@ -229,73 +229,68 @@ def other_weights(tokenizer):
 
 
 def run(tokenizer, output, url, *, model=None, **sections):
-    update = {"steps": 2, "learning_rate": 1e-2} | sections.pop("update", {})
-    config = small_config(output, engine={"url": url} | sections.pop("engine", {}), update=update, **sections)
-    make_trainer(tokenizer, ROWS, odd_share, config, model=model).train()
-
-
-def mismatch(output):
+    """Train two steps; return how far the log-probs of sampling are from the trainer's in each."""
+    sections["engine"] = {"url": url} | sections.get("engine", {})
+    sections["update"] = {"steps": 2, "learning_rate": 1e-2} | sections.get("update", {})
+    make_trainer(tokenizer, ROWS, odd_share, small_config(output, **sections), model=model).train()
     return [each["mismatch/mean"] for each in read_metrics(output / "metrics.jsonl")[1:]]
 
 
-@pytest.mark.parametrize("kind", ["server", "local"])
-def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, other_weights, kind, monkeypatch):
+KEPT = {"temperature": 0.8, "top_k": 20, "keep_sampling_mask": True}
+RUNS = {
+    "server": {"rollout": KEPT},
+    "local": {"rollout": KEPT},
+    "adapters elsewhere": {"lora": {"rank": 2}},
+    "bf16": {"update": {"precision": "bf16"}},
+    "off-policy weights": {"off_policy": {"level": "token"}, "rollout": {"top_k": 20, "temperature": 0.7}},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, other_weights, case, monkeypatch):
     """Log-probs are as near to the trainer's as rounding; what vLLM got last is what the run exports."""
-    module, model = LocalModule(other_weights), None
-    if kind == "local":
+    url, output, sections = other_weights.url, tmp_path / "run", dict(RUNS[case])
+    module, model, written = LocalModule(other_weights), None, output
+    if case == "local":
         monkeypatch.setitem(sys.modules, "vllm", module)
-        (model := tmp_path / "base").mkdir()
+        url, model = "local", str(tmp_path / "base")
         tiny_qwen3(tokenizer).save_pretrained(model)
-    url = other_weights.url if kind == "server" else "local"
-    rollout = {"temperature": 0.8, "top_k": 20, "keep_sampling_mask": True}
-    run(tokenizer, tmp_path / "run", url, model=model and str(model), rollout=rollout)
-    if kind == "local":
-        expected = {"model": str(model), "dtype": "float32", "gpu_memory_utilization": 0.4}
+    if case == "adapters elsewhere":
+        written = tmp_path / "elsewhere" / "below"
+        sections["engine"] = {"weights": str(written)}
+    if case == "bf16":
+        other_weights.dtype = torch.bfloat16
+    steps = run(tokenizer, output, url, model=model, **sections)
+    if case == "local":
+        expected = {"model": model, "dtype": "float32", "gpu_memory_utilization": 0.4}
         expected |= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
         assert module.options.items() >= expected.items()
-    found = mismatch(tmp_path / "run")
-    assert len(found) == 2 and max(found) < 1e-5
-    # once before the first evaluation and once after each step, each time from a directory of its own
-    assert len(set(other_weights.reloads)) == 3
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert same(weights(other_weights.model), weights(exported))
-    assert not list((tmp_path / "run").glob(".unfinished-*"))
-
-
-@pytest.mark.parametrize("case", ["adapters elsewhere", "bf16", "off-policy weights"])
-def test_every_path_samples_by_the_server(tmp_path, tokenizer, other_weights, case):
-    folder = tmp_path / "elsewhere" / "below"
-    sections = {
-        "adapters elsewhere": {"lora": {"rank": 2}, "engine": {"weights": str(folder)}},
-        "bf16": {"update": {"precision": "bf16"}},
-        "off-policy weights": {
-            "off_policy": {"level": "token"},
-            "rollout": {"top_k": 20, "temperature": 0.7},
-        },
-    }[case]
-    other_weights.dtype = torch.bfloat16 if case == "bf16" else torch.float32
-    run(tokenizer, tmp_path / "run", other_weights.url, **sections)
-    steps = mismatch(tmp_path / "run")
     if case == "off-policy weights":
         assert min(steps) > 0.1, "the probability that top-k cut off"
     else:
-        assert max(steps) < (0.1 if case == "bf16" else 1e-5)
-    written = folder if "engine" in sections else tmp_path / "run"
+        assert len(steps) == 2 and max(steps) < (0.1 if case == "bf16" else 1e-5)
+    # once before the first evaluation and once after each step, each time from a directory of its own
+    assert len(set(other_weights.reloads)) == 3
     assert {str(written)} == {path.rpartition("/")[0] for path in other_weights.reloads}
     assert not list(written.glob(".unfinished-*"))
+    if case != "bf16":
+        exported = AutoModelForCausalLM.from_pretrained(output / "model")
+        assert same(weights(other_weights.model), weights(exported))
 
 
 def test_two_processes_share_a_server(tmp_path, tokenizer, other_weights):
     """Each asks for its share, and the weights go there once for both; its failure ends both."""
 
-    in_processes(2, lambda rank: run(tokenizer, tmp_path / "two", other_weights.url))
-    assert len(other_weights.reloads) == 3 and max(mismatch(tmp_path / "two")) < 1e-5
-    other_weights.developing = False
+    def works(rank):
+        assert max(run(tokenizer, tmp_path / "two", other_weights.url)) < 1e-5
 
     def fails(rank):
         with pytest.raises(InputError, match=r"/collective_rpc answered 404"):
             run(tokenizer, tmp_path / "fails", other_weights.url)
 
+    in_processes(2, works)
+    assert len(other_weights.reloads) == 3
+    other_weights.developing = False
     in_processes(2, fails)
 
 

@@ -1,12 +1,8 @@
-"""What the tests of recipes share: their trainers, an engine that follows a script, and short runs."""
-
-import random
+"""What the tests of recipes share: their trainers, and an engine that follows a script."""
 
 import torch
 
 from examples.recipes import dapo, distillation, igrpo, turns, veripo
-from gspo_kernels.trainer.demo import make_model, make_tokenizer
-from gspo_kernels.trainer.processes import seed_everything
 from gspo_kernels.trainer.rollout import Completion
 from tests.trainer.conftest import small_config, tiny_qwen3
 
@@ -57,34 +53,3 @@ def scripted(name, output, tokenizer, rows, script, reward, **sections):
 
     trainer.next_rows, trainer.step = next_rows, 1
     return trainer
-
-
-def make_start(pairs, *, steps, seed):
-    """Return a tiny Qwen3, trained for some steps on (prompt, completion) pairs, and its tokenizer."""
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, seed)
-    generator = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(steps):
-        rows = []
-        for prompt, completion in generator.sample(pairs, 64):
-            given, rest = tokenizer([prompt, completion + tokenizer.eos_token])["input_ids"]
-            rows.append((torch.tensor(given + rest), torch.tensor([-100] * len(given) + rest)))
-        ids, labels = (
-            torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=filling)
-            for column, filling in zip(zip(*rows, strict=True), (0, -100), strict=True)
-        )
-        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval(), tokenizer
-
-
-def rollout_metrics_of(trainer, rows):
-    """Return what a recipe reports of a rollout of these rows, always with one seed."""
-    trainer.next_rows = lambda count=None: list(rows)
-    seed_everything(0)
-    metrics = trainer.rollout().metrics
-    del trainer.next_rows
-    return metrics

@@ -1,4 +1,4 @@
-"""Whole runs of recipes: exact restart, several processes, and what is refused."""
+"""Whole runs of recipes: they learn, restart exactly in several processes, and refuse what cannot work."""
 
 import math
 
@@ -12,9 +12,10 @@ from gspo_kernels.trainer import InputError, demo
 from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.vllm import VLLMServer
-from tests.examples.recipes.common import RECIPES, make_trainer
+from tests.draws import shifted_seed
+from tests.examples.recipes.common import make_trainer
 from tests.forks import in_processes
-from tests.trainer.conftest import make_accelerator, tiny_qwen3
+from tests.trainer.conftest import ROWS, make_accelerator, odd_share, plain_logprobs
 
 NAN = math.nan
 
@@ -28,9 +29,9 @@ def odd(completion_ids, *, letter):
     ]
 
 
-def judge(completion_ids, **columns):
-    """Prefers small token ids, so it disagrees with `odd` often."""
-    return [-sum(ids) / len(ids) for ids in completion_ids]
+def small(completion_ids):
+    """Share of ids below 128, which says nothing about those that are odd."""
+    return [sum(i < 128 for i in ids) / len(ids) for ids in completion_ids]
 
 
 def goes_on(completions):
@@ -49,22 +50,66 @@ def wants_a_color(completions, color):
     return [0.0] * len(completions)
 
 
+RECIPE = {
+    "igrpo": {"drafts": 2, "template": "{prompt};{draft};"},
+    "turns": {"count": 2, "feedback": f"{__name__}:goes_on"},
+    "dapo": {"batches": 2, "overlong_buffer": 3},
+    "veripo": {"grpo_steps": 3, "dpo_steps": 3, "verifier": f"{__name__}:small"},
+    "distillation": {},  # its teacher is what DAPO has learned
+}
+
+
+def learned(name, output, tokenizer, rows, **recipe):
+    """What a run of a random model measured in its first two steps and in its last three, in the mean."""
+    trainer = make_trainer(
+        name, output, tokenizer, rows, odd_share,
+        recipe=RECIPE[name] | recipe,
+        objective={"name": "GRPO"},
+        rollout={"prompts_per_rollout": 6, "group_size": 16, "max_new_tokens": 5},
+        update={"steps": 9, "minibatches": 4, "learning_rate": 2e-2, "micro_batch_tokens": 4096},
+        seed=shifted_seed(0) % 8,
+    )  # fmt: skip
+    trainer.train()
+    _, *records = read_metrics(output / "metrics.jsonl")
+
+    def mean(name, some):
+        measured = [record[name] for record in records if record.get(name) is not None][some]
+        return sum(measured) / len(measured)
+
+    return lambda name: (mean(name, slice(2)), mean(name, slice(-3, None)))
+
+
+@pytest.fixture(scope="module")
+def dapo_run(tmp_path_factory, tokenizer):
+    """What DAPO has learned, and the directory of the model."""
+    output = tmp_path_factory.mktemp("dapo")
+    return learned("dapo", output, tokenizer, ROWS), str(output / "model")
+
+
 @pytest.fixture
-def teacher(tmp_path, tokenizer):
-    for part in (tiny_qwen3(tokenizer, seed=5, hidden_size=48), tokenizer):
-        part.save_pretrained(tmp_path / "teacher")
-    return str(tmp_path / "teacher")
+def teacher(dapo_run):
+    return dapo_run[1]
 
 
-def sections_of(name, teacher):
-    feedback, verifier = f"{__name__}:goes_on", f"{__name__}:judge"
-    return {
-        "igrpo": {"recipe": {"drafts": 2, "template": "{prompt};{draft};"}},
-        "turns": {"recipe": {"count": 2, "feedback": feedback}, "objective": {"name": "TLGRPO"}},
-        "dapo": {"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}},
-        "veripo": {"recipe": {"grpo_steps": 2, "dpo_steps": 2, "verifier": verifier}},
-        "distillation": {"recipe": {"teacher": teacher}, "objective": {"name": "GRPO"}},
-    }[name]
+@pytest.mark.parametrize("name", RECIPE)
+def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
+    """Over seeds 0 to 8 rewards gained 0.26 to 0.48, the verifier 0.15 to 0.29, and a third of the distance
+    to the teacher was left.
+    """
+    found, teacher = dapo_run
+    if name != "dapo":
+        recipe = {"teacher": teacher} if name == "distillation" else {}
+        found = learned(name, tmp_path, tokenizer, ROWS, **recipe)
+    if name == "distillation":
+        before, after = found("distillation/reverse_kl")
+        assert after < 0.5 * before
+        return
+    rewards = {"igrpo": "reward/refinements", "turns": "reward/turn_2", "dapo": "reward/odd_share"}
+    before, after = found(rewards.get(name, "reward/mean"))
+    assert after > before + 0.15
+    if name == "veripo":
+        before, after = found("verifier/mean")
+        assert after > before + 0.08
 
 
 def records_of(path):
@@ -74,11 +119,18 @@ def records_of(path):
     return [{key: v for key, v in record.items() if not key.startswith(timed)} for record in records]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_two_processes_train_and_resume_bit_for_bit(tmp_path, tokenizer, rows, teacher, name):
-    """VerIPO stops while rollouts are kept, and between two steps of DPO."""
-    sections = sections_of(name, teacher) | {"evaluation": {"every": 100}}
-    stops = (1, 3) if name == "veripo" else (2,)
+@pytest.mark.parametrize("name", RECIPE)
+def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, rows, teacher, name):
+    """Those whose checkpoints hold more. VerIPO stops while rollouts are kept, and between steps of DPO."""
+    sections = {
+        "igrpo": {},
+        "turns": {"objective": {"name": "TLGRPO"}},
+        "dapo": {"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}},
+        "veripo": {"recipe": {"grpo_steps": 2, "dpo_steps": 2, "verifier": f"{__name__}:small"}},
+        "distillation": {"recipe": {"teacher": teacher}, "objective": {"name": "GRPO"}},
+    }[name]
+    sections = {"recipe": RECIPE[name], "evaluation": {"every": 100}} | sections
+    stops = {"veripo": (1, 3), "dapo": (2,)}.get(name, ())
 
     def train(rank):
         def ended(run, steps, resume=False):
@@ -89,17 +141,20 @@ def test_two_processes_train_and_resume_bit_for_bit(tmp_path, tokenizer, rows, t
             trainer.train(resume=resume)
             return torch.cat([p.flatten() for p in trainer.model.state_dict().values()])
 
-        straight = ended("straight", 4)
+        straight = ended("straight", 4 if stops else 2)
         for stop in stops:
             assert not torch.equal(ended("stopped", stop, resume=stop > stops[0]), straight)
-        assert torch.equal(ended("stopped", 4, resume=True), straight)
+        if stops:
+            assert torch.equal(ended("stopped", 4, resume=True), straight)
         both = [torch.zeros_like(straight) for _ in range(2)]
         torch.distributed.all_gather(both, straight)
         assert torch.equal(*both)
 
     in_processes(2, train)
-    straight, stopped = (records_of(tmp_path / run) for run in ("straight", "stopped"))
-    assert stopped == straight and len(straight) == 5 and straight[1]["grad_norm"] > 0
+    straight = records_of(tmp_path / "straight")
+    assert straight[1]["grad_norm"] > 0
+    if stops:
+        assert records_of(tmp_path / "stopped") == straight and len(straight) == 5
     if name == "dapo":  # the checkpoint knows how many prompts were taken
         assert max(record["dapo/batches"] for record in straight[1:3]) > 1
 
@@ -149,19 +204,16 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tokeni
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("feedback", "words"),
-    [
+def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer, rows):
+    for name, words in (
         ("too_few", r"returned \['a'\], expected a list of 3 texts"),
         ("raises", "raised ValueError.*out of order"),
-    ],
-)
-def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer, rows, feedback, words):
-    recipe = {"feedback": f"{__name__}:{feedback}"}
-    trainer = make_trainer("turns", tmp_path / "run", tokenizer, rows, odd, recipe=recipe)
-    with pytest.raises(InputError, match=f"recipe.feedback .*{feedback} {words}"):
-        trainer.train()
-    assert (tmp_path / "run" / "checkpoints" / "step_000000").is_dir()
+    ):
+        recipe = {"feedback": f"{__name__}:{name}"}
+        trainer = make_trainer("turns", tmp_path / name, tokenizer, rows, odd, recipe=recipe)
+        with pytest.raises(InputError, match=f"recipe.feedback .*{name} {words}"):
+            trainer.train()
+        assert (tmp_path / name / "checkpoints" / "step_000000").is_dir()
 
 
 def test_pairs_by_hand():
@@ -180,7 +232,7 @@ def test_pairs_by_hand():
 
 
 def test_phases_of_veripo(tmp_path, tokenizer, rows):
-    recipe = {"grpo_steps": 3, "dpo_steps": 2, "verifier": f"{__name__}:judge"}
+    recipe = {"grpo_steps": 3, "dpo_steps": 2, "verifier": f"{__name__}:small"}
     trainer = make_trainer("veripo", tmp_path, tokenizer, rows, odd, recipe=recipe, update={"steps": 8})
     trainer.train()
     _, *records = read_metrics(tmp_path / "metrics.jsonl")
@@ -193,15 +245,6 @@ def test_phases_of_veripo(tmp_path, tokenizer, rows):
     assert records[3]["minibatch_1/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert records[4]["minibatch_1/loss"] != pytest.approx(math.log(2), rel=1e-6)
     assert trainer.prompts_used == 6 * 3  # steps of DPO skip no prompt
-
-
-def plain_logprobs(model, batch):
-    found = []
-    for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
-        with torch.no_grad():
-            logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1))
-    return torch.cat(found)
 
 
 def served(tokenizer):
@@ -232,10 +275,11 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     trainer.step = 1
     rollout = trainer.rollout()
     batch = trainer.compare(rollout)
-    policy = plain_logprobs(trainer.model, batch)
+    sequences = (batch.prompts, batch.completions)
+    policy = plain_logprobs(trainer.model, *sequences)
     scored = -torch.cat(list(batch.completions)) / 100
     if where != "served":
-        scored = plain_logprobs(AutoModelForCausalLM.from_pretrained(teacher), batch)
+        scored = plain_logprobs(AutoModelForCausalLM.from_pretrained(teacher), *sequences)
     plain = super(type(trainer), trainer).compare(rollout)
     expected = 2.0 * (scored - policy) + 0.5 * plain.by_token(plain.advantages)
     mask = batch.loss_mask
@@ -246,10 +290,10 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     assert trainer.update(batch)["minibatch_1/ratio/max"] == pytest.approx(1.0)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer, rows, teacher):
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer, rows):
     other = demo.make_tokenizer()
     other.add_tokens(["<|more|>"])
-    other.save_pretrained(teacher)
-    sections = {"recipe": {"teacher": teacher}} | GRPO
+    other.save_pretrained(tmp_path / "teacher")
+    sections = {"recipe": {"teacher": str(tmp_path / "teacher")}} | GRPO
     with pytest.raises(InputError, match="another tokenizer"):
         make_trainer("distillation", tmp_path / "run", tokenizer, rows, odd, **sections)
