@@ -1,54 +1,60 @@
 """The README and docs/: their Python runs as a reader would paste it, their commands run, their links hold.
 
 Commands run in a folder with a tiny model, in the order of their page. A forked copy of this process runs
-each, so that nothing is imported twice; options behind a command make its run short.
+each, so that nothing is imported twice; options behind a command make its run short. What scripts write into
+docs/ is up to date; the site has every page, and the reference every public name.
 """
 
 import importlib
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
 import sys
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
+import gspo_kernels as gk
+from tests.cases import call, make_case
 from tests.forks import exit_code, forked, in_processes
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import (
+    batch_of,
+    make_trainer,
+    odd_share,
+    rows,
+    small_config,
+    tiny_qwen3,
+    tokenizer,
+)
+
+__all__ = ["rows", "tokenizer"]
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")))
-NOT_RUN = {
-    r"^pip install|^make ": "installs or builds",
-    r"^pytest|^python -m (tests|release|benchmarks|examples\.(five_minutes|stability))": "tested elsewhere",
-    r"--engine\.url|--url http": "needs vLLM; tests/trainer/test_vllm.py has a stand-in",
-}
-"""Commands that are neither run nor parsed here, and why."""
-VLLM = {
-    *("--tensor-parallel-size", "--data-parallel-size", "--gpu-memory-utilization", "--max-model-len"),
-    *("--dtype", "--logprobs-mode"),
-}
-"""Options of `vllm serve`, from its documentation."""
+DOCS = ROOT / "docs"
+PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")))
 
 
 def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def blocks(page):
-    return re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL)
-
-
 def run(page):
     """Run a page's Python, top to bottom; return its names."""
     namespace = {"__name__": page}
-    for block in blocks(page):
+    for block in re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL):
         exec(compile(block, page, "exec"), namespace)
     return namespace
+
+
+# --- pages
 
 
 def test_the_readme_does_what_it_says():
@@ -63,17 +69,18 @@ def test_the_readme_does_what_it_says():
 
 
 def test_the_readme_comes_to_the_point():
+    """Its first screen answers what a reader asks, with figures that stand below as they were measured."""
     text = text_of("README.md")
     assert len(text.splitlines()) <= 85
-    first = text.splitlines()[:40]
+    first = "\n".join(text.splitlines()[:40])
     for answer in ("Fused losses", "Why change your loss?", "Three lines", "How much?", "Not measured"):
-        assert any(answer in line for line in first), answer
+        assert answer in first, answer
     summary = re.search(r"\*\*How much\?\*\*(.*?)\*\*Not measured", text, re.DOTALL).group(1)
     measured = text[text.index("<!-- measured -->") :]
     figures = re.findall(r"(?<![\w,])\d+(?:\.\d+)?(?![\w,.]*\d)", summary)
-    assert len(figures) >= 6 and all(re.search(rf"(?<![\d.]){figure}\b", measured) for figure in figures), (
-        figures
-    )
+    assert len(figures) >= 6
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){figure}\b", measured), figure
 
 
 @pytest.mark.parametrize("page", PAGES[1:])
@@ -106,8 +113,42 @@ def test_every_page_opens_with_a_snippet_and_its_links_lead_somewhere():
         first = "\n".join(text_of(page).splitlines()[:40])
         index = page in ("docs/README.md", "docs/benchmarks.md")
         assert index or re.search(r"^```(python|bash)$", first, re.MULTILINE), page
-    missing = {ROOT / page for page in PAGES[1:]} - {ROOT / "docs/README.md"} - linked["docs/README.md"]
-    assert not missing, sorted(str(page.relative_to(ROOT)) for page in missing)
+    assert {ROOT / page for page in PAGES[1:]} - {DOCS / "README.md"} <= linked["docs/README.md"]
+
+
+def test_objectives_of_the_page():
+    """The ratio of turns is TL-GRPO's, and schedules that a declaration allows have the same gradients."""
+    page, case = run("docs/objectives.md"), make_case("linear", "packed", "holes")
+    labels = case.labels.numel()
+
+    def grads(objective, entry="fused_linear_policy_loss", **options):
+        leaves = {name: value.clone().requires_grad_() for name, value in case.inputs.items()}
+        call(case, leaves, entry, objective, **options).loss.backward()
+        return [leaf.grad for leaf in leaves.values()]
+
+    turns = {"turn_ids": torch.arange(labels) // 2}
+    built_in = gk.TLGRPO(clip_low=0.1, clip_high=0.2)
+    assert all(map(torch.equal, grads(page["PerTurn"](), **turns), grads(built_in, **turns)))
+    whole = grads(page["Damped"](), "linear_token_logprobs", backend="reference")
+    for schedule in ("aligned", "deferred", "two_pass"):
+        parts = grads(page["Damped"](), schedule=schedule, max_chunk_bytes=4 * 61 * 4)
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+    assert all(grad.any() for grad in whole)
+
+
+# --- commands
+
+NOT_RUN = {
+    r"^pip install|^make ": "installs or builds",
+    r"^pytest|^python -m (tests|release|benchmarks|examples\.(five_minutes|stability))": "tested elsewhere",
+    r"--engine\.url|--url http": "needs vLLM; tests/trainer/test_vllm.py has a stand-in",
+}
+"""Commands that are neither run nor parsed here, and why."""
+VLLM = {
+    *("--tensor-parallel-size", "--data-parallel-size", "--gpu-memory-utilization", "--max-model-len"),
+    *("--dtype", "--logprobs-mode"),
+}
+"""Options of `vllm serve`, from its documentation."""
 
 
 def commands(page):
@@ -121,12 +162,39 @@ def commands(page):
     return list(dict.fromkeys(" ".join(each.split()) for each in found + re.findall(inline, text)))
 
 
-EVERY = {page: commands(page) for page in (*PAGES, "CONTRIBUTING.md")}
-RUN = {
-    page: [command for command in each if not any(re.search(pattern, command) for pattern in NOT_RUN)]
-    for page, each in EVERY.items()
-}
+def shortened(command):
+    """The command, with what makes a run short behind it: all options but these are the page's."""
+    if re.search(r"gspo train (?!--help)|gspo_kernels.cli train|examples.recipes", command):
+        if "config.yaml" not in command and "--resume" not in command:
+            command += " --update.steps 1 --update.minibatches 1 --rollout.prompts_per_rollout 2"
+            command += " --rollout.group_size 2 --rollout.max_new_tokens 3"
+        command += "" if "--resume" in command else " --overwrite"
+    if re.search(r"gspo demo", command):
+        command += " --overwrite" + ("" if "--steps" in command else " --steps 1")
+    if re.search(r"gspo mismatch", command):
+        command += "" if "--max-new-tokens" in command else " --max-new-tokens 4"
+        command += "" if "--count" in command or "--against" in command else " --count 2"
+        command += " --no-switches" if "--sampler-dtype" in command or "--rollouts" in command else ""
+    command = re.sub(r"(?<=--count )128", "2", command)
+    return re.sub(r"(?<=--update.steps )120", "3", command)
 
+
+EVERY = {page: commands(page) for page in (*PAGES, "CONTRIBUTING.md")}
+
+
+def first_pages():
+    """The commands to run by the first page that has them, in whatever order of their options."""
+    run_by, known = {}, set()
+    for page, each in EVERY.items():
+        for command in each:
+            words = frozenset(shortened(command).split())
+            if words not in known and not any(re.search(pattern, command) for pattern in NOT_RUN):
+                known.add(words)
+                run_by.setdefault(page, []).append(command)
+    return run_by
+
+
+RUN = first_pages()
 CONFIG = """\
 model: DIR
 dataset: FILE.jsonl
@@ -172,22 +240,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def shortened(command):
-    """The command, with what makes a run short behind it: all options but these are the page's."""
-    if re.search(r"gspo train (?!--help)|gspo_kernels.cli train|examples.recipes", command):
-        if "config.yaml" not in command and "--resume" not in command:
-            command += " --update.steps 1 --update.minibatches 1 --rollout.prompts_per_rollout 2"
-            command += " --rollout.group_size 2 --rollout.max_new_tokens 3"
-        command += "" if "--resume" in command else " --overwrite"
-    if re.search(r"gspo demo", command):
-        command += " --overwrite" + ("" if "--steps" in command else " --steps 1")
-    if re.search(r"gspo mismatch", command):
-        command += "" if "--max-new-tokens" in command else " --max-new-tokens 4"
-        command += "" if "--count" in command or "--against" in command else " --count 2"
-        command += " --no-switches" if "--sampler-dtype" in command or "--rollouts" in command else ""
-    return re.sub(r"(?<=--update.steps )120", "3", command)
-
-
 def parse(words):
     """Commands that need eight GPUs: every option is one that the command has."""
     from accelerate.commands.launch import launch_command_parser
@@ -221,7 +273,7 @@ def execute(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in RUN if RUN[page]])
+@pytest.mark.parametrize("page", RUN)
 def test_commands_of_a_page_run(page, folder, monkeypatch):
     from torch.distributed.run import get_args_parser as torchrun
 
@@ -260,9 +312,177 @@ def test_what_is_not_run_says_why():
     every = [command for each in EVERY.values() for command in each]
     for pattern in NOT_RUN:
         assert any(re.search(pattern, command) for command in every), pattern
-    text = " ".join(command for page in RUN for command in RUN[page])
-    assert "gspo train examples/own_model.yaml --model DIR --dataset FILE.jsonl" in text
-    for name in ("gspo export", "gspo plot", "gspo mismatch", "gspo doctor", "gspo demo", "vllm serve"):
+    text = " ".join(command for each in RUN.values() for command in each)
+    for name in (
+        "gspo train examples/own_model.yaml --model DIR --dataset FILE.jsonl", "gspo export", "gspo plot",
+        "gspo mismatch", "gspo doctor", "gspo demo", "vllm serve", "examples.recipes.turns",
+        "torchrun --nproc_per_node 2", "accelerate launch",
+    ):  # fmt: skip
         assert name in text, name
-    for name in ("examples.recipes.turns", "torchrun --nproc_per_node 2", "accelerate launch"):
-        assert name in text, name
+
+
+# --- what scripts write into docs/
+
+
+def script(name):
+    """A script of docs/ as a module."""
+    spec = spec_from_file_location(name, DOCS / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+OBJECTIVES, SCALING, SITE = map(script, ("generate_objectives", "generate_scaling", "mkdocs_hooks"))
+
+
+def test_pages_are_up_to_date():
+    sketch = script("generate_architecture")
+    assert sketch.SKETCH.read_text() == sketch.sketch(), "run `python docs/generate_architecture.py`"
+    assert OBJECTIVES.PAGE.read_text() == OBJECTIVES.page(), "run `python docs/generate_objectives.py`"
+    text = SCALING.PAGE.read_text()
+    assert text == SCALING.page(text), "run `python docs/generate_scaling.py`"
+
+
+def test_the_plot_shows_coefficients():
+    """GRPO's push is r A where not clipped, DPO's beta sigmoid(-h) with the better level at -1."""
+    push, ratios = OBJECTIVES.push, torch.tensor([0.5, 1.0, 1.5])
+    assert OBJECTIVES.PLOT.exists()
+    assert push(gk.GRPO(), ratios, 1.0) == pytest.approx([0.5, 1.0, 0.0])
+    assert push(gk.GRPO(), ratios, -1.0) == pytest.approx([0.0, -1.0, -1.5])
+    sigmoid = torch.sigmoid(-0.1 * ratios.double().log())
+    assert push(gk.DPO(), ratios, -1.0) == pytest.approx((2 * 0.1 * sigmoid).tolist())
+    # the first has the larger covariance at A = 1, the other one at A = -1
+    assert push(gk.KLCov(), ratios, 1.0) == pytest.approx([0.5 + 1, 1.0, 1.5 - 1])
+    assert push(gk.KLCov(), ratios, -1.0) == pytest.approx([-0.5, -1.0, -1.5])
+
+
+def test_models_are_counted_and_fit_as_the_page_says():
+    """Qwen2.5-7B's card: 7.61 billion parameters, 6.53 of them outside of the embeddings."""
+    shape = SCALING.shape_of(SCALING.qwen2_5_7b())
+    assert shape.parameters == 7_615_616_512
+    assert shape.parameters - shape.rest == pytest.approx(6.53e9, rel=1e-3)
+    sums = []
+    for parameters, layers, mlp in ((14.8, 48, 13824), (32.8, 64, 27648)):
+        sizes = {"num_hidden_layers": layers, "intermediate_size": mlp, "hidden_size": 5120}
+        heads = {"num_attention_heads": 40, "num_key_value_heads": 8}
+        shape = SCALING.shape_of(SCALING.qwen2_5_7b(**sizes, **heads))
+        assert round(shape.parameters / 1e9, 1) == parameters
+        sums.append(sum(value for _, value in SCALING.training(shape, 8).values()))
+    assert sums[0] < 0.9 * SCALING.GPU < SCALING.GPU < sums[1]
+
+
+def test_weights_gradients_and_moments_are_those_of_a_run(tmp_path, rows, tokenizer):
+    """16 bytes for each parameter, all in fp32; Adam's counters aside."""
+    config = small_config(tmp_path, update={"precision": "bf16"})
+    trainer = make_trainer(tokenizer, rows, odd_share, config, eval_dataset=None)
+    gradients = {}
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: gradients.update({p: p.grad.nbytes}))
+    trainer.update(batch_of(trainer))
+    state = trainer.updater.optimizer.state.values()
+    moments = sum(t.nbytes for each in state for t in each.values() if t.ndim > 0)
+    table = SCALING.training(SCALING.shape_of(trainer.model.config), gpus=1)
+    assert table["weights"][1] == sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert table["AdamW's two moments"][1] == moments
+    assert table["gradients"][1] == sum(gradients.values())
+
+
+def test_a_layer_keeps_what_the_formula_counts():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    T = 192
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=256, intermediate_size=640, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model, kept = Qwen2ForCausalLM(config).bfloat16(), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    hidden = torch.randn(1, T, 256, dtype=torch.bfloat16, requires_grad=True)
+    rotation = model.model.rotary_emb(hidden, torch.arange(T).unsqueeze(0))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.layers[0](hidden, position_embeddings=rotation, attention_mask=None)
+    counted = sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+    assert SCALING.recomputed_layer(SCALING.shape_of(config), T) == pytest.approx(counted, rel=0.01)
+
+
+def test_the_table_is_about_the_example():
+    from gspo_kernels.trainer.config import load_config
+
+    config = load_config(ROOT / "examples" / "seven_billion.yaml")
+    assert config.update.micro_batch_tokens == SCALING.TOKENS
+    assert config.rollout.batch_size == SCALING.AT_ONCE
+    assert config.rollout.max_new_tokens <= SCALING.LENGTH
+
+
+# --- the site
+
+
+def test_every_page_is_in_the_navigation_once():
+    """What lies outside of docs/ is there and takes no page's place; nothing is loaded from elsewhere."""
+    text = text_of("mkdocs.yml")
+    config = yaml.safe_load(text)
+
+    def leaves(entry):
+        parts = entry if isinstance(entry, list) else entry.values()
+        return [leaf for part in parts for leaf in ([part] if isinstance(part, str) else leaves(part))]
+
+    inside = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
+    outside = {place for place in SITE.OUTSIDE if place.endswith(".md")}
+    pages = inside | outside | {f"reference/{name}.md" for name in SITE.REFERENCE}
+    assert sorted(leaves(config["nav"])) == sorted(pages), "mkdocs.yml and docs/ have different pages"
+    for place, source in SITE.OUTSIDE.items():
+        assert (ROOT / source).is_file() and not (DOCS / place).exists(), place
+    assert set(SITE.SAME.values()) <= set(SITE.OUTSIDE.values())
+    assert config["theme"]["font"] is False and config["strict"] is True
+    assert not re.search(r"https?://", text + text_of("docs/site.css"))
+
+
+@pytest.mark.parametrize(
+    ("place", "written", "shown"),
+    [
+        ("index.md", "[a](docs/losses.md#terms)", "[a](losses.md#terms)"),
+        ("index.md", "[all pages](docs/README.md)", "[all pages](index.md)"),
+        ("index.md", "![a](docs/objectives.png)", "[![a](objectives.png)](objectives.png)"),
+        ("losses.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
+        ("integrations/trl.md", "[a](../objectives.md)", "[a](../objectives.md)"),
+        ("integrations/trl.md", "[a](README.md)", "[a](README.md)"),
+        (
+            "objectives.md",
+            "[GSPO](../gspo_kernels/objectives/gspo.py)",
+            "[GSPO](reference/objectives.md#gspo_kernels.GSPO)",
+        ),
+        ("benchmarks.md", "in [`results`](../benchmarks/results).", "in `results`."),
+        ("index.md", "[a](https://arxiv.org) [b](#here)", "[a](https://arxiv.org) [b](#here)"),
+        ("index.md", "```python\nx[a](docs/losses.md)\n```\n", "```python\nx[a](docs/losses.md)\n```\n"),
+        ("index.md", "`y[a](docs/losses.md)`", "`y[a](docs/losses.md)`"),
+    ],
+)
+def test_links_are_turned_to_the_site(place, written, shown):
+    assert SITE.turned(written, place) == shown
+
+
+def test_the_hooks_turn_pages_and_leave_the_reference():
+    """Files that are no pages lead into the repository once there is one."""
+    written = "[results](../benchmarks/results)"
+    shown = SITE.turned(written, "benchmarks.md", "https://host/repository/")
+    assert shown == "[results](https://host/repository/blob/HEAD/benchmarks/results)"
+
+    def page(place):
+        return SimpleNamespace(file=SimpleNamespace(src_uri=place), meta={})
+
+    config, start = SimpleNamespace(repo_url=None), page("index.md")
+    assert SITE.on_page_markdown("[a](docs/losses.md)", start, config, None) == "[a](losses.md)"
+    assert start.meta["hide"] == ["navigation"]
+    text = SITE.reference_page("losses")
+    assert SITE.on_page_markdown(text, page("reference/losses.md"), config, None) == text
+
+
+def test_the_reference_has_every_public_name_with_a_docstring():
+    shown = [name for _, names in SITE.REFERENCE.values() for name in names.split()]
+    assert all(pkgutil.resolve_name(name).__doc__ for name in shown)
+    assert set(gk.__all__) - {"objectives"} <= {name.removeprefix("gspo_kernels.") for name in shown}

@@ -1,9 +1,7 @@
 """What ``make dist`` is made of: versions that agree, honest wheels, bare environments."""
 
 import itertools
-import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 import gspo_kernels as gk
@@ -21,6 +20,7 @@ from release.__main__ import main
 ROOT = Path(__file__).parent.parent
 COMPILED = "gspo_kernels-1.2.3-cp310-abi3-manylinux_2_28_x86_64.whl"
 PURE = "gspo_kernels-1.2.3-py3-none-any.whl"
+EXTENSION = "gspo_kernels/_C.abi3.so"
 
 
 def test_version_tag_and_changelog_agree_in_this_tree(capsys):
@@ -30,45 +30,27 @@ def test_version_tag_and_changelog_agree_in_this_tree(capsys):
     stated = re.compile(rf"""["']v?{re.escape(version.stated())}["']""")
     for path in (*(ROOT / "gspo_kernels").rglob("*.py"), ROOT / "setup.py", *(ROOT / "release").glob("*.py")):
         assert not stated.search(path.read_text()), path
-    assert len(stated.findall((ROOT / "pyproject.toml").read_text())) == 1
     assert main(["version"]) == 0 and capsys.readouterr().out.strip() == version.stated()
     assert main(["version", "--tag", "v0.0.0"]) == 1
     assert "'v0.0.0'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("changelog", "tag", "message"),
+    ("sections", "tag", "message"),
     [
-        ("# Changelog\n\n## 1.2.3\n\nNew.\n\n## 1.2.2\n", "v1.2.3", None),
-        ("# Changelog\n\n## 1.2.3\n", "1.2.3", "wants 'v1.2.3'"),
-        ("# Changelog\n\n## 1.2.3\n", "v1.2.2", "wants 'v1.2.3'"),
-        ("# Changelog\n\n## 1.2.2\n", None, "newest section is '1.2.2'"),
-        ("# Changelog\n", None, "newest section is missing"),
-        ("# Changelog\n\n## Unreleased\n\nNew.\n\n## 1.2.3\n", "v1.2.3", 'stand under "Unreleased"'),
-        ("# Changelog\n\n## Unreleased\n\n## 1.2.3\n", None, None),
+        ("## 1.2.3\n\nNew.\n\n## 1.2.2\n", "v1.2.3", None),
+        ("## 1.2.3\n", "1.2.3", "wants 'v1.2.3'"),
+        ("## 1.2.2\n", None, "newest section is '1.2.2'"),
+        ("", None, "newest section is missing"),
+        ("## Unreleased\n\nNew.\n\n## 1.2.3\n", "v1.2.3", 'stand under "Unreleased"'),
+        ("## Unreleased\n\n## 1.2.3\n", None, None),
     ],
 )
-def test_disagreements_are_named(tmp_path, changelog, tag, message):
+def test_disagreements_are_named(tmp_path, sections, tag, message):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "gspo_kernels"\nversion = "1.2.3"\n')
-    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{sections}")
     found = version.disagreements(tmp_path, tag)
     assert len(found) == (message is not None) and all(message in line for line in found)
-
-
-def wheel(folder, name, *files):
-    with zipfile.ZipFile(folder / name, "w") as archive:
-        for file in ("gspo_kernels/__init__.py", "gspo_kernels-1.2.3.dist-info/WHEEL", *files):
-            archive.writestr(file, "")
-    return folder / name
-
-
-def test_what_a_wheel_is_is_read_from_it(tmp_path):
-    """Its kind, what nobody asked for in it, and whether it is for this machine."""
-    compiled = wheel(tmp_path, COMPILED, "gspo_kernels/_C.abi3.so", "tests/__init__.py")
-    pure = wheel(tmp_path, PURE, "gspo_kernels/_C.unavailable")
-    assert (build.wheel_kind(compiled), build.wheel_kind(pure)) == ("compiled", "pure")
-    assert build.strangers(compiled, "1.2.3") == ["tests"] and build.strangers(pure, "1.2.3") == []
-    assert install.fits(Path(PURE)) and not install.fits(Path(COMPILED.replace("x86_64", "s390x")))
 
 
 @pytest.fixture
@@ -80,15 +62,22 @@ def calls(monkeypatch):
     return found
 
 
+def wheel(folder, name, *files):
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        for file in ("gspo_kernels/__init__.py", "gspo_kernels-1.2.3.dist-info/WHEEL", *files):
+            archive.writestr(file, "")
+
+
 def test_check_runs_the_checkers(tmp_path, calls):
-    wheel(tmp_path, COMPILED, "gspo_kernels/_C.abi3.so")
-    wheel(tmp_path, PURE)
+    wheel(tmp_path, COMPILED, EXTENSION)
+    wheel(tmp_path, PURE, "gspo_kernels/_C.unavailable")
     (tmp_path / "gspo_kernels-1.2.3.tar.gz").touch()
     build.check(tmp_path)
     by_tool = {call[2]: call for call in calls}
     assert set(by_tool) == {"twine", "abi3audit", "auditwheel"}
     assert [Path(name).name for name in by_tool["twine"][5:]] == [COMPILED, PURE, "gspo_kernels-1.2.3.tar.gz"]
     assert by_tool["abi3audit"][-1].endswith(COMPILED) and "--strict" in by_tool["abi3audit"]
+    assert install.fits(Path(PURE)) and not install.fits(Path(COMPILED.replace("x86_64", "s390x")))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +86,9 @@ def test_check_runs_the_checkers(tmp_path, calls):
         (None, (), "nothing to check"),
         ("gspo_kernels-1.2.30-py3-none-any.whl", (), "pyproject.toml says 1.2.3"),
         (PURE, ("tests/__init__.py",), "nobody asked for tests"),
-        (COMPILED.replace("manylinux_2_28", "linux"), ("gspo_kernels/_C.abi3.so",), "index refuses this tag"),
+        (COMPILED.replace("manylinux_2_28", "linux"), (EXTENSION,), "index refuses this tag"),
         (COMPILED, (), "says that it is compiled"),
-        (PURE, ("gspo_kernels/_C.abi3.so",), "says that it is pure"),
+        (PURE, (EXTENSION,), "says that it is pure"),
     ],
     ids=["empty", "version", "strangers", "platform", "no extension", "extension"],
 )
@@ -112,8 +101,6 @@ def test_check_refuses(tmp_path, calls, name, inside, said):
 
 def test_the_repair_is_that_of_the_containers(tmp_path, calls):
     """Each library that ``--exclude`` names lies in torch's folder, where importing torch finds it."""
-    import torch
-
     build.repair(tmp_path / "some.whl", tmp_path / "out")
     (call,) = calls
     assert call[:4] == [sys.executable, "-m", "auditwheel", "repair"]
@@ -124,12 +111,10 @@ def test_the_repair_is_that_of_the_containers(tmp_path, calls):
 
 def test_tools_run_with_their_neighbours_on_the_path(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    beside = str(Path(sys.executable).parent)
-    build.run(
-        sys.executable, "-c", f"import os; assert os.environ['PATH'].split(os.pathsep)[0] == {beside!r}"
-    )
+    program = "import os, sys; sys.exit(os.environ['PATH'].split(os.pathsep)[0] != sys.argv[1])"
+    build.run(sys.executable, "-c", program, Path(sys.executable).parent)
     with pytest.raises(subprocess.CalledProcessError):
-        build.run(sys.executable, "-c", "raise SystemExit(1)")
+        build.run(sys.executable, "-c", program, "elsewhere")
 
 
 def test_a_bare_environment_has_no_compiler_and_no_checkout(tmp_path, monkeypatch):
@@ -139,8 +124,7 @@ def test_a_bare_environment_has_no_compiler_and_no_checkout(tmp_path, monkeypatc
     bare = install.bare_environment(tmp_path, tmp_path / "home")
     assert bare["PATH"] == str(tmp_path) and bare["HOME"] == str(tmp_path / "home")
     assert bare["PIP_INDEX_URL"] == "kept" and str(ROOT) not in bare.values()
-    (tmp_path / "g++").touch()
-    (tmp_path / "g++").chmod(0o755)
+    (tmp_path / "g++").touch(mode=0o755)
     with pytest.raises(RuntimeError, match=r"g\+\+"):
         install.bare_environment(tmp_path, tmp_path)
 
@@ -163,12 +147,9 @@ def test_the_user_refuses_a_checkout_and_runs_the_page_of_the_package(monkeypatc
     monkeypatch.setattr(user.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(SystemExit, match="imported from"):
         user.use_import()
-    for page, error, message in (
-        ("no code", SystemExit, "no README"),
-        ("```python\nraise KeyError\n```\n", KeyError, None),
-    ):
+    for page, error in (("no code", SystemExit), ("```python\nraise KeyError\n```\n", KeyError)):
         monkeypatch.setattr(user, "metadata", lambda _, page=page: SimpleNamespace(get_payload=lambda: page))
-        with pytest.raises(error, match=message):
+        with pytest.raises(error):
             user.use_readme()
     about = distribution("gspo_kernels").metadata
     assert "```python" in str(about.get_payload() or about["Description"])
@@ -187,15 +168,3 @@ def test_the_groups_are_pinned():
     for name, wanted in read(tool for group in groups.values() for tool in group).items():
         (pin,) = pins[name]
         assert pin.operator == "==" and wanted.contains(pin.version), name
-
-
-def test_the_makefile_offers_every_command():
-    make = shutil.which("make")
-    if make is None:
-        pytest.skip("needs make")
-    said = subprocess.run(
-        [make, "-n", "dist", "KINDS=pure", "TAG=v9"], cwd=ROOT, capture_output=True, text=True, check=True,
-        env=os.environ | {"MAKEFLAGS": ""},
-    ).stdout  # fmt: skip
-    for command in ("version --tag v9", "build pure --out dist", "check --out dist", "install --out dist"):
-        assert f"-m release {command}" in said

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from gspo_kernels import cli
 from gspo_kernels.mismatch.measure import Comparison
@@ -104,23 +105,18 @@ def test_generate_in_bf16_is_found(tmp_path, directory, capsys, no_picture):
 
 
 @pytest.mark.parametrize(
-    ("sampling", "options", "cause", "advice"),
+    ("sampling", "cause", "advice"),
     [
-        ({"top_k": 4}, ("--top-k", 4), "sampling mask on", "top_p=1"),
-        (
-            {"top_p": 0.8, "temperature": 0.6},
-            ("--top-p", 0.8, "--temperature", 0.6),
-            "sampling mask on",
-            "top_p=1",
-        ),
-        ({}, ("--temperature", 0.7), "log-probs before temperature", "processed_logprobs"),
+        ({"top_k": 3, "top_p": 0.98, "temperature": 0.6}, "sampling mask on", "top_p=1"),
+        ({"temperature": 0.7}, "log-probs before temperature", "processed_logprobs"),
     ],
-    ids=str,
+    ids=("mask", "temperature"),
 )
-def test_the_cause_is_found(
-    tmp_path, directory, peaked, tokenizer, sampling, options, cause, advice, no_picture
-):
-    file = rollouts(tmp_path / "rollouts.jsonl", tokenizer, peaked, **sampling)
+def test_the_cause_is_found(tmp_path, directory, peaked, tokenizer, sampling, cause, advice, no_picture):
+    """Of a sampler that cuts tails off, and of one that gives log-probs from before the temperature."""
+    generated = sampling if "top_k" in sampling else {}
+    options = [f"--{name}={value}".replace("_", "-") for name, value in sampling.items()]
+    file = rollouts(tmp_path / "rollouts.jsonl", tokenizer, peaked, **generated)
     report = reported(tmp_path, directory, "--rollouts", file, *options)
     left = left_by(report)
     assert report["summary"]["sequences/mean_log_s"] < -1e-3
@@ -184,20 +180,16 @@ def by_hand(model, samples, logprobs, half=False):
     return torch.cat(found)
 
 
-def nucleus(logits, share):
-    """-inf for tokens that the most likely ones before them bring to the share already."""
-    order = logits.sort(-1, descending=True)
-    before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
-    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order.indices, before < share)
-    return logits.masked_fill(~kept, -torch.inf)
-
-
 def log_softmax(logits):
     return logits.log_softmax(-1)
 
 
 def top_5(logits):
-    return log_softmax(logits.masked_fill(logits < logits.topk(5).values[:, -1:], -torch.inf))
+    return log_softmax(TopKLogitsWarper(5)(None, logits))
+
+
+def nucleus(logits):
+    return log_softmax(TopPLogitsWarper(0.9)(None, logits / 2.0))
 
 
 SETTINGS = {
@@ -206,7 +198,7 @@ SETTINGS = {
     "chunks": ({"max_chunk_bytes": 4096}, log_softmax),
     "temperature": ({"temperature": 0.7}, lambda z: log_softmax(z / 0.7)),
     "softmax": ({"softmax": "bf16"}, lambda z: log_softmax(z.bfloat16())),
-    "mask": ({"top_p": 0.9, "temperature": 2.0}, lambda z: log_softmax(nucleus(z / 2.0, 0.9))),
+    "mask": ({"top_p": 0.9, "temperature": 2.0}, nucleus),
     "top-k": ({"top_k": 5}, top_5),
 }
 
@@ -229,12 +221,10 @@ def test_a_16_bit_head_rounds_logits(top, peaked, samples):
     """Fused or not, log-probs are those of rounded logits, far from those of fp32."""
     half = Setting(head="bf16", **top)
     wanted = by_hand(peaked, samples, top_5 if top else log_softmax, half=True)
-    got, exact = (
-        score(lambda dtype, attention: peaked, samples, each, 40)
-        for each in (half, replace(half, head="fp32"))
-    )
-    both = got.isfinite() & wanted.isfinite() & exact.isfinite()
-    assert (got - wanted)[both].abs().mean() < 0.2 * (exact - wanted)[both].abs().mean()
+    both = half, replace(half, head="fp32")
+    got, exact = (score(lambda dtype, attention: peaked, samples, each, 40) for each in both)
+    drawn = got.isfinite() & wanted.isfinite() & exact.isfinite()
+    assert (got - wanted)[drawn].abs().mean() < 0.2 * (exact - wanted)[drawn].abs().mean()
 
 
 def test_what_can_be_switched():
@@ -281,12 +271,7 @@ def test_files_of_another_kind_or_of_another_model_are_refused(tmp_path, directo
         (two_files, good, {"sampling_mask": 3}, "sampling_mask: got 3, expected a list"),
         (two_files, good, {"sampling_mask": []}, "sampling_mask of 0 tokens for 1"),
         (two_files, good, {"sampling_mask": [[2]]}, "token 1 at 0 isn't in its sampling_mask"),
-        (
-            with_model,
-            masked,
-            {"token_ids": [10**6], "sampling_mask": [[]]},
-            "has token 1000000, but the",
-        ),
+        (with_model, masked, {"token_ids": [10**6], "sampling_mask": [[]]}, "has token 1000000, but"),
         (with_model, masked, {"token_ids": [-1], "sampling_mask": [[]]}, "has token -1, but"),
         (with_model, masked, {"sampling_mask": [[1, 10**6]]}, "has token 1000000, but"),
         (with_model, masked, {"prompt": [{"role": "user", "content": "b"}]}, "the prompt is no text"),
@@ -305,10 +290,6 @@ def compared(*differences):
     sampling = -1.0 - torch.arange(len(flat), dtype=torch.float64)
     lengths = torch.tensor([0, *(len(sequence) for sequence in differences)])
     return Comparison(sampling + flat, sampling, lengths.cumsum(0).int(), (3e-4, 4e-4))
-
-
-def switched(name, comparison, **change):
-    return Switched(name, change, comparison, 0.0)
 
 
 def test_sequences_and_their_range():
@@ -362,14 +343,13 @@ def test_the_cause_is_what_takes_the_difference_away():
     before = compared([1e-2, -1e-2], [2e-2])
     half, gone = compared([6e-3, -6e-3], [1.2e-2]), compared([1e-6, 0.0], [0.0])
     mean = before.summary()["tokens/mean"]
-    rest = [
-        switched("half", half, head="bf16"),
-        switched("lost", compared([-math.inf, 0.0], [0.0]), top_p=0.5),
-    ]
+    lost = compared([-math.inf, 0.0], [0.0])
+    rest = [Switched("half", {"head": "bf16"}, half, 0.0), Switched("lost", {"top_p": 0.5}, lost, 0.0)]
     assert explanation(rest, mean) is None
-    assert explanation([*rest, switched("gone", gone, weights="bf16")], mean).name == "gone"
-    assert explanation([switched("gone", compared([0.0]), head="bf16")], 0.0) is None
-    sentences = advise(before, [switched("gone", gone, weights="bf16")])
+    found = Switched("gone", {"weights": "bf16"}, gone, 0.0)
+    assert explanation([*rest, found], mean) is found
+    assert explanation([found], 0.0) is None
+    sentences = advise(before, [found])
     assert any("with gone, 0.0% of the mean difference is left" in sentence for sentence in sentences)
     assert any("No single switch explains it" in sentence for sentence in advise(before, rest))
 
@@ -379,7 +359,7 @@ def test_a_report_where_numbers_are_not_finite_or_nothing_differs(tmp_path, diff
     comparison = compared(*differences)
     completions = [torch.arange(5, 5 + len(each)) for each in differences]
     samples = Samples(None, completions, comparison.sampling)
-    switch = switched("head in bf16", comparison, head="bf16")
+    switch = Switched("head in bf16", {"head": "bf16"}, comparison, 0.0)
     report = make_report(samples, comparison, [switch], None, {"why": "a test"})
     written, picture = report.write(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -52,100 +52,72 @@ def splits():
     return ("both",) if dist.get_world_size() == 4 else ("cp", "tp")
 
 
-def wrong_alone(kind, split, case):
-    """What a rank refuses by itself: the sentence, its case, its options."""
-    yield "old_logprobs: got shape", replace(case, old_logprobs=torch.zeros(99)), {}
-    yield "lengths: expected positive", case, {"lengths": torch.full((B,), -1.0)}
-    yield "normalizer: got -2.0", case, {"normalizer": -2.0}
+def arguments(kind, split, case):
+    """What one rank has otherwise: the sentence, its case, its options, whether it refuses them by itself."""
+    tokens = case.labels.shape
+    yield "old_logprobs: got shape", replace(case, old_logprobs=torch.zeros(99)), {}, True
+    yield "lengths: expected positive", case, {"lengths": torch.full((B,), -1.0)}, True
+    yield "normalizer: got -2.0", case, {"normalizer": -2.0}, True
+    for name, value in {
+        "kl_beta": 1.25, "normalizer": 8.0, "lengths": torch.full((B,), 30.0), "kl_estimator": "k1",
+        "rollout_weights": torch.ones(B), "token_weights": torch.ones(tokens),
+        "objective": gk.GSPOToken(0.2, 0.3),
+    }.items():  # fmt: skip
+        yield f"{name}: differs", case, {name: value}, False
+    yield "ref_logprobs: differs", case, {"ref_logprobs": None, "kl_beta": 0.0}, False
+    yield "old_logprobs: differs", replace(case, old_logprobs=None), {}, False
+    yield "advantages: differs", replace(case, advantages=case.advantages + 1), {}, False
     if split != "tp":
         shrinks = torch.tensor([0, 5, *case.cu_seqlens[2:]], dtype=torch.int32)
-        yield "cu_seqlens: decreases", replace(case, cu_seqlens=shrinks), {}
+        yield "cu_seqlens: decreases", replace(case, cu_seqlens=shrinks), {}, True
+    if split == "cp":  # an empty sequence at the end
+        ends, values = torch.cat([case.cu_seqlens, case.cu_seqlens[-1:]]), torch.ones(B + 1)
+        yield "the number of sequences", replace(case, cu_seqlens=ends, advantages=values), {}, False
     if kind == "logprobs":
         return
-    outside = torch.full_like(case.labels, VOCABULARY + 7)
-    yield f"labels: got {VOCABULARY + 7} in a counted position", replace(case, labels=outside), {}
-    yield "temperature: expected only positive", case, {"temperature": torch.zeros(B)}
-    yield "temperature: got 0", case, {"temperature": 0.0}
-    half = VOCABULARY // 2
+    outside, half = torch.full_like(case.labels, VOCABULARY + 7), VOCABULARY // 2
     cut = torch.where(case.labels < half, case.labels + half, case.labels - half).unsqueeze(-1)
-    yield "which the sampling mask there cuts", case, {"kept_ids": cut}
+    yield f"labels: got {VOCABULARY + 7} in a counted position", replace(case, labels=outside), {}, True
+    yield "temperature: expected only positive", case, {"temperature": torch.zeros(B)}, True
+    yield "temperature: got 0", case, {"temperature": 0.0}, True
+    yield "which the sampling mask there cuts", case, {"kept_ids": cut}, True
+    for name, value in {
+        "entropy_coef": 0.125, "temperature": 0.5, "softcap": 3.0, "return_entropy": True,
+        "kept_ids": torch.arange(VOCABULARY).expand(*tokens, -1),
+    }.items():  # fmt: skip
+        yield f"{name}: differs", case, {name: value}, False
     if kind == "linear":
-        yield "schedule: got 'none'", case, {"schedule": "none"}
-        yield "batch_invariant: got int", case, {"batch_invariant": 3}
+        yield "schedule: got 'none'", case, {"schedule": "none"}, True
+        yield "batch_invariant: got int", case, {"batch_invariant": 3}, True
+        yield "logits_dtype: differs", replace(case, logits_dtype="input"), {}, False
+        yield "schedule: differs", case, {"schedule": "two_pass"}, False
+        yield "skip_inactive: differs", case, {"skip_inactive": "none"}, False
+        inputs = {name: value for name, value in case.inputs.items() if name != "bias"}
+        yield "bias: differs", replace(case, inputs=inputs), {}, False
+    if split != "cp":
+        yield "labels: differs", replace(case, labels=case.labels.flip(0)), {}, False
+        yield "old_logprobs: differs", replace(case, old_logprobs=case.old_logprobs - 0.5), {}, False
+        yield "token_weights: differs", case, {"token_weights": torch.arange(1.0, tokens[0] + 1)}, False
 
 
 @of_ranks(2, 4)
-def a_wrong_argument_on_one_rank():
+def an_argument_of_one_rank():
     """In a grid all learn of it in two steps, whichever rank has it."""
     for split in splits():
         for kind in ("linear",) if split == "both" else KINDS[split]:
             case, groups = local_case(kind, split)
-            for culprit in (0, 3) if split == "both" else (1,):
-                for expected, wrong, options in wrong_alone(kind, split, case):
-                    one, more = (wrong, options) if dist.get_rank() == culprit else (case, {})
-                    assert_all_raise(expected, culprit, calling(kind, one, **groups, **more))
+            shared = {"ref_logprobs": case.old_logprobs, "kl_beta": 0.25, "normalizer": 7.0, **groups}
+            for expected, other, options, alone in arguments(kind, split, case):
+                for culprit in (0, 3) if split == "both" else (1,):
+                    one, more = (other, options) if dist.get_rank() == culprit else (case, {})
+                    said = culprit if alone else None
+                    assert_all_raise(expected, said, calling(kind, one, **shared | more))
     if dist.get_world_size() == 4:
         return
     for kind, entry in SCORES.items():
         case, groups = local_case(kind, "tp")
         low = replace(case, labels=case.labels - 10**6) if dist.get_rank() == 1 else case
         assert_all_raise("in a counted position", 1, calling(kind, low, entry=entry, **groups))
-
-
-def disagreeing(kind, split, case):
-    """What two ranks differ in without one of them being wrong: the argument, a case and options."""
-    tokens = case.labels.shape
-    for name, options in (
-        ("ref_logprobs", {"ref_logprobs": case.old_logprobs, "kl_beta": 0.125}),
-        ("entropy_coef", {"entropy_coef": 0.125}),
-        ("rollout_weights", {"rollout_weights": torch.ones(B)}),
-        ("token_weights", {"token_weights": torch.ones(tokens)}),
-        ("normalizer", {"normalizer": 7.0}),
-        ("lengths", {"lengths": torch.full((B,), 30.0)}),
-        ("kl_estimator", {"kl_estimator": "k1"}),
-        ("objective", {"objective": gk.GSPOToken(0.2, 0.3)}),
-    ):
-        if kind != "logprobs" or name != "entropy_coef":
-            yield name, case, options
-    yield "old_logprobs", replace(case, old_logprobs=None), {}
-    yield "advantages", replace(case, advantages=case.advantages + 1), {}
-    if split == "cp":  # an empty sequence at the end
-        ends, values = torch.cat([case.cu_seqlens, case.cu_seqlens[-1:]]), torch.ones(B + 1)
-        yield "the number of sequences", replace(case, cu_seqlens=ends, advantages=values), {}
-    if kind == "logprobs":
-        return
-    for name, options in (
-        ("temperature", {"temperature": 0.5}),
-        ("softcap", {"softcap": 3.0}),
-        ("return_entropy", {"return_entropy": True}),
-        ("kept_ids", {"kept_ids": torch.arange(VOCABULARY).expand(*tokens, -1)}),
-    ):
-        yield name, case, options
-    if kind == "linear":
-        yield "logits_dtype", replace(case, logits_dtype="input"), {}
-        yield "schedule", case, {"schedule": "two_pass"}
-        yield "skip_inactive", case, {"skip_inactive": "none"}
-        yield "bias", replace(case, inputs={k: v for k, v in case.inputs.items() if k != "bias"}), {}
-    if split != "cp":
-        yield "labels", replace(case, labels=case.labels.flip(0)), {}
-        yield "old_logprobs", replace(case, old_logprobs=case.old_logprobs - 0.5), {}
-        yield "token_weights", case, {"token_weights": torch.arange(1.0, tokens[0] + 1)}
-
-
-@of_ranks(2, 4)
-def something_else_on_one_rank():
-    second = dist.get_rank() == 1
-    for split in splits():
-        for kind in ("linear",) if split == "both" else KINDS[split]:
-            case, groups = local_case(kind, split)
-            for name, other, options in disagreeing(kind, split, case):
-                one, more = (other, options) if second else (case, {})
-                expected = name if " " in name else f"{name}: differs"
-                assert_all_raise(expected, None, calling(kind, one, **groups, **more))
-            for name in ("kl_beta", "normalizer"):
-                options = {"kl_beta": 0.25, "normalizer": 7.0, "ref_logprobs": case.old_logprobs}
-                options[name] += second
-                assert_all_raise(f"{name}: differs", None, calling(kind, case, **groups, **options))
 
 
 @of_ranks(2)
