@@ -355,7 +355,8 @@ def poisoned(case: Case) -> Case:
 
     def spoil(name: str, value: Tensor) -> Tensor:
         # an expanded tensor has the numbers of other tokens
-        if name in (*HEAD, "temperature") or not value.is_floating_point() or 0 in value.stride():
+        shared = name in (*HEAD, "temperature", "loss_mask") or 0 in value.stride()
+        if shared or not value.is_floating_point():
             return value
         if value.shape[: tokens.ndim] == tokens.shape:
             kept = tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim))

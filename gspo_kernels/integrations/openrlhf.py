@@ -24,7 +24,7 @@ class PolicyLossOutput(NamedTuple):
 
     Attributes:
         loss: carries the gradient.
-        clip_ratio: share of tokens that were clipped.
+        clip_ratio: share of tokens that were clipped; OpenRLHF's own loss leaves out those of its dual clip.
         ppo_kl: mean of old - current log-prob.
         vllm_kl: mean of the engine's - old log-prob; None without a correction.
         is_filter_ratio: share of tokens or sequences whose weight was bounded; None without a correction.
