@@ -31,7 +31,7 @@ _VOCABULARY = {**VOCABULARY, "B": 0}  # B: of a LoRAHead
 """Arguments of which ranks may have parts of the vocabulary, and the dimension that this is."""
 _HIDDEN = ("hidden", "teacher_hidden")
 _OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask")
-_LEARNING = ("logits", "hidden", "weight", "bias")
+_TRAINABLE = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 
 
@@ -236,7 +236,7 @@ def _placements(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 def _same_always(arguments: Mapping[str, Any]) -> dict[str, str | None]:
     """What every group must agree on: which gradients and groups there are, and the batch-invariant mode."""
     facts: dict[str, str | None] = {}
-    for name in _LEARNING:
+    for name in _TRAINABLE:
         if isinstance(arguments.get(name), Tensor):
             learns = torch.is_grad_enabled() and arguments[name].requires_grad
             facts[f"{name}: whether it needs a gradient"] = repr(learns)

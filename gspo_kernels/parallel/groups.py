@@ -167,7 +167,7 @@ def begin_broadcast(name: str, values: Tensor, rank: int) -> Work:
 
 
 def begin_reduce(name: str, values: Tensor, rank: int) -> Work:
-    """Begin to sum ``values`` over all ranks, for ``rank`` alone; the others' are spoilt."""
+    """Begin to sum ``values`` over all ranks into those of ``rank``; the other ranks' are overwritten."""
     from torch.distributed import reduce
 
     work: Work = reduce(values, group=_group(name), group_dst=rank, async_op=True)

@@ -46,7 +46,7 @@ class ScatteredTokens:
         """Begin to gather rows [n, H] at flattened positions of [B, T] from the ranks' ``local`` [B, T_r, H].
 
         Returns:
-            What waits for them, and returns them.
+            A function that waits for the rows and returns them.
         """
         here, _ = rank_and_size(self.group)
         pieces = self._pieces(where, local.device)
@@ -69,8 +69,10 @@ class ScatteredTokens:
         return finish
 
     def reduce(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
-        """Begin to sum ``values`` [n, H] over ranks: what this rank will have of it, see ``own_rows``, once
-        the works are done.
+        """Begin to sum ``values`` [n, H] over ranks.
+
+        Returns:
+            This rank's rows of the sum, as ``own_rows`` places them, and the works that complete them.
         """
         parts = [values[chosen] for chosen, _, _ in self._pieces(where, values.device)]
         sent = [begin_reduce(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
@@ -84,7 +86,7 @@ class ScatteredTokens:
         return chosen, b * (last - first) + t
 
     def _pieces(self, where: slice | Tensor, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each rank which of the rows it has, and their b and t among its own."""
+        """For each rank: which of the rows it has, and their b and t among its own tokens."""
         if isinstance(where, slice):
             where = torch.arange(where.start, where.stop, device=device)
         length = self.ends[-1]
