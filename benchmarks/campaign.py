@@ -86,7 +86,9 @@ def command(stage: Stage, device: str, out: Path) -> list[str]:
     """What a stage runs."""
     if stage.kind == "tests":
         report = out / f"{stage.name.replace(' ', '_')}.xml"
-        return [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *stage.arguments]
+        # most of the time kernels are being compiled
+        workers = ["--numprocesses=8"] if device == "cuda" else []
+        return [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *workers, *stage.arguments]
     if stage.kind == "report":
         return [sys.executable, "-m", "benchmarks", "report", "--results", str(out)]
     words = [sys.executable, "-m", "benchmarks", "run", stage.name, "--device", device, "--out", str(out)]

@@ -126,6 +126,7 @@ class SequenceRatioFunction(torch.autograd.Function):
             each = layout_of(labels, operands.cu_seqlens).expand(each)
         save_rows(ctx, options, logits, labels, stats.logprobs, stats.lse, each)
         ctx.inplace = inplace
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats.logprobs, stats.metrics)
         return stats.loss, stats.logprobs, stats.metrics
 

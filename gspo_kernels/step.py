@@ -115,6 +115,7 @@ class PolicyLossFunction(torch.autograd.Function):
         ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
         ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(step.metrics)
         return step.loss, step.metrics
 

@@ -1,6 +1,5 @@
 """What holds of every call: its outputs, its backward, inert masked positions, and the ends of the range."""
 
-import importlib.util
 import itertools
 import math
 from dataclasses import replace
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.ops.backends import BACKENDS, why_not
 from gspo_kernels.types import METRICS
 from tests.cases import (
     FUSED_ENTRIES,
@@ -173,6 +173,8 @@ def test_backward_passes_of_every_schedule(schedule):
 
 
 def test_the_same_bits_with_several_threads():
+    if (reason := why_not("cpp", torch.device("cpu"))) is not None:
+        pytest.skip(reason)
     case = make_case("linear", "packed", "all", vocabulary=4097, width=64, lengths=(40, 50, 60))
     assert_same_bits(*(run(case, LINEAR, gk.GSPO(), "cpp") for _ in range(2)))
 
@@ -257,7 +259,12 @@ def test_without_gradients(entry, backend):
             outputs.append(forward(case, entry, gk.GSPO(), backend)[1])
     for other in outputs:
         assert not other.loss.requires_grad
-        assert torch.equal(other.loss, expected.loss) and torch.equal(other.logprobs, expected.logprobs)
+        assert torch.equal(other.loss, expected.loss)
+        if expected.logprobs.is_cuda and entry == FUSED:
+            # with gradients one launch reads each row once, and sums it up in another order
+            torch.testing.assert_close(other.logprobs, expected.logprobs, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(other.logprobs, expected.logprobs)
         # known coefficients and one launch count what is active the same way
         assert other.metrics == expected.metrics
 
@@ -401,7 +408,7 @@ def test_ratio_is_exactly_one_on_the_identical_path(entry, layout, name, backend
 def test_ratio_is_one_through_any_other_path_of_ours():
     """Logits have a language model's size: the last bit of fp32 at 25 is 2e-6 already."""
     lengths, vocabulary, found = (6, 8, 12), 1009, {}
-    backends = ("reference", "cpp", *(("triton",) if importlib.util.find_spec("triton") else ()))
+    backends = [name for name in BACKENDS if why_not(name, device_of(name)) is None]
     for backend, layout in itertools.product(backends, LAYOUTS):
         case = make_case("linear", layout, lengths=lengths, vocabulary=vocabulary, width=32)
         inputs = {**case.inputs, "hidden": case.inputs["hidden"] * (2.0 / math.sqrt(32))}

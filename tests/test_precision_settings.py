@@ -42,7 +42,7 @@ def test_settings_survive(name):
         for setting in ["", *SETTINGS[name]]:
             exec(setting)
             before = state()
-            with _exact_matmul("cuda"):
+            with _exact_matmul():
                 assert matmul.fp32_precision == "ieee"
                 assert not matmul.allow_bf16_reduced_precision_reduction
                 assert not matmul.allow_fp16_reduced_precision_reduction

@@ -45,10 +45,13 @@ class _ProductTile(NamedTuple):
     stages: int
 
 
-# Two sums of a tile are in registers: that of a segment, and that of those before it. Operands that don't
-# come in 16-byte pieces go through registers, too, and have a pointer for each element.
-_WIDE = {2: _ProductTile(128, 64, 32, 8, 3), 4: _ProductTile(32, 32, 16, 4, 3)}
-_NARROW = {2: _ProductTile(64, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 2)}
+# Two sums of a tile are in registers: that of a segment, and that of those before it. Operands that come in
+# 16-byte pieces are loaded a segment or two ahead. Others go through registers, too, and have a pointer for
+# each element; masks at the end of K take registers as well.
+_LARGE = _ProductTile(128, 128, 64, 8, 3)
+_WIDE = {2: _ProductTile(128, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 3)}
+_MASKED = {2: _ProductTile(64, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 3)}
+_NARROW = {2: _ProductTile(32, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 2)}
 _INTERPRETED = _ProductTile(32, 64, 64, 1, 1)
 
 
@@ -180,12 +183,13 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
             total += tl.load(out_pointers, mask=inside, other=0.0).to(tl.float32)
         for start in range(0, K, PRODUCT.LENGTH):
             sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for k in range(start, start + PRODUCT.LENGTH, DEPTH):
+            # unrolled, so that the next segment's operands are loaded while this one's are multiplied
+            for step in tl.static_range(PRODUCT.LENGTH // DEPTH):
                 if PRODUCT.WHOLE:
                     a = tl.load(a_pointers)
                     b = tl.load(b_pointers)
                 else:
-                    there = k + tl.arange(0, DEPTH) < K
+                    there = start + step * DEPTH + tl.arange(0, DEPTH) < K
                     a = tl.load(a_pointers, mask=there[None, :], other=0.0)
                     b = tl.load(b_pointers, mask=there[:, None], other=0.0)
                 if PLATFORM == "interpreter":
@@ -244,7 +248,8 @@ def fixed_product(
     if lines.stride(1) != 1 or (a_vector > 1 and not _comes_in_vectors(lines, vector)):
         lines = lines.clone(memory_format=torch.contiguous_format)
     a = lines if a_along_k else lines.t()
-    tile = _tile(a.element_size(), min(a_vector, b_vector) > 1)
+    whole = K % SEGMENT == 0
+    tile = _tile(a.element_size(), min(a_vector, b_vector) > 1, whole, a.device)
     tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
     programs = min(tiles, _multiprocessors(a.device))
     launch(
@@ -260,7 +265,7 @@ def fixed_product(
             B_ALONG_K=b_along_k,
             A_VECTOR=a_vector,
             B_VECTOR=b_vector,
-            WHOLE=K % SEGMENT == 0 and ends is None,
+            WHOLE=whole,
             ACCUMULATE=accumulate,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
@@ -279,11 +284,24 @@ def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
     return starts and lines.shape[1] % vector == 0
 
 
-def _tile(size: int, wide: bool) -> _ProductTile:
-    """The tile for operands of ``size`` bytes per element, which come in 16-byte pieces where ``wide``."""
+def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> _ProductTile:
+    """The tile for operands of ``size`` bytes per element, in 16-byte pieces where ``wide``, and with only
+    ``whole`` segments.
+    """
     if platform() == "interpreter":
         return _INTERPRETED
-    return (_WIDE if wide else _NARROW)[size]
+    if not wide:
+        return _NARROW[size]
+    if not whole:
+        return _MASKED[size]
+    return _LARGE if size == 2 and _holds_large_tiles(device) else _WIDE[size]
+
+
+def _holds_large_tiles(device: torch.device) -> bool:
+    """Whether a block of threads may have the 192 KiB of shared memory that the large tile's operands take:
+    on Hopper and on Blackwell's server GPUs.
+    """
+    return platform() == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -10,6 +10,8 @@ from gspo_kernels.kernels.launch import Tile, launch, platform, stats_type
 from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(8192, 8)
+_PROGRAMS = 2048
+"""At most: enough for any GPU, and few enough to cost nothing where the factor is 1."""
 
 
 @triton.jit(do_not_specialize=["factor_ptr", "count"])
@@ -21,11 +23,12 @@ def scale_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """One block. A factor of 1, the usual upstream gradient, costs no more than the launch."""
+    """Every so many-th block. A factor of 1, the usual upstream gradient, costs no more than the launch."""
     factor = tl.load(factor_ptr).to(STATS)
     OUT: tl.constexpr = values_ptr.dtype.element_ty
-    if factor != 1:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    end = tl.where(factor == 1, 0, count)
+    for start in range(first, end, tl.num_programs(0) * BLOCK):
         pointers = values_ptr + (start + tl.arange(0, BLOCK))
         # Whole blocks take no mask: a mask of unknown alignment would split 16-byte accesses.
         if start + BLOCK <= count:
@@ -41,7 +44,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     """See ``ops.backends.RowBackend.scale_``."""
     count = values.numel()
     launch(
-        scale_kernel, triton.cdiv(count, _TILE.block), values.device, _TILE,
+        scale_kernel, min(triton.cdiv(count, _TILE.block), _PROGRAMS), values.device, _TILE,
         values, factor, count,
         STATS=stats_type(values.dtype), BLOCK=_TILE.block, PLATFORM=platform(),
     )  # fmt: skip

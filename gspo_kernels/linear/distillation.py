@@ -16,7 +16,7 @@ from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, save_gradients, take_gradients
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.divergence import summed
-from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
@@ -32,7 +32,7 @@ class LinearDistilled(NamedTuple):
     gradients: HeadGradients
 
 
-@operator
+@matrix_operator
 def linear_distillation(
     operands: LinearOperands,
     needs: RequiresGrad,
@@ -121,6 +121,7 @@ class LinearDistillationFunction(torch.autograd.Function):
         call = (operands, needs, *rest)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.divergences)
         return result.loss, result.divergences
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.call import Call, Chunk, LinearOperands
-from gspo_kernels.linear.head import LOGITS_SLAB
 from gspo_kernels.linear.scores import Projected, Scores, compacted
 from gspo_kernels.linear.sums import GradientRows, HeadSums, largest, power_of_two, times, times_
 from gspo_kernels.ops.backends import launches_of
@@ -271,16 +270,9 @@ def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     hidden, scales, *sums = saved
     gradients = []
     for total in sums:
-        out = total
-        if total.dtype != dtype:
-            out = torch.empty(total.shape, dtype=dtype, device=total.device)
-            # on the CPU what is to be rounded exists as a whole beforehand
-            rows = LOGITS_SLAB if total.is_cpu else len(total)
-            for part, rounded in zip(total.split(rows), out.split(rows), strict=True):
-                torch.mul(part, upstream, out=rounded)
-        elif total.numel():
+        if total.numel():
             scale_(total, upstream, ctx.backend)
-        gradients.append(out)
+        gradients.append(total.to(dtype))
     launches = launches_of(ctx.backend)
     if launches is not None and hidden.numel():
         launches.scale_rows_(hidden, scales, upstream)

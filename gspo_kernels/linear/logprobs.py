@@ -10,13 +10,13 @@ from torch import Tensor
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
 from gspo_kernels.linear.scores import Scores
-from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import RowStats
 
 
-@operator
+@matrix_operator
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of hidden states at their labels."""
     call = Call(operands)
@@ -30,7 +30,7 @@ def _(operands: LinearOperands, entropy: bool) -> ScoredRows:
     return ScoredRows.fake(operands.labels, operands.hidden.dtype, entropy)
 
 
-@operator
+@matrix_operator
 def linear_logprobs_backward(
     operands: LinearOperands,
     needs: RequiresGrad,

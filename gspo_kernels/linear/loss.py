@@ -29,7 +29,7 @@ from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.schedule import plan_parts
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import HeadSums, times
-from gspo_kernels.ops.library import can_bypass_dispatcher, operator
+from gspo_kernels.ops.library import can_bypass_dispatcher, matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows, logprobs_backward, save_rows, saved_rows
 from gspo_kernels.ops.products import transposed_product
 from gspo_kernels.plan import Plan, RequiresGrad
@@ -56,7 +56,7 @@ class LinearLoss(NamedTuple):
     gradients: HeadGradients
 
 
-@operator
+@matrix_operator
 def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
     """A hidden-state loss, its log-probs and its gradients."""
     terms = check_values(operands.labels, terms)
@@ -94,6 +94,7 @@ class LinearPolicyFunction(torch.autograd.Function):
         call = (operands, terms, plan)
         result = linear_policy(*call)
         save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, call, traced)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
@@ -337,6 +338,7 @@ class SmallLossFunction(torch.autograd.Function):
         each = terms.layout(labels).expand(stats.coefficients / stats.divisor)
         save_rows(ctx, options, hidden, labels, logits, stats.logprobs, stats.lse, each, weight, bias)
         ctx.needs = RequiresGrad(*ctx.needs_input_grad[:3])
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats.metrics, stats.logprobs)
         return stats.loss, stats.metrics, stats.logprobs
 

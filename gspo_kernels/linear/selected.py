@@ -11,13 +11,13 @@ from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import GradientRows, power_of_two
-from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score, write_gradient
 from gspo_kernels.plan import RequiresGrad
 
 
-@operator
+@matrix_operator
 def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
     """Log-probs of ids [B, T, K] and what is left; the labels of rows without ids are ``ignore_index``."""
     call = Call(operands)
@@ -39,7 +39,7 @@ def _(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
     return fake_rows(ids, operands.hidden.dtype)
 
 
-@operator
+@matrix_operator
 def linear_selected_backward(
     operands: LinearOperands,
     needs: RequiresGrad,

@@ -246,8 +246,9 @@ class Segments:
         groups, place, sizes = torch.unique_consecutive(
             ranks // self._step, return_inverse=True, return_counts=True
         )
-        # whatever is missing behind the last row is zeros for products anyway
-        sizes[-1] += self._step - 1 - ranks[-1] % self._step
+        if self._step < SEGMENT:
+            # whatever is missing behind the last row is zeros for products anyway
+            sizes[-1] += self._step - 1 - ranks[-1] % self._step
         if bool((sizes == self._step).all()):
             return tuple(parts), _ends(ranks // SEGMENT)
         place = (place * self._step + ranks % self._step).to(parts[0].device)

@@ -108,16 +108,19 @@ class Operator:
         implementation: takes tensors, numbers, strings and structs; returns a tensor, a struct of tensors, or
             None. Its name is the operator's.
         mutates: the name of the argument that it writes into, which must be the first.
+        multiplies: whether it multiplies matrices.
     """
 
-    def __init__(self, implementation: Callable[..., Any], mutates: str | None = None):
+    def __init__(
+        self, implementation: Callable[..., Any], mutates: str | None = None, multiplies: bool = False
+    ):
         hints = typing.get_type_hints(implementation)
         result = hints.pop("return")
         self.name, self.__doc__ = implementation.__name__, implementation.__doc__
         self._arguments = {name: _Struct(kind) for name, kind in hints.items()}
         self._places = _places(self._arguments)
         self._implementation = implementation
-        self._mutates = mutates is not None
+        self._mutates, self._multiplies = mutates is not None, multiplies
         operands = [pair for name, struct in self._arguments.items() for pair in struct.operands(name)]
         written = ", ".join(f"{'Tensor(a!)' if name == mutates else kind} {name}" for name, kind in operands)
         outputs = _Struct(result)
@@ -133,7 +136,8 @@ class Operator:
             self.register_fake(lambda *_: None)
 
     def _from_operands(self, *operands: Any) -> Any:
-        with _isolation([operand for operand in operands if isinstance(operand, Tensor)]):
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        with _isolation(tensors, self._multiplies):
             return self._with_structs(self._implementation, operands)
 
     def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -145,7 +149,7 @@ class Operator:
         """Dispatch; the arguments are those of the implementation."""
         tensors = _collect_tensors(self._places, args, [])
         if can_bypass_dispatcher(tensors):
-            with _isolation(tensors):
+            with _isolation(tensors, self._multiplies):
                 result = self._implementation(*args)
             if self._mutates:
                 torch.autograd.graph.increment_version(args[0])
@@ -187,6 +191,11 @@ def operator(implementation: Callable[..., Any]) -> Operator:
     return Operator(implementation)
 
 
+def matrix_operator(implementation: Callable[..., Any]) -> Operator:
+    """The same for a function that multiplies matrices."""
+    return Operator(implementation, multiplies=True)
+
+
 def inplace_operator(implementation: Callable[..., Any]) -> Operator:
     """The same for a function that writes into its first argument."""
     return Operator(implementation, mutates=next(iter(inspect.signature(implementation).parameters)))
@@ -195,19 +204,21 @@ def inplace_operator(implementation: Callable[..., Any]) -> Operator:
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def _isolation(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any]:
     """An operator computes what it says: no autograd, and no autocast or TF32 that the caller has on."""
-    on_cpu = not tensors or tensors[0].is_cpu
-    if on_cpu and not torch.is_autocast_enabled("cpu"):
-        # contexts that change nothing would take as long as the small operations of a small call
-        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        return torch.no_grad() if learns else _NOTHING
-    return _isolated("cpu" if on_cpu else tensors[0].device.type)
+    device = tensors[0].device.type if tensors else "cpu"
+    multiplies = multiplies and device == "cuda"
+    if multiplies or torch.is_autocast_enabled(device):
+        return _isolated(device, multiplies)
+    # contexts that change nothing would take as long as the small operations of a small call
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.no_grad() if learns else _NOTHING
 
 
 @contextlib.contextmanager
-def _isolated(device: str) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(device, enabled=False), _exact_matmul(device):
+def _isolated(device: str, multiplies: bool) -> Iterator[None]:
+    products = _exact_matmul() if multiplies else _NOTHING
+    with torch.no_grad(), torch.autocast(device, enabled=False), products:
         yield
 
 
@@ -215,15 +226,12 @@ _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_pre
 
 
 @contextlib.contextmanager
-def _exact_matmul(device: str) -> Iterator[None]:
+def _exact_matmul() -> Iterator[None]:
     """CUDA's products in fp32 where they say so, whatever the caller has set by the old switches or the new.
 
     ``fp32_precision`` is the new one for what ``allow_tf32`` and ``set_float32_matmul_precision`` set, which
     can't be read any more once it was used.
     """
-    if device != "cuda":
-        yield
-        return
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision
     reductions = {name: _reduction(name) for name in _REDUCTIONS}

@@ -107,7 +107,7 @@ def distilled(device, scale, beta, width=0):
 
 
 # Which kernels: sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
-# in place and narrowing in place), scale, divergence (in both ways, too).
+# in place and narrowing in place), scale, fixed_product, divergence (in both ways, too).
 CALLS = {
     "sequence ratio": from_logits,
     "sequence ratio, packed, in place": partial(from_logits, packed=True, inplace_backward=True),
@@ -117,11 +117,12 @@ CALLS = {
     "hidden, aligned": partial(from_hidden, schedule="aligned"),
     "hidden, deferred": partial(from_hidden, schedule="deferred"),
     "hidden, two_pass": partial(from_hidden, schedule="two_pass"),
+    "hidden, batch-invariant": partial(from_hidden, batch_invariant=True),
     "hidden, on-policy, fp16": partial(from_hidden, dtype=torch.float16, on_policy=True),
     "log-probs": from_logprobs,
     "log-probs, on-policy": partial(from_logprobs, on_policy=True),
     "log-probs, tokens and KL": partial(from_logprobs, objective=gk.GRPO(), kl_beta=0.1),
-    "scoring": scores,
+    "hidden, scoring": scores,
     "forward KL, in place": partial(distilled, beta=0.0),
     "Jensen-Shannon, in place": partial(distilled, beta=0.5),
     "reverse KL, hidden": lambda device, scale: distilled(device, scale, 1.0, scale.width),

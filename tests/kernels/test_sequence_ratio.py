@@ -406,6 +406,8 @@ def test_masks_of_numbers_are_read_and_checked(launch, length):
         assert cpp.reads_mask(numbers) == (dtype != torch.float16)
         got = launch(values | {"loss_mask": numbers})
         assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
+        if launch.device.type == "cuda":
+            continue  # to look at values would be to wait for it
         numbers[1, -1] = 2
         for more in ({}, {"entropy": torch.ones(2, length)}, {"lengths": torch.full((2,), 3.0)}):
             with pytest.raises(ValueError, match="loss_mask: expected only 0 and 1"):
