@@ -61,14 +61,14 @@ _ON_DEVICE = (
 def stages() -> list[Stage]:
     """The tests, then the suites in the order of their weight: an early end costs the last ones."""
     return [
-        Stage("gpu tests", "tests", 60, ("tests/gpu", "-k", "not sanitizer")),
-        Stage("sanitizer", "tests", 40, ("tests/gpu", "-k", "sanitizer")),
-        Stage("tests on the device", "tests", 50, (*_ON_DEVICE, "-k", "not cpp and not reference")),
-        Stage("logits", "suite", 90),
-        Stage("hidden", "suite", 150),
-        Stage("step", "suite", 50),
-        Stage("memory", "suite", 40),
-        Stage("report", "report", 30),
+        Stage("gpu tests", "tests", 55, ("tests/gpu", "-k", "not sanitizer")),
+        Stage("sanitizer", "tests", 55, ("tests/gpu", "-k", "sanitizer")),
+        Stage("tests on the device", "tests", 65, (*_ON_DEVICE, "-k", "not cpp and not reference")),
+        Stage("logits", "suite", 80),
+        Stage("hidden", "suite", 160),
+        Stage("step", "suite", 45),
+        Stage("memory", "suite", 35),
+        Stage("report", "report", 15),
     ]
 
 

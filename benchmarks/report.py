@@ -49,9 +49,8 @@ How fast the losses are and how much memory they take, compared with others, one
 """
 OTHER_GPUS = """
 No other GPU than the one below has been measured. The tests compile every kernel for sm_80, sm_90, sm_100,
-sm_120 and gfx942 and allow no spilled register; [what the machine code costs](#machine-code-of-the-gpu-kernels-counted)
-is counted below. AMD GPUs need Triton 3.9: in packed sequence ratios Triton 3.6 and 3.7 leave out a wait on
-gfx942.
+sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the machine code.
+AMD GPUs need Triton 3.9: in packed sequence ratios Triton 3.6 and 3.7 leave out a wait on gfx942.
 """
 TABLES = {
     "Loss and gradient from logits": ("logits",),
@@ -60,7 +59,6 @@ TABLES = {
     "Peak memory": ("memory",),
     "Errors of log s, and flipped clip decisions": ("fidelity",),
     "Peak memory of a loss in TRL's trainer": ("trl_memory",),
-    "Machine code of the GPU kernels, counted": ("static",),
 }
 """The tables of a section by title, and the suites of each."""
 NOTES = {
@@ -76,9 +74,6 @@ NOTES = {
     "memory": "Nothing is timed: a cell is MiB.",
     "fidelity": "bf16 hidden states and weight. Wrong: clip decisions that differ from fp64's, of sequences "
     "whose log s is 1e-6 to 1e-3 away from a bound; closer: 1e-8 to 1e-6.",
-    "static": "Compiled for GPUs that were not there, and counted in the loops over a row. A cell: "
-    "instructions per logit; registers, warps that fit a multiprocessor, KiB that these load per iteration. "
-    "Rows anywhere: they don't begin at multiples of 16 bytes. Held: the row stays on the chip.",
 }
 
 

@@ -264,7 +264,7 @@ def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtyp
 @suite("step", "One training step of a small model")
 def step(options: Options) -> dict[str, Any]:
     """Qwen3 with random weights, AdamW; everything but the loss is the same for all."""
-    sizes = (8, 64, 32000, 256, 2), (16, 1024, 151936, 1024, 12), (2, 8, 300, 64, 1)
+    sizes = (8, 64, 32000, 256, 2), (8, 512, 151936, 1024, 4), (2, 8, 300, 64, 1)
     size, dtype, _ = _choose(options, *sizes)
     shape = {"dtype": dtype, **dict(zip(("sequences", "length", "V", "H", "layers"), size, strict=True))}
     wanted = (PLAIN, "torch.compile.*", "TRL.*", "Liger.*", "ours, auto", "CCE, unfiltered", "verl.*")
