@@ -47,10 +47,9 @@ How fast the losses are and how much memory they take, compared with others, one
 - With 16-bit inputs ours keeps fp32 logits; most others round them to 16 bits and are judged by that.
 - The others run as their own trainers call them; TRL's log-probs include the entropy that TRL logs.
 """
-OTHER_GPUS = """
-No other GPU than the one below has been measured. The tests compile every kernel for sm_80, sm_90, sm_100,
-sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the machine code.
-AMD GPUs need Triton 3.9: in packed sequence ratios Triton 3.6 and 3.7 leave out a wait on gfx942.
+OTHER_GPUS = """No other GPU than the one below has been measured. The tests compile every kernel for sm_80,
+sm_90, sm_100, sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the
+machine code. AMD GPUs need Triton 3.9: in packed sequence ratios older ones leave out a wait on gfx942.
 """
 TABLES = {
     "Loss and gradient from logits": ("logits",),
@@ -193,8 +192,8 @@ def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
     )
     parts = [f"## {first['device']}\n\n{versions}. Files: [{folder.name}]({link}).\n"]
     note = folder / "note.txt"
-    parts += [note.read_text()] if note.exists() else []
-    parts += [line for line in (campaign_table(folder), spread_line(records)) if line]
+    parts.append((note.read_text() if note.exists() else "") + spread_line(records))
+    parts += [table] if (table := campaign_table(folder)) else []
     if main_cases(records):
         parts.append(f"![Times over the floor](benchmarks_{folder.name}.png)\n")
     for title, suites in TABLES.items():
@@ -229,7 +228,7 @@ def page() -> str:
     sections = [
         section(folder, f"../benchmarks/results/{folder.name}", shown_before(folder)) for folder in folders()
     ]
-    return "\n".join([HEAD, missing_line(every) + OTHER_GPUS, *sections])
+    return "\n".join([HEAD, OTHER_GPUS + missing_line(every), *sections])
 
 
 # --- the README's table
