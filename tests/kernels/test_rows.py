@@ -41,7 +41,7 @@ VOCABULARIES = {"triton": (1, 2, 1009, 4097, 8192 + 16), "cpp": (1, 2, 7, 8, 33,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_vocabularies(rows, dtype):
     for vocabulary in VOCABULARIES[rows.name]:
-        check(rows, *draw(vocabulary, dtype))
+        check(rows, *draw(vocabulary, dtype, B=1))
 
 
 def test_real_vocabularies(rows):
@@ -53,9 +53,9 @@ def test_real_vocabularies(rows):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transforms(rows, dtype):
     temperature = torch.tensor([[0.5], [1.7]], dtype=stats_dtype(dtype)).expand(2, 3)
-    check(rows, *draw(1009, dtype), SOFT)
+    check(rows, *draw(1009, dtype, B=1), SOFT)
     for transform in (WARM, NEGATIVE, LogitTransform(0.05, 5.0)):
-        check(rows, *draw(300, dtype), transform)
+        check(rows, *draw(300, dtype, B=1), transform)
     for softcap in (0.0, 20.0):
         check(rows, *draw(300, dtype), LogitTransform(1.5, softcap, 1.0, temperature))
 
