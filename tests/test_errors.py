@@ -361,6 +361,15 @@ def test_values_that_no_policy_gives_are_refused_where_they_count(function, obje
         assert call(advantages=with_value(call.advantages, NAN, 1), loss_mask=no_token).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_each_of_many_log_probs_is_looked_at(dtype):
+    """In vectors, and behind the last whole one."""
+    old = -one(1, 130, dtype=dtype)
+    for place in (0, 63, 64, 129):
+        with value_error(match=rf"old_logprobs: got 2.* at position \[0, {place}\]"):
+            gk.policy_loss(old.clone(), with_value(old, 2.0, 0, place), one(1))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @every_way
 @every_loss
