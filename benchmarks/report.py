@@ -49,7 +49,7 @@ How fast the losses are and how much memory they take, compared with others, one
 """
 OTHER_GPUS = """No other GPU than the one below has been measured. The tests compile every kernel for sm_80,
 sm_90, sm_100, sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the
-machine code. AMD GPUs need Triton 3.9: in packed sequence ratios older ones leave out a wait on gfx942.
+machine code. AMD GPUs need Triton 3.9: 3.6 and 3.7 leave out a wait in packed sequence ratios on gfx942.
 """
 TABLES = {
     "Loss and gradient from logits": ("logits",),

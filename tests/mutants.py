@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/test_memory.py"
 SCHEDULES = "tests/test_schedules.py tests/test_products.py tests/test_lora_head.py"
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
-LATER = "tests/test_selected.py tests/test_batch_invariance.py tests/test_compile.py"
+MORE_CALLS = "tests/test_selected.py tests/test_batch_invariance.py tests/test_compile.py"
 TEACHERS = "tests/test_distillation.py"
 ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
 # The tests that touch what begins like this, quick ones first. The longest beginning counts.
@@ -42,7 +42,7 @@ TESTS = {
     "gspo_kernels/doctor.py": "tests/test_doctor.py",
     "gspo_kernels/integrations/": "tests/integrations",
     "gspo_kernels/kernels/": f"tests/kernels tests/test_invariants.py {TEACHERS} tests/test_selected.py",
-    "gspo_kernels/linear/": f"{SCHEDULES} {LATER} {TEACHERS} {CALLS} tests/parallel",
+    "gspo_kernels/linear/": f"{SCHEDULES} {MORE_CALLS} {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/mismatch/": "tests/mismatch",
     "gspo_kernels/aggregation.py": f"{OBJECTIVES} tests/test_normalizer.py {CALLS} tests/test_errors.py",
     "gspo_kernels/evaluate.py": f"{OBJECTIVES} tests/kernels/test_sequence_ratio.py {CALLS}",

@@ -42,6 +42,7 @@ class PretendedGpu:
 
     Attributes:
         products: matrix products in order: operation and overload, and whether it adds to its own output.
+        inexact: those among them for which PyTorch may round operands or sums.
         kernels: launches of the package's kernels, by name.
         small: launches of anything else, by operation: at least one kernel each.
         looks: what the host had to wait for, by name.
@@ -50,6 +51,7 @@ class PretendedGpu:
 
     def __init__(self, monkeypatch: Any):
         self.products: list[tuple[str, bool]] = []
+        self.inexact: list[str] = []
         self.kernels: Counter[str] = Counter()
         self.small: Counter[str] = Counter()
         self.looks: Counter[str] = Counter()
@@ -201,6 +203,9 @@ class _Launched(TorchDispatchMode):
         if name in LOOKS or by_mask:
             gpu.looks["index by mask" if by_mask else name] += 1
         if name in PRODUCTS:
+            matmul = torch.backends.cuda.matmul
+            if matmul.fp32_precision != "ieee" or matmul.allow_bf16_reduced_precision_reduction:
+                gpu.inexact.append(name)
             own = "out" in kwargs and kwargs["out"] is args[0]
             gpu.products.append((str(func).removeprefix("aten."), own or name == "addmm_"))
         elif not _is_view(func) and name not in MEMORY_ALONE | LOOKS and any(x.numel() for x in outputs):

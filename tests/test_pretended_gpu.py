@@ -232,6 +232,7 @@ def test_from_hidden_states_few_launches_and_no_look_that_need_not_be(gpu, sched
     with gpu:
         gk.fused_linear_policy_loss(*leaves, labels, **terms, **options).loss.backward()
     small, kernels, looks = most
+    assert gpu.products and not gpu.inexact
     assert gpu.looks.total() == looks
     assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
 

@@ -247,7 +247,8 @@ class Segments:
             ranks // self._step, return_inverse=True, return_counts=True
         )
         if self._step < SEGMENT:
-            # whatever is missing behind the last row is zeros for products anyway
+            # What is missing behind the last row is zeros for products anyway. On a GPU, where a step is a
+            # segment, zeros are put there, so that products over any number of rows have the same tile.
             sizes[-1] += self._step - 1 - ranks[-1] % self._step
         if bool((sizes == self._step).all()):
             return tuple(parts), _ends(ranks // SEGMENT)

@@ -94,6 +94,7 @@ def test_the_stages_fit_into_nine_minutes():
     assert [stage.name for stage in plan[3:-1]] == ["logits", "hidden", "step", "memory"]
     for stage in plan:
         words = campaign.command(stage, "cuda", Path("out"))
+        assert ("--numprocesses=8" in words) == (stage.kind == "tests")
         if stage.kind == "suite":
             assert stage.name in SUITES and words[words.index("--device") + 1] == "cuda"
         for path in (word for word in stage.arguments if word.startswith("tests/")):
