@@ -55,6 +55,7 @@ _ON_DEVICE = (
     "tests/kernels/test_sequence_ratio.py",
     "tests/test_invariants.py",
     "tests/test_equivalence.py",
+    "tests/test_batch_invariance.py",
 )
 
 

@@ -29,7 +29,10 @@ def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
         raise Missing(f"{root} is not installed")
     if gpu_only and device.type != "cuda":
         raise Missing("its kernels need a GPU")
-    return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # what a package does while it is imported is its own
+        raise Missing(f"{root} can't be imported: {error}") from error
 
 
 def from_logprobs(name: str, *tasks: str, flat: bool = True, **about: Any) -> Callable[..., Any]:

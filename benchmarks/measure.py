@@ -246,7 +246,8 @@ class Entrant:
                 return
             # The first call warmed up and may have compiled. A second one tells how long a call takes, unless
             # the first was long and compiled nothing.
-            if case.repeats and (sum(seconds) < 0.5 or "compile" in name):
+            compiles = "compile" in name or device.type == "cuda"
+            if case.repeats and (sum(seconds) < 0.5 or compiles):
                 *seconds, _ = self.once(device)
             took = max(sum(seconds), 1e-6)
             self.warm = took < 0.5

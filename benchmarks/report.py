@@ -41,7 +41,7 @@ How fast the losses are and how much memory they take, compared with others, one
   timed in the same rounds.
 - A contestant is timed only after its loss and gradients are right: on the very tensors that are timed, its
   error against fp64 is at most twice that of plain PyTorch at the same precision, plus one rounding.
-- Of larger problems, peak memory and errors the first machine's are shown; the files have the others'.
+- Of larger problems, peak memory and errors the first CPU's are shown; the files have the others'.
 - Contestants take turns. Short calls are repeated for 20 ms. Peaks include gradients.
 - In the plots blue is this package; thin lines go from the lowest to the highest round.
 - With 16-bit inputs ours keeps fp32 logits; most others round them to 16 bits and are judged by that.
@@ -217,8 +217,9 @@ def folders() -> list[Path]:
 
 
 def shown_before(folder: Path) -> set[str]:
-    """Suites that one machine shows for all, and which an earlier machine's section has."""
+    """Suites that one machine shows for all of its kind, and which an earlier machine's section has."""
     earlier = folders()[: folders().index(folder)]
+    earlier = [one for one in earlier if one.name.startswith("cpu") == folder.name.startswith("cpu")]
     return {name for name in ("large", "memory", "fidelity") if any(name in load(each) for each in earlier)}
 
 
@@ -241,7 +242,7 @@ README_ROWS = (
     ("from logits", "logits", "bf16, all active", "ms"),
     ("from hidden states", "hidden", "all active", "ms"),
     ("half of the sequences without gradient", "hidden", "half inactive", "ms"),
-    ("from hidden states", "large", "all active, V=151,936", "ms"),
+    ("from hidden states, V=151,936", "large", "all active, V=151,936", "ms"),
     ("from hidden states", "hidden", "bf16, large vocabulary", "ms"),
     ("a padded batch with inactive sequences", "realistic", "realistic", "ms"),
     ("a tiny batch", "hidden", "tiny", "ms"),
@@ -270,12 +271,12 @@ def readme_cell(case: Record, unit: str) -> str:
         if name and known[name] == least:
             parts[index] = f"**{parts[index]}**"
     best = shown[2]
-    who = "naive, packed" if best and best.startswith("naive") else str(best).split()[0]
+    who = "naive, packed" if best and best.startswith("naive") else str(best).split()[0].rstrip(",")
     return " / ".join(parts) + (f" ({who})" if best else "")
 
 
 def readme_table(machines: Sequence[Path]) -> str:
-    """A column per machine, a row per case and shape; a cell is empty if the case was not run."""
+    """A column per machine, a row per case and dtype; a cell is empty if the case was not run."""
     columns = [load(folder) for folder in machines]
     titles = [next(iter(records.values()))["device"] for records in columns]
     lines: dict[str, list[str]] = {}
@@ -283,16 +284,15 @@ def readme_table(machines: Sequence[Path]) -> str:
         for column, records in enumerate(columns):
             for case in records.get(suite, {}).get("cases", []):
                 if case["name"] == name:
-                    shape = {k: v for k, v in case["shape"].items() if k in SHOWN and v != "fp32"}
-                    label = f"{words}, {shape_text(shape)}: {unit}"
-                    cells = lines.setdefault(label, [""] * len(columns))
+                    dtype = "" if case["shape"]["dtype"] == "fp32" else f", {case['shape']['dtype']}"
+                    cells = lines.setdefault(f"{words}{dtype}: {unit}", [""] * len(columns))
                     cells[column] = readme_cell(case, unit)
     table = markdown([["", *titles], *([label, *cells] for label, cells in lines.items())])
-    legend = "Cells: ours / naive PyTorch / the best of the others, by name. An empty cell was not run."
+    legend = (
+        "Cells: ours / naive PyTorch / the best of the others, by name. An empty cell was not run. "
+        "[The page](docs/benchmarks.md) has the sizes."
+    )
     return f"{legend}\n\n{table}"
-
-
-SHOWN = ("dtype", "sequences", "length", "V", "H")
 
 
 def readme() -> str:
@@ -365,7 +365,7 @@ def plot_bars(records: dict[str, Record], path: Path) -> None:
                 va="center", fontsize=8.5, color=INK, bbox={"fc": "white", "ec": "none", "pad": 0.8},
             )  # fmt: skip
         floor = case["floor"]["name"] if case["floor"]["probes"] else YARDSTICK
-        shape = shape_text({k: v for k, v in case["shape"].items() if k in SHOWN})
+        shape = shape_text({k: v for k, v in case["shape"].items() if k != "layers"})
         ax.set_title(f"{record['title']}\n{shape}", loc="left", fontsize=10, color=INK)
         ax.set_xlabel(f"time / {floor}", fontsize=9, color=INK)
         ax.axvline(1, color=INK, linewidth=0.8, linestyle=":")

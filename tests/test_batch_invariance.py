@@ -13,8 +13,10 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.ops.backends import why_not
-from tests.cases import HEAD, Case, Result, generator, make_case, offsets, pad, run
+from tests.cases import HEAD, Case, Result, device_of, generator, make_case, offsets, pad, run
 
+# That of a GPU where there is one: without the C++ extension, as there, "auto" is the reference on the CPU.
+BACKEND = "triton" if torch.cuda.is_available() else "auto"
 V, H = 203, 150
 LENGTHS = (40, 0, 1, 130, 7, 64, 90, 25, 33, 3)
 """393 tokens, of which a seventh is masked: three segments, with V and H in more than one piece."""
@@ -67,7 +69,7 @@ def threads(count: int):
 
 
 def compute(
-    case: Case, objective=GSPO, entry="fused_linear_policy_loss", backend="auto", *, members=ALL, splits=1,
+    case: Case, objective=GSPO, entry="fused_linear_policy_loss", backend=BACKEND, *, members=ALL, splits=1,
     padding=None, rows=1000, count=1, **options,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Log-probs and gradients of tokens in the order of the problem; of all at once the head's, too.
@@ -144,6 +146,10 @@ TERMS = {
 )
 def test_every_arrangement_gives_the_same_bits(dtype, name):
     objective, terms = TERMS[name]
+    if BACKEND == "triton" and dtype == torch.float16:
+        with pytest.raises(ValueError, match="counts in a power of two"):
+            compute(problem(terms, dtype), objective)
+        return
     case, some = problem(terms, dtype), slice(None) if name == "GSPO" else slice(2, None, 2)
     expected = compute(case, objective)
     for way in SAME_SUMS[some]:
@@ -177,9 +183,10 @@ def test_other_backends_rows():
 def test_scoring_is_the_losses_own(dtype):
     """Token log-probs, entropies and selected ids of any rows together; log-probs are those of the losses."""
     case = problem(dtype=dtype)
-    (hidden, weight, bias), labels, mask = case.inputs.values(), case.labels, case.loss_mask
+    here = case.each(lambda _, value: value.to(device_of(BACKEND)))
+    (hidden, weight, bias), labels, mask = here.inputs.values(), here.labels, case.loss_mask
     ids = torch.stack([labels, (labels + 7) % V, (labels + 50) % V], -1)
-    grad = torch.randn(len(labels), generator=generator(3))
+    grad = torch.randn(len(labels), generator=generator(3)).to(labels.device)
 
     def scores(chosen: slice | Tensor, **options) -> list[Tensor]:
         options |= {"bias": bias, "batch_invariant": True}
@@ -196,10 +203,10 @@ def test_scoring_is_the_losses_own(dtype):
             with threads(count):
                 found = scores(chosen, max_chunk_bytes=rows * V * 4)
             assert all(torch.equal(got, whole[chosen]) for got, whole in zip(found, expected, strict=True))
-    warm = case.logit_options["temperature"].repeat_interleave(torch.tensor(LENGTHS))
+    warm = here.logit_options["temperature"].repeat_interleave(here.cu_seqlens.diff())
     options = {"bias": bias, "temperature": warm, "batch_invariant": True}
     alone = gk.linear_token_logprobs(hidden, weight, labels, **options)
-    assert torch.equal(alone.logprobs[mask], compute(case)["logprobs"][mask])
+    assert torch.equal(alone.logprobs.cpu()[mask], compute(case)["logprobs"][mask])
 
 
 @pytest.mark.parametrize("objective", [GSPO, gk.CISPO(), gk.GRPO()])
@@ -252,6 +259,6 @@ def test_what_has_no_fixed_order_is_refused(group_of_one):
         ({"cp_group": group_of_one}, ValueError, f"cp_group: {groups}"),
     ):
         case = part(problem(dtype=options.pop("dtype", torch.float32)), (0, 1, 2))
-        options = {"batch_invariant": True, "objective": GSPO} | options
+        options = {"batch_invariant": True, "objective": GSPO, "backend": BACKEND} | options
         with pytest.raises(error, match=message):
             run(case, "fused_linear_policy_loss", **options)

@@ -137,11 +137,14 @@ def test_only_a_right_contestant_has_a_time(task, make, monkeypatch):
         assert found[name]["reason"] == why if name in kinds else why in found[name]["reason"]
 
 
-def test_absence_has_reasons():
+def test_absence_has_reasons(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("raise RuntimeError('no toolkit')")
+    monkeypatch.syspath_prepend(tmp_path)
     lost = registry.Contestant("lost", ("hidden",), lambda device: torch.no_such_name)
     for call, reason in (
         (lambda: contestants.package("no_such_package.module", CPU), "no_such_package is not installed"),
         (lambda: contestants.package("torch", CPU, gpu_only=True), "need a GPU"),
+        (lambda: contestants.package("broken_package", CPU), "broken_package can't be imported: no toolkit"),
         (lambda: lost.get(CPU), "no_such_name"),
     ):
         with pytest.raises(registry.Missing, match=reason):
