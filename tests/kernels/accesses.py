@@ -148,9 +148,12 @@ def within_bounds():
         tensors[:] = map(Elements, given)
 
     def access(program, kind, to):
-        outside = np.ones(to.addresses.shape, bool)
+        if not to.addresses.size:
+            return
+        outside, first, last = np.ones(to.addresses.shape, bool), to.addresses.min(), to.addresses.max()
         for tensor in tensors:
-            outside &= ~tensor.hold(to.addresses, to.size)
+            if first < tensor.stop and last >= tensor.start:
+                outside &= ~tensor.hold(to.addresses, to.size)
             if not outside.any():
                 return
         near = [int(to.addresses[outside][0]) - tensor.start for tensor in tensors]

@@ -1,14 +1,18 @@
 """Makes Triton's interpreter faster: it repeats much at every launch, and at every operation."""
 
 import contextlib
+import functools
+import math
 import operator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from triton.language.semantic import TritonSemantic
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 OPERATIONS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+NO_CONSTANTS = {core.tensor, core.dtype, core.block_type, int, float, bool, str, type(None)}
 
 
 class Patched:
@@ -29,13 +33,38 @@ def check_overflow(self, left, right, operation):
     assert fits, f"int{scalar.int_bitwidth} overflow detected for operation {name}"
 
 
+def patch_function(owner, name, function, builder, scope):
+    """Interpret a function of the language: one call instead of three around each."""
+
+    def interpreted(*args, **options):
+        options["_semantic"] = interpreter.interpreter_semantic
+        return function.__wrapped__(*args, **options)
+
+    scope.set_attr(owner, name, interpreted)
+
+
+@functools.cache
+def shape_of_tensors(shape):
+    """``numel`` and ``shape`` of the tensors of a shape."""
+    return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
+
+def init_tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = shape_of_tensors(tuple(type.shape.values) if type.is_block() else ())
+
+
 @contextlib.contextmanager
 def faster():
-    """``triton.language`` is patched once for each module with kernels, not at every call of theirs; NumPy's
-    dtypes come from a table; overflow is checked by ``check_overflow``.
+    """``triton.language`` is patched once for each module with kernels, not at every call of theirs. Types of
+    blocks, of results, of NumPy and the shapes of tensors are made once and remembered. Equal objects are
+    often the same one, and most values are no constants, which takes one look. Overflow is checked by
+    ``check_overflow``.
     """
     patch_language, make_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-    scopes, known = {}, {}
+    unwrap_any, make_block_type = core._unwrap_if_constexpr, core.block_type.__init__
+    result_type, cast = semantic.TritonSemantic.computation_type_impl, semantic.TritonSemantic.cast
+    scopes, known, blocks, results = {}, {}, {}, {}
 
     def patch_once(function):
         module = id(function.__globals__)
@@ -51,10 +80,48 @@ def faster():
             known[name] = make_dtype(dtype)
         return known[name]
 
+    def unwrap(value):
+        kind = type(value)
+        if kind in NO_CONSTANTS:
+            return value
+        return value.value if kind is core.constexpr else unwrap_any(value)
+
+    def new_block_type(cls, element_ty, shape):
+        key = (element_ty.name, *map(unwrap, shape))
+        if key not in blocks:
+            blocks[key] = object.__new__(cls)
+        return blocks[key]
+
+    def init_block_type(self, element_ty, shape):
+        if not hasattr(self, "numel"):
+            make_block_type(self, element_ty, shape)
+
+    def look_up_result(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
+        key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
+        if key not in results:
+            results[key] = result_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return results[key]
+
+    def cast_others(self, value, dtype, *rounding):
+        return value if value.dtype is dtype else cast(self, value, dtype, *rounding)
+
+    def same_or(equal):
+        return lambda self, other: self is other or equal(self, other)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_patch_attr", patch_function)
         patch.setattr(interpreter, "_get_np_dtype", look_up)
-        patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", check_overflow)
+        patch.setattr(core, "_unwrap_if_constexpr", unwrap)
+        patch.setattr(core.tensor, "__init__", init_tensor)
+        patch.setattr(core.block_type, "__new__", new_block_type, raising=False)
+        patch.setattr(core.block_type, "__init__", init_block_type)
+        for kind in (core.dtype, core.block_type):
+            patch.setattr(kind, "__eq__", same_or(kind.__eq__))
+        patch.setattr(semantic, "numbers", SimpleNamespace(Number=(int, float, np.number)))
+        patch.setattr(semantic.TritonSemantic, "cast", cast_others)
+        patch.setattr(semantic.TritonSemantic, "computation_type_impl", look_up_result)
+        patch.setattr(semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", check_overflow)
         yield
     while scopes:
         scopes.popitem()[1].restore()
