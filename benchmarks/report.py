@@ -21,31 +21,29 @@ RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchm
 
 HEAD = """# Benchmarks
 
-How fast the losses are and how much memory they take, compared with others, one section per machine.
-`python -m benchmarks report` generates this page from the files in
-[benchmarks/results](../benchmarks/results), which hold every round, spread, error and version.
+How fast the losses are and how much memory they take, beside others, one section per machine. The report
+makes this page of [the result files](../benchmarks/results), which hold every round, error and version.
 
-| to do this | run |
-|---|---|
-| measure this machine in ten minutes | `make bench` |
-| measure one suite, or some of its cases | `python -m benchmarks run hidden --cases bf16` |
-| compare two runs | `python -m benchmarks compare A B` |
-| test and measure a GPU in nine minutes | `python -m benchmarks campaign --out DIR` |
+`make bench` measures this machine in ten minutes, and `python -m benchmarks run hidden --cases bf16` some
+cases of a suite. `python -m benchmarks compare A B` compares two runs, `... report` writes this page, and
+`... campaign --out DIR` tests and measures a GPU in nine minutes.
 
 ## How to read it
 
-- A cell is `milliseconds · MiB`: the median time of forward and backward, and the peak of memory beyond the
-  inputs. The least of a column is bold. Empty: not part of the case. `wrong`, `refused`: not timed; the
-  reason is in the file.
-- The floor is what the case's matrix products alone take (from logits: a copy that moves as many bytes),
-  timed in the same rounds.
+- A cell is `milliseconds · MiB`: the median time of forward and backward, and the peak beyond the inputs. The
+  least of a column is bold. Empty: not in the case. `wrong`, `refused`: not timed, for a reason in the file.
+- The floor is what the case's matrix products take alone, or from logits a copy that moves as many bytes.
 - A contestant is timed only after its loss and gradients are right: on the very tensors that are timed, its
   error against fp64 is at most twice that of plain PyTorch at the same precision, plus one rounding.
 - Of larger problems, peak memory and errors the first CPU's are shown; the files have the others'.
-- Contestants take turns. Short calls are repeated for 20 ms. Peaks include gradients.
-- In the plots blue is this package; thin lines go from the lowest to the highest round.
+- Contestants take turns. Short calls are repeated for 20 ms. Peaks include gradients. In the plots blue is
+  this package, and thin lines go from the lowest to the highest round.
 - With 16-bit inputs ours keeps fp32 logits; most others round them to 16 bits and are judged by that.
 - The others run as their own trainers call them; TRL's log-probs include the entropy that TRL logs.
+- Of our [schedules](losses.md) the one that `auto` takes in a case has no row of its own.
+
+`python -m benchmarks run NAME` runs these suites:
+
 """
 OTHER_GPUS = """No other GPU than the one below has been measured. The tests compile every kernel for sm_80,
 sm_90, sm_100, sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the
@@ -61,19 +59,20 @@ TABLES = {
 }
 """The tables of a section by title, and the suites of each."""
 NOTES = {
-    "logits": "In place: the gradient overwrites the logits.",
-    "hidden": "[Schedules](losses.md) are ours. Half inactive: every second advantage is 0.",
-    "large": "These take many minutes and are not part of `make bench`.",
-    "realistic": "Realistic: padded, with log-normal lengths around a third of the longest "
+    "logits": "from logits; in place, the gradient overwrites them.",
+    "hidden": "from hidden states; half inactive: every second advantage is 0.",
+    "realistic": "padded, with log-normal lengths around a third of the longest "
     "([source](https://arxiv.org/abs/2605.30859)); 40% of the groups have no reward variance "
     "([source](https://deepchokshi.in/blog/grpo-reward-variance-filtering)); sequences with 15% of the "
     "tokens are clipped ([source](https://github.com/verl-project/verl/pull/2775)).",
-    "scoring": "Scoring: log-probs without a gradient.",
-    "step": "Step: a small Qwen3 with random weights, backbone and AdamW included; only the loss differs.",
-    "memory": "Nothing is timed: a cell is MiB.",
+    "scoring": "log-probs without a gradient.",
+    "step": "a small Qwen3 with random weights, backbone and AdamW included; only the loss differs.",
+    "large": "takes many minutes and is not part of `make bench`.",
+    "memory": "nothing is timed: a cell is MiB.",
     "fidelity": "bf16 hidden states and weight. Wrong: clip decisions that differ from fp64's, of sequences "
     "whose log s is 1e-6 to 1e-3 away from a bound; closer: 1e-8 to 1e-6.",
 }
+_AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
 
 
 # --- a section per machine
@@ -100,12 +99,13 @@ def cases_table(records: Sequence[Record]) -> str:
 def _cells(case: Record) -> dict[str, str]:
     """``milliseconds · MiB`` by contestant, without those that are missing; the least are bold.
 
-    The reference backend is left out, as in the plots: it is there to compare with, not to be fast.
+    The reference backend is left out, as in the plots: it is there to compare with, not to be fast. So are
+    the schedules that a call without options takes in their case.
     """
     found: dict[str, list[float | None]] = {}
     words = {}
     for result in case["results"]:
-        if "reference" in result["contestant"]:
+        if "reference" in result["contestant"] or result["contestant"] in _AUTO_IS:
             continue
         if result["status"] == "right":
             seconds, peak = result.get("seconds"), result.get("peak_bytes")
@@ -200,9 +200,8 @@ def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
         shown = [records[name] for name in suites if name in records]
         if not shown:
             continue
-        notes = [f"`python -m benchmarks run {' '.join(record['suite'] for record in shown)}`."]
-        notes += [NOTES[name] for name in suites if name in records and name in NOTES]
-        parts.append(f"### {title}\n\n{' '.join(notes)}\n")
+        names = ", ".join(f"`{record['suite']}`" for record in shown)
+        parts.append(f"### {title}: {names}\n")
         if suites == ("fidelity",):
             parts.append(f"![{title}](benchmarks_{folder.name}_fidelity.png)\n\n{fidelity_text(*shown)}\n")
         else:
@@ -229,7 +228,8 @@ def page() -> str:
     sections = [
         section(folder, f"../benchmarks/results/{folder.name}", shown_before(folder)) for folder in folders()
     ]
-    return "\n".join([HEAD, OTHER_GPUS + missing_line(every), *sections])
+    suites = "".join(f"- `{name}`: {note}\n" for name, note in NOTES.items())
+    return "\n".join([HEAD + suites, OTHER_GPUS + missing_line(every), *sections])
 
 
 # --- the README's table
