@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_kernels.integrations.backends import replacing
+from gspo_kernels.integrations.backends import replacing, verl
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from tests.draws import shifted_seed
 
@@ -251,6 +251,15 @@ def test_verls_log_probs(lines):
             linear=True,
         )
     assert len(lines()) == 4
+
+
+def test_verls_log_probs_leave_their_gradient_in_the_logits_by_default_as_verls_do():
+    function = verl.REPLACEMENTS.functions["verl.utils.torch_functional:logprobs_from_logits"]
+    (leaf,), labels, _ = draw()
+    for options, overwritten in (({}, True), ({"inplace_backward": False}, False)):
+        logits = leaf.clone().requires_grad_() * 1.0
+        function(logits, labels, **options).sum().backward()
+        assert torch.equal(logits.detach(), leaf) != overwritten
 
 
 def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch, lines):
