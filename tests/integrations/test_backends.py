@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_kernels.integrations.backends import replacing, verl
+from gspo_kernels.integrations.backends import replacing, skyrl, torchtitan, verl
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from tests.draws import shifted_seed
 
@@ -260,6 +260,35 @@ def test_verls_log_probs_leave_their_gradient_in_the_logits_by_default_as_verls_
         logits = leaf.clone().requires_grad_() * 1.0
         function(logits, labels, **options).sum().backward()
         assert torch.equal(logits.detach(), leaf) != overwritten
+
+
+def test_torchtitans_and_skyrls_functions_compute_their_formulas(monkeypatch):
+    """Without the packages around them; a label of -100 has no log-prob, but an entropy."""
+    size = 1
+    for name, module in (
+        ("utils", types.SimpleNamespace(get_spmd_backend=lambda: "spmd_types")),
+        ("spmd_types", types.SimpleNamespace(spmd_mesh_size=lambda dim: size)),
+    ):
+        monkeypatch.setitem(sys.modules, f"torchtitan.distributed.{name}", module)
+    cross_entropy, logprobs_of = torchtitan.REPLACEMENTS.functions.values()
+    skyrls_logprobs, skyrls_entropy = skyrl.REPLACEMENTS.functions.values()
+    (logits,), labels, _ = draw()
+    ignored = torch.rand(SHAPE, generator=torch.Generator().manual_seed(shifted_seed(1))) < 0.3
+    logp = logits.log_softmax(-1)
+    chosen, entropy = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+    mask, some = torch.arange(SHAPE[1]).expand(SHAPE) < 5, labels.masked_fill(ignored, -100)
+    for got, want in (
+        (logprobs_of(logits, some), chosen.masked_fill(ignored, 0.0)),
+        (logprobs_of(logits, some, return_entropy=True)[0], chosen.masked_fill(ignored, 0.0)),
+        (logprobs_of(logits, some, return_entropy=True)[1], entropy),
+        (cross_entropy(logits, some), -chosen[~ignored].sum()),
+        (skyrls_logprobs(logits, labels), chosen),
+        (skyrls_entropy(logits, attention_mask=mask), entropy * mask),
+    ):
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    size = 2
+    with pytest.raises(NotServedError, match="tensor-parallel"):
+        logprobs_of(logits, some)
 
 
 def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch, lines):
