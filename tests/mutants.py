@@ -30,6 +30,7 @@ SCHEDULES = "tests/test_schedules.py tests/test_products.py tests/test_lora_head
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
 MORE_CALLS = "tests/test_selected.py tests/test_batch_invariance.py tests/test_compile.py"
 TEACHERS = "tests/test_distillation.py"
+UPDATES = "tests/trainer/test_updates.py tests/trainer/test_batch.py"
 ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
 # The tests that touch what begins like this, quick ones first. The longest beginning counts.
 TESTS = {
@@ -57,7 +58,7 @@ TESTS = {
     "gspo_kernels/sampling.py": "tests/test_sampling_masks.py",
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
     "gspo_kernels/sequence_ratio.py": "tests/kernels/test_sequence_ratio.py",
-    "gspo_kernels/trainer/": "tests/trainer tests/examples",
+    "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",
     "csrc/": f"tests/cpp {ROWS} tests/test_selected.py {TEACHERS} {CALLS}",
 }
 SPACED = {  # with spaces around

@@ -181,7 +181,7 @@ class Run:
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, follows the last projection
             parts.sort(key=lambda part: part.schedule != "forward")
-        total = Aggregation(call.labels, self.terms).total
+        total = None if self.at_once else Aggregation(call.labels, self.terms).total
         for part, where, labels, terms in groups.prepare(parts, total):
             if part.schedule == "forward":
                 self.scores.forward(where)
