@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor": (_doctor, "say what works here, and why the rest does not"),
     }
     for name, (_, what) in known.items():
-        commands.add_parser(name, help=what, add_help=False)
+        commands.add_parser(name, help=what)
     command = parser.parse_args(arguments[:1]).command
     return _exit_status(f"gspo {command}", lambda: known[command][0](arguments[1:]))
 

@@ -373,6 +373,25 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
     assert norms[:2] == pytest.approx(norms[1:3], rel=1e-3)
 
 
+def test_gradients_are_scaled_down_to_the_norm_that_is_allowed(tokenizer, monkeypatch):
+    """And never up; the metric is the norm before."""
+    whole = None
+    for allowed in (math.inf, 1e9, None):
+        allowed = allowed or whole / 4
+        updater = make_updater(tokenizer, make_config(update={"minibatches": 1, "max_grad_norm": allowed}))
+        used, step = [], updater.optimizer.step
+
+        def spy(used=used, step=step, parameters=updater.policy.parameters):
+            used.append(float(torch.nn.utils.get_total_norm([p.grad for p in parameters()])))
+            step()
+
+        monkeypatch.setattr(updater.optimizer, "step", spy)
+        metrics = updater.update(make_batch())
+        whole = whole or metrics["grad_norm"]
+        assert metrics["grad_norm"] == pytest.approx(whole, rel=1e-4)
+        assert used == [pytest.approx(min(whole, allowed), rel=1e-4)]
+
+
 def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
     wide = {"clip_low": 0.5, "clip_high": 0.5}  # outside of the range no gradient is left
     updater = make_updater(tokenizer, make_config(objective=wide))
