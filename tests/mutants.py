@@ -220,7 +220,9 @@ def attempt(mutant: dict, tree: Path, seconds: float) -> dict:
     ):
         return {"outcome": "does not compile"}
     tests = TESTS[max((start for start in TESTS if name.startswith(start)), key=len)].split()
-    tests = [test for test in tests if (tree / test).exists()]
+    # file by file: beside their folder, pytest would take files in the folder's order
+    files = [file for test in tests for file in sorted((tree / test).rglob("test_*.py")) or [tree / test]]
+    tests = [str(file) for file in dict.fromkeys(files) if file.exists()]
     status, output = run(tree, seconds, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *tests)
     first = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
     outcome = {None: "time over", 0: "survived"}.get(status, "caught")
