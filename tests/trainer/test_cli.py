@@ -47,6 +47,34 @@ def options(model, jsonl, reward_file, output):
     ]
 
 
+def test_options_of_the_data_reach_both_datasets(monkeypatch, llama, reward_file):
+    seen = []
+
+    class Recorder:
+        def __init__(self, model, reference, rewards, dataset, eval_dataset, config):
+            seen.append((dataset, eval_dataset))
+
+        def train(self, **options):
+            seen.append(options)
+
+    def load(source, **options):
+        seen.append((source, options))
+        return f"rows of {source}"
+
+    monkeypatch.setattr("gspo_kernels.trainer.data.load_prompts", load)
+    monkeypatch.setattr("gspo_kernels.trainer.loop.GSPOTrainer", Recorder)
+    line = [*options(llama, "learn", reward_file, "out"), "--eval_dataset", "hold", "--overwrite"]
+    line += ["--data.split", "a", "--data.eval_split", "b", "--data.subset", "c", "--data.prompt_column", "d"]
+    assert cli.main(["train", *line]) == 0
+    both = {"subset": "c", "prompt_column": "d"}
+    assert seen == [
+        ("learn", {"split": "a", **both}),
+        ("hold", {"split": "b", **both}),
+        ("rows of learn", "rows of hold"),
+        {"resume": False, "overwrite": True, "force": False},
+    ]
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
 def test_a_run_of_any_local_model_goes_on_and_is_exported(
     tmp_path, llama, jsonl, reward_file, adapters, capsys
