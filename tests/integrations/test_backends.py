@@ -262,8 +262,8 @@ def test_verls_log_probs_leave_their_gradient_in_the_logits_by_default_as_verls_
         assert torch.equal(logits.detach(), leaf) != overwritten
 
 
-def test_torchtitans_and_skyrls_functions_compute_their_formulas(monkeypatch):
-    """Without the packages around them; a label of -100 has no log-prob, but an entropy."""
+def test_functions_compute_their_formulas_without_their_packages(monkeypatch):
+    """torchtitan's, SkyRL's and verl's; torchtitan's label of -100 has no log-prob, but an entropy."""
     size = 1
     for name, module in (
         ("utils", types.SimpleNamespace(get_spmd_backend=lambda: "spmd_types")),
@@ -272,7 +272,9 @@ def test_torchtitans_and_skyrls_functions_compute_their_formulas(monkeypatch):
         monkeypatch.setitem(sys.modules, f"torchtitan.distributed.{name}", module)
     cross_entropy, logprobs_of = torchtitan.REPLACEMENTS.functions.values()
     skyrls_logprobs, skyrls_entropy = skyrl.REPLACEMENTS.functions.values()
-    (logits,), labels, _ = draw()
+    verls = verl.REPLACEMENTS.functions["verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"]
+    (hidden, weight, _), labels, _ = draw(linear=True)
+    logits, rows = hidden @ weight.t() / 0.7, hidden.flatten(0, 1)
     ignored = torch.rand(SHAPE, generator=torch.Generator().manual_seed(shifted_seed(1))) < 0.3
     logp = logits.log_softmax(-1)
     chosen, entropy = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
@@ -284,11 +286,18 @@ def test_torchtitans_and_skyrls_functions_compute_their_formulas(monkeypatch):
         (cross_entropy(logits, some), -chosen[~ignored].sum()),
         (skyrls_logprobs(logits, labels), chosen),
         (skyrls_entropy(logits, attention_mask=mask), entropy * mask),
+        (torch.stack(verls(rows, weight, labels, 0.7)), torch.stack([chosen.flatten(), entropy.flatten()])),
     ):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
     size = 2
     with pytest.raises(NotServedError, match="tensor-parallel"):
         logprobs_of(logits, some)
+    for options, reason in (
+        ({"reduction": "mean"}, "reduction"),
+        ({"dist_process_group": "a group"}, "cut over"),
+    ):
+        with pytest.raises(NotServedError, match=reason):
+            verls(rows, weight, labels, **options)
 
 
 def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch, lines):

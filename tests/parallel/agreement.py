@@ -72,7 +72,8 @@ def arguments(kind, split, case):
         yield "cu_seqlens: decreases", replace(case, cu_seqlens=shrinks), {}, True
     if split == "cp":  # an empty sequence at the end
         ends, values = torch.cat([case.cu_seqlens, case.cu_seqlens[-1:]]), torch.ones(B + 1)
-        yield "the number of sequences", replace(case, cu_seqlens=ends, advantages=values), {}, False
+        options = {} if kind == "logprobs" else {"temperature": values}
+        yield "the number of sequences", replace(case, cu_seqlens=ends, advantages=values), options, False
     if kind == "logprobs":
         return
     outside, half = torch.full_like(case.labels, VOCABULARY + 7), VOCABULARY // 2
@@ -82,7 +83,7 @@ def arguments(kind, split, case):
     yield "temperature: got 0", case, {"temperature": 0.0}, True
     yield "which the sampling mask there cuts", case, {"kept_ids": cut}, True
     for name, value in {
-        "entropy_coef": 0.125, "temperature": 0.5, "softcap": 3.0, "return_entropy": True,
+        "entropy_coef": 0.125, "temperature": torch.full((B,), 0.5), "softcap": 3.0, "return_entropy": True,
         "kept_ids": torch.arange(VOCABULARY).expand(*tokens, -1),
     }.items():  # fmt: skip
         yield f"{name}: differs", case, {name: value}, False
@@ -107,6 +108,7 @@ def an_argument_of_one_rank():
         for kind in ("linear",) if split == "both" else KINDS[split]:
             case, groups = local_case(kind, split)
             shared = {"ref_logprobs": case.old_logprobs, "kl_beta": 0.25, "normalizer": 7.0, **groups}
+            shared |= {} if kind == "logprobs" else {"temperature": torch.ones(B)}
             for expected, other, options, alone in arguments(kind, split, case):
                 for culprit in (0, 3) if split == "both" else (1,):
                     one, more = (other, options) if dist.get_rank() == culprit else (case, {})
