@@ -5,15 +5,19 @@ import json
 import math
 import random
 import shutil
+import time
+from collections import Counter
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.advantages import gdpo
+from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.report import PATIENCE, read_metrics
@@ -220,9 +224,55 @@ def test_what_reaches_the_update(tmp_path, tokenizer):
     assert found.advantages.view(3, 4)[0].tolist() == pytest.approx([0, -1, 0, 1], abs=1e-3)
     for name, expected in (("DPO", [1, 3, 1, 2]), ("REBEL", [3, 1, 3, 2])):
         assert batch(ranks, objective={"name": name}).advantages.tolist() == expected * 3
+    assert batch(ranks, advantage_scale="none").advantages.tolist() == [0.75, -1.25, 0.75, -0.25] * 3
     found = batch([ranks, other], advantages="gdpo", reward_weights=[1.0, 0.5])
     table, each = torch.tensor([[3.0, 1, 3, 2], [0, 1, 0, 1]]).repeat(1, 3).T, torch.tensor([1.0, 0.5])
     assert torch.equal(found.advantages, gdpo(table, group_size=4, weights=each))
+
+
+def test_options_reach_what_they_set(tmp_path, tokenizer):
+    """Those of memory, precision, templates and seeds, on which no other run here depends."""
+
+    def slow(completion_ids):
+        time.sleep(0.5 if completion_ids == [[1]] * 4 else 0)
+        return odd_share(completion_ids)
+
+    def made(rows=ROWS, own_tokenizer=tokenizer, **sections):
+        config = small_config(tmp_path / "run", **sections)
+        return make_trainer(own_tokenizer, rows, slow, config, accelerator=None)
+
+    def passes(**update):
+        """Through the policy and through its first layer, in an update."""
+        trainer, seen = made(update={"micro_batch_tokens": 1000, **update}), Counter()
+        batch, policy = batch_of(trainer), trainer.updater.policy
+        for name, module in (("policy", policy), ("layer", trainer.model.model.layers[0].mlp)):
+            module.register_forward_pre_hook(lambda *_, name=name: seen.update([name]))
+        trainer.update(batch)
+        return seen
+
+    whole, small, again = passes(), passes(micro_batch_tokens=12), passes(gradient_checkpointing=True)
+    assert small["policy"] > whole["policy"] == again["policy"] and again["layer"] > whole["layer"]
+    trainer = made(rollout={"batch_size": 5}, update={"weight_decay": 0.25}, reward_timeout=0.05)
+    assert trainer.engine.batch_size == 5
+    assert {group["weight_decay"] for group in trainer.updater.optimizer.param_groups} == {0.25}
+    with pytest.raises(InputError, match=r"more than 0\.05 seconds"):
+        trainer.rewards([""] * 4, [""] * 4, [[1]] * 4, {})
+    chat = demo.make_tokenizer()
+    chat.chat_template = "{{ messages[0].content }}{% if brief %}!{% endif %}"
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}] * 3
+    prompts = made(rows, chat, data={"template_options": {"brief": True}}).train_prompts
+    assert chat.batch_decode(prompts.tokens) == ["hi!"] * 3
+
+    def learned(seed):
+        trainer = made(seed=seed, update={"steps": 1})
+        trainer.train(overwrite=True)
+        return weights(trainer.model)
+
+    first = learned(0)
+    assert same(learned(0), first) and not same(learned(1), first)
+    for precision, mixed in (("fp32", "no"), ("bf16", "bf16")):
+        AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first for a process
+        assert made(update={"precision": precision}).accelerator.mixed_precision == mixed
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
