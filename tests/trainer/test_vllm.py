@@ -239,7 +239,7 @@ def run(tokenizer, output, url, *, model=None, **sections):
 KEPT = {"temperature": 0.8, "top_k": 20, "keep_sampling_mask": True}
 RUNS = {
     "server": {"rollout": KEPT},
-    "local": {"rollout": KEPT},
+    "local": {"rollout": {**KEPT, "batch_size": 9}, "engine": {"memory": 0.25}, "seed": 3},
     "adapters elsewhere": {"lora": {"rank": 2}},
     "bf16": {"update": {"precision": "bf16"}},
     "off-policy weights": {"off_policy": {"level": "token"}, "rollout": {"top_k": 20, "temperature": 0.7}},
@@ -262,7 +262,8 @@ def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, other_weight
         other_weights.dtype = torch.bfloat16
     steps = run(tokenizer, output, url, model=model, **sections)
     if case == "local":
-        expected = {"model": model, "dtype": "float32", "gpu_memory_utilization": 0.4}
+        expected = {"model": model, "dtype": "float32", "gpu_memory_utilization": 0.25}
+        expected |= {"max_num_seqs": 9, "seed": 3}
         expected |= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
         assert module.options.items() >= expected.items()
     if case == "off-policy weights":
