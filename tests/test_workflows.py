@@ -78,6 +78,7 @@ def test_versions_are_served_and_written_as_strings():
         assert {pinned, oldest} <= {*matrix["torch"]} and "3.10" in matrix["python"]
 
 
+@pytest.mark.slow
 def test_the_tests_run_where_there_is_no_triton(tmp_path):
     """On macOS: what needs Triton is skipped, and nothing else."""
     (tmp_path / "hide_triton.py").write_text("import sys\n\nsys.modules['triton'] = None\n")

@@ -16,6 +16,7 @@ import torch
 from gspo_kernels import cpp
 from tests.cpp.clones import ROOT, tree
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
