@@ -348,8 +348,9 @@ def fused_linear_policy_loss(
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
         bias: [V] or None.
-        labels, old_logprobs, advantages, all terms from loss_mask to normalizer, temperature, kept_ids,
-            kept_mask, return_entropy, objective: as in ``fused_policy_loss``.
+        labels, old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
+            ``fused_policy_loss``.
+        temperature, kept_ids, kept_mask, return_entropy: as there.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``.
         schedule, skip_inactive: how the batch is cut into chunks and products, which all give the same
