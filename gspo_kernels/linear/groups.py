@@ -120,11 +120,11 @@ class CoefficientGroups:
         self._in_place = equal and self._sequences == list(range(len(counts)))
 
     def prepare(
-        self, parts: Sequence[Part], total: Tensor | None
+        self, parts: Sequence[Part], total: Tensor
     ) -> Iterator[tuple[Part, slice | Tensor, Tensor, Terms]]:
         """Bring to the device what these parts need there, all of it at once.
 
-        ``total`` is what the outer divisor counts in the call; None where no part is evaluated alone.
+        ``total`` is what the outer divisor counts in the call.
 
         Yields:
             Each part, the positions of its rows among the flattened rows of the call, their labels [n], and

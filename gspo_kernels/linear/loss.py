@@ -176,12 +176,10 @@ class Run:
         groups = CoefficientGroups(call, self.terms, plan.depends_on, plan.leaves_out)
         parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
         self.scores.most_rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
-        # a single part with a gradient takes its coefficients from the evaluation that gives the loss
-        self.at_once |= not call.head.fixed and sum(part.schedule != "forward" for part in parts) == 1
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, follows the last projection
             parts.sort(key=lambda part: part.schedule != "forward")
-        total = None if self.at_once else Aggregation(call.labels, self.terms).total
+        total = Aggregation(call.labels, self.terms).total
         for part, where, labels, terms in groups.prepare(parts, total):
             if part.schedule == "forward":
                 self.scores.forward(where)
