@@ -21,11 +21,10 @@ RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchm
 
 HEAD = """# Benchmarks
 
-How fast the losses are and how much memory they take, beside others, one section per machine. The report
-makes this page of [the result files](../benchmarks/results), which hold every round, error and version.
-
-`make bench` measures this machine in ten minutes, and `python -m benchmarks run hidden --cases bf16` some
-cases of a suite. `python -m benchmarks compare A B` compares two runs, `... report` writes this page, and
+How fast the losses are and how much memory they take, beside others, one section per machine.
+`python -m benchmarks report` makes this page of [the result files](../benchmarks/results), which hold every
+round, error and version. `make bench` measures this machine in ten minutes, and
+`python -m benchmarks run hidden --cases bf16` some cases of a suite. `... compare A B` compares two runs, and
 `... campaign --out DIR` tests and measures a GPU in nine minutes.
 
 ## How to read it

@@ -15,7 +15,8 @@ import gspo_kernels as gk
 from gspo_kernels.ops.backends import why_not
 from tests.cases import HEAD, Case, Result, device_of, generator, make_case, offsets, pad, run
 
-# That of a GPU where there is one: without the C++ extension, as there, "auto" is the reference on the CPU.
+# Triton where there is a GPU. On such a machine the C++ extension may be missing, and "auto" on the CPU would
+# be the reference, which has no batch-invariant mode.
 BACKEND = "triton" if torch.cuda.is_available() else "auto"
 V, H = 203, 150
 LENGTHS = (40, 0, 1, 130, 7, 64, 90, 25, 33, 3)
