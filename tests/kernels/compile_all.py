@@ -164,8 +164,7 @@ def hold(target: str) -> list[Any]:
     for V, dtype, transform in (
         (151936, torch.bfloat16, PLAIN),
         (151936, torch.float32, WARM),
-        (4096, torch.float16, WARM),
-        (10240, torch.bfloat16, WARM._replace(row_temperature=torch.ones(2, 3))),
+        (10240, torch.float16, WARM._replace(row_temperature=torch.ones(2, 3))),
     ):
         logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
         out = logits.view(torch.bfloat16)[..., :V] if dtype == torch.float32 else logits
@@ -219,85 +218,85 @@ def matrix_instructions(kernel: Any) -> list[str]:
 
 
 def is_read(name: str) -> bool:
-    """Whether a test asks the machine code of a kernel. That of a held row with a temperature of its own
-    calls a subroutine, for it divides in fp64, and no shortest way leads through that.
+    """Whether a test asks the machine code of a kernel. That of rows with temperatures of their own calls a
+    subroutine, for it divides in fp64, and no shortest way leads through that.
     """
-    held = "on_chip_row_kernel" in name and "no row_temperature_ptr" not in name
-    return not held and not name.startswith(("ratio_step", "scale_", "sum_unit", "fixed_product"))
+    rows = name.startswith(("logprobs_", "on_chip_row", "sequence_ratio", "divergence"))
+    own = rows and "no row_temperature_ptr" not in name
+    return not own and not name.startswith(("ratio_step", "scale_", "sum_unit", "fixed_product"))
 
 
-def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
-    """Compile each call for each target; calls that ask for the same specialisation once."""
+def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
+    """Compile each call for a target; calls that ask for the same specialisation once."""
     report = []
-    for target in targets:
-        asked = {(name_of(call), specialisation(call, TARGETS[target])[0]): call for call in calls}
-        programs = {key: compiled(call, target) for key, call in asked.items()}
-        disassemble(
-            kernel for (name, _), kernel in programs.items() if is_read(name) and "cubin" in kernel.asm
-        )
-        for (name, special), call in asked.items():
-            kernel = programs[name, special]
-            entry: dict[str, Any] = {"target": target, "kernel": name, "warps": call[2]["num_warps"]}
-            entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
-            entry |= resources(kernel)
-            names = call[0].signature.parameters
-            if any(hasattr(arg, "counters") for arg in call[1]):
-                entry["order"] = order_of_memory(kernel)
-            if name.startswith("fixed_product_kernel"):
-                entry["matrix_instructions"] = matrix_instructions(kernel)
-            if call[2]["num_ctas"] > 1:
-                entry["cluster"] = order_of_cluster(kernel)
-            if is_read(name) and "logits_ptr" in names:
-                entry["counts"] = counts(call, target, kernel)
-            if is_read(name) and "cubin" in kernel.asm:
-                for field, words in (("wide_loads", "LDG"), ("wide_stores", "STG")):
-                    entry[field] = len(re.findall(rf"\b{words}\.E\S*\.128", sass(kernel)))
-            report.append(entry)
+    asked = {(name_of(call), specialisation(call, TARGETS[target])[0]): call for call in calls}
+    programs = {key: compiled(call, target) for key, call in asked.items()}
+    disassemble(kernel for (name, _), kernel in programs.items() if is_read(name) and "cubin" in kernel.asm)
+    for (name, special), call in asked.items():
+        kernel = programs[name, special]
+        entry: dict[str, Any] = {"target": target, "kernel": name, "warps": call[2]["num_warps"]}
+        entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
+        entry |= resources(kernel)
+        names = call[0].signature.parameters
+        if any(hasattr(arg, "counters") for arg in call[1]):
+            entry["order"] = order_of_memory(kernel)
+        if name.startswith("fixed_product_kernel"):
+            entry["matrix_instructions"] = matrix_instructions(kernel)
+        if call[2]["num_ctas"] > 1:
+            entry["cluster"] = order_of_cluster(kernel)
+        if is_read(name) and "logits_ptr" in names:
+            entry["counts"] = counts(call, target, kernel)
+        if is_read(name) and "cubin" in kernel.asm:
+            for field, words in (("wide_loads", "LDG"), ("wide_stores", "STG")):
+                entry[field] = len(re.findall(rf"\b{words}\.E\S*\.128", sass(kernel)))
+        report.append(entry)
     return report
+
+
+def calls_for(target: str) -> list[Any]:
+    """Every kernel as bf16 training launches it, on either maker's main target with fp32 logits too, and on
+    Hopper with all that dtypes, transforms, sampling masks, shards and odd strides make of the kernels.
+    """
+    recorder = Recorder()
+    bf16, fp32, fp64, fp16 = torch.bfloat16, torch.float32, torch.float64, torch.float16
+    call_all(2, 3, 4096, bf16, PLAIN)
+    kernels.scale_(torch.empty(3, dtype=bf16), torch.ones(()))
+    compare(bf16, PLAIN, 0.5)
+    around_products(bf16, 4096, False)
+    multiply(300, 4096, 4096, bf16, target)
+    product_of_fp32 = Recorder()
+    multiply(300, 4096, 4096, fp32, target)
+    everything = target == "sm_90"
+    recorder.calls += product_of_fp32.calls[:: 4 if everything else 5]
+    further = Recorder()
+    if target in BOTH:
+        call_all(2, 3, 4096, fp32, PLAIN)
+        compare(fp32, PLAIN, 0.5, write="narrower")
+    if everything:
+        call_all(2, 3, 4096, fp64, PLAIN)
+        per_row = BENT._replace(row_temperature=torch.ones(2, 3))
+        for V, dtype, transform in ((4096, bf16, BENT), (1009, fp16, per_row)):
+            kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
+            call_all(2, 3, V, dtype, transform._replace(kept=kept))
+        compare(bf16, BENT, 0.0)
+        compare(fp64, PLAIN, 1.0)
+        compare(fp16, WARM, 0.5, V=1009)
+        compare(fp32, PLAIN, 1.0, write="nowhere")
+        backward_of_shards(2, 3, 4096, bf16)
+        around_products(fp16, 1009, True)
+        around_products(fp64, 1009, False)
+        multiply(300, 1009, 1009, fp16, target)
+        strided = torch.empty(2, 3, 4096, 2, dtype=fp16)[..., 0]
+        labels = torch.zeros(2, 3, dtype=torch.int64)
+        kernels.logprobs_forward(LogitRows(strided, labels, PLAIN, -100), False)
+        further.calls += [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
+    return recorder.calls + further.calls + hold(target)
 
 
 def main() -> None:
     """Print the report."""
     targets = sys.argv[1:] or list(TARGETS)
-    recorder = Recorder()
-    for dtype in (torch.bfloat16, torch.float32):
-        call_all(2, 3, 4096, dtype, PLAIN)
-    kernels.scale_(torch.empty(3, dtype=torch.bfloat16), torch.ones(()))
-    compare(torch.bfloat16, PLAIN, 0.0)
-    compare(torch.bfloat16, PLAIN, 0.5)
-    compare(torch.float32, PLAIN, 0.5, write="narrower")
-    compare(torch.float32, PLAIN, 1.0)
-    around_products(torch.bfloat16, 4096, False)
-    report = compile_calls(recorder.calls, targets)
-    # Once each: what fp64, the transform, sampling masks, shards and odd strides make of the kernels.
-    rest = Recorder()
-    call_all(2, 3, 4096, torch.bfloat16, BENT)
-    call_all(2, 3, 4096, torch.float64, PLAIN)
-    call_all(2, 3, 1009, torch.float16, WARM)
-    compare(torch.bfloat16, BENT, 0.5)
-    compare(torch.float64, PLAIN, 1.0)
-    compare(torch.float16, WARM, 0.0, V=1009)
-    compare(torch.float32, PLAIN, 1.0, write="nowhere")
-    bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
-    cut = (4096, bf16, BENT), (1009, bf16, BENT), (1009, fp32, BENT), (4096, fp64, PLAIN)
-    for V, dtype, transform in cut:
-        kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
-        call_all(2, 3, V, dtype, transform._replace(kept=kept))
-    for dtype in (torch.bfloat16, torch.float64):
-        backward_of_shards(2, 3, 4096, dtype)
-    around_products(torch.float16, 1009, True)
-    around_products(torch.float64, 1009, False)
-    strided = torch.empty(2, 3, 4096, 2, dtype=torch.float16)[..., 0]
-    labels = torch.zeros(2, 3, dtype=torch.int64)
-    kernels.logprobs_forward(LogitRows(strided, labels, PLAIN, -100), False)
-    rest.calls += [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
-    report += compile_calls(rest.calls, [target for target in targets if target in BOTH])
-    for target in targets:
-        report += compile_calls(hold(target), [target])
-        fixed = Recorder()
-        for dtype, size in ((bf16, 4096), (fp32, 4096), (torch.float16, 1009)):
-            multiply(300, size, size, dtype, target)
-        report += compile_calls(fixed.calls, [target])
+    report = [entry for target in targets for entry in compile_calls(calls_for(target), target)]
     kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
     counts = {kind: keys(kind) for kind in kinds}
     print(json.dumps({"triton": triton.__version__, "compiled": report, "keys": counts}))
