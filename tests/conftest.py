@@ -62,12 +62,22 @@ def pytest_configure(config):
         core.global_force_seed = shifted_seed(0)
 
 
+AROUND = {"trainer", "mismatch", "benchmarks", "examples", "gpu", "test_compile.py"}
+"""Folders and files around the library, which quick tests leave out."""
+
+
+def pytest_ignore_collect(collection_path, config):
+    """What ``-m quick`` leaves out is not even imported."""
+    left_out = config.option.markexpr == "quick" and collection_path.name in AROUND
+    return True if left_out else None
+
+
 def pytest_collection_modifyitems(items):
     """``-m quick`` is the first example of every test of the library that is not slow by itself."""
-    seen, around = set(), {"trainer", "mismatch", "benchmarks", "examples", "gpu"}
+    seen = set()
     for item in items:
         test = item.nodeid.split("[")[0]
-        inside = around.isdisjoint(item.path.parts) and item.path.stem != "test_compile"
+        inside = AROUND.isdisjoint(item.path.parts)
         if inside and test not in seen and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.quick)
         seen.add(test)

@@ -317,6 +317,7 @@ def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
 # --- looks at values, and products in a fixed order
 
 
+@pytest.mark.slow
 def test_batch_invariant_products_are_a_kernel_of_ours(gpu):
     """And no library's, whatever the schedule; with segments that chunks cut, and rows that are missing."""
     shown = []

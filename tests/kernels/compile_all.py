@@ -40,16 +40,16 @@ from gspo_kernels.types import (
 )
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
-BOTH = ("sm_90", "gfx942")
-"""One target of either maker, for what changes the arithmetic and not how a target is programmed."""
 FORM = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 BENT = LogitTransform(0.5, 30.0, 0.7)
 WARM = LogitTransform(1.0, 0.0, 0.7)
 
 
-def call_all(B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransform) -> None:
-    """Every launcher over rows, with every optional argument and without."""
+def call_all(
+    B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransform, optional: bool = True
+) -> None:
+    """Every launcher over rows without optional arguments, and then, if ``optional``, with them."""
     logits = torch.empty(B, T, V, dtype=dtype)
     labels, floats = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T)
 
@@ -60,7 +60,7 @@ def call_all(B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransfo
         kernels.logprobs_and_grad(rows, floats, out)
 
     rows = LogitRows(logits, labels, transform, -100)
-    for entropy in (False, True):
+    for entropy in (False, True)[: 1 + optional]:
         stats = kernels.logprobs_forward(rows, entropy)
         backward(floats if entropy else None, torch.ones(()), logits)
     both(logits)
@@ -76,7 +76,7 @@ def call_all(B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransfo
     without: dict[str, Any] = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
     ends = T * torch.arange(B + 1, dtype=torch.int32)
     with_all = dict(zip(without, (torch.zeros(B), torch.zeros(B), torch.zeros(()), ends), strict=True))
-    for options, shape in ((without, (B, T)), (with_all, (1, B * T))):
+    for options, shape in ((without, (B, T)), (with_all, (1, B * T)))[: 1 + optional]:
         packed = options is with_all
         form = FORM._replace(count_tokens=True, divisor="tokens") if packed else FORM
         shaped = LogitRows(logits.view(*shape, V), labels.view(shape), transform, -100)
@@ -254,43 +254,42 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
 
 
 def calls_for(target: str) -> list[Any]:
-    """Every kernel as bf16 training launches it, on either maker's main target with fp32 logits too, and on
-    Hopper with all that dtypes, transforms, sampling masks, shards and odd strides make of the kernels.
+    """Every kernel as bf16 training launches it, and on Hopper also with all that optional arguments, dtypes,
+    transforms, sampling masks, shards and odd strides make of the kernels.
     """
-    recorder = Recorder()
+    everything = target == "sm_90"
     bf16, fp32, fp64, fp16 = torch.bfloat16, torch.float32, torch.float64, torch.float16
-    call_all(2, 3, 4096, bf16, PLAIN)
+    products_of_fp32 = Recorder()
+    multiply(300, 4096, 4096, fp32, target)
+    recorder = Recorder()
+    call_all(2, 3, 4096, bf16, PLAIN, optional=everything)
     kernels.scale_(torch.empty(3, dtype=bf16), torch.ones(()))
     compare(bf16, PLAIN, 0.5)
     around_products(bf16, 4096, False)
     multiply(300, 4096, 4096, bf16, target)
-    product_of_fp32 = Recorder()
-    multiply(300, 4096, 4096, fp32, target)
-    everything = target == "sm_90"
-    recorder.calls += product_of_fp32.calls[:: 4 if everything else 5]
-    further = Recorder()
-    if target in BOTH:
-        call_all(2, 3, 4096, fp32, PLAIN)
-        compare(fp32, PLAIN, 0.5, write="narrower")
-    if everything:
-        call_all(2, 3, 4096, fp64, PLAIN)
-        per_row = BENT._replace(row_temperature=torch.ones(2, 3))
-        for V, dtype, transform in ((4096, bf16, BENT), (1009, fp16, per_row)):
-            kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
-            call_all(2, 3, V, dtype, transform._replace(kept=kept))
-        compare(bf16, BENT, 0.0)
-        compare(fp64, PLAIN, 1.0)
-        compare(fp16, WARM, 0.5, V=1009)
-        compare(fp32, PLAIN, 1.0, write="nowhere")
-        backward_of_shards(2, 3, 4096, bf16)
-        around_products(fp16, 1009, True)
-        around_products(fp64, 1009, False)
-        multiply(300, 1009, 1009, fp16, target)
-        strided = torch.empty(2, 3, 4096, 2, dtype=fp16)[..., 0]
-        labels = torch.zeros(2, 3, dtype=torch.int64)
-        kernels.logprobs_forward(LogitRows(strided, labels, PLAIN, -100), False)
-        further.calls += [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
-    return recorder.calls + further.calls + hold(target)
+    calls = recorder.calls + products_of_fp32.calls[:: 4 if everything else 5] + hold(target)
+    if not everything:
+        return calls
+    recorder = Recorder()
+    call_all(2, 3, 4096, fp32, PLAIN)
+    call_all(2, 3, 4096, fp64, PLAIN, optional=False)
+    per_row = BENT._replace(row_temperature=torch.ones(2, 3))
+    for V, dtype, transform in ((4096, bf16, BENT), (1009, fp16, per_row)):
+        kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
+        call_all(2, 3, V, dtype, transform._replace(kept=kept), optional=False)
+    compare(bf16, BENT, 0.0)
+    compare(fp64, PLAIN, 1.0)
+    compare(fp16, WARM, 0.5, V=1009)
+    compare(fp32, PLAIN, 1.0, write="nowhere")
+    compare(fp32, PLAIN, 0.5, write="narrower")
+    backward_of_shards(2, 3, 4096, bf16)
+    around_products(fp16, 1009, True)
+    around_products(fp64, 1009, False)
+    multiply(300, 1009, 1009, fp16, target)
+    strided = torch.empty(2, 3, 4096, 2, dtype=fp16)[..., 0]
+    kernels.logprobs_forward(LogitRows(strided, torch.zeros(2, 3, dtype=torch.int64), PLAIN, -100), False)
+    anywhere = [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
+    return calls + recorder.calls + anywhere
 
 
 def main() -> None:

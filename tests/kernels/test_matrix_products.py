@@ -113,6 +113,7 @@ def views(matrix):
     yield apart.copy_(matrix)
 
 
+@pytest.mark.slow
 def test_an_element_depends_on_its_row_and_its_column_alone(way, monkeypatch):
     """Not on strides, on what lies around, on what is computed along with it, nor on who computes it."""
     large = (530, 1000, 600) if way.name == "best" else (100, 130, 300)

@@ -44,6 +44,7 @@ def test_vocabularies(rows, dtype):
         check(rows, *draw(vocabulary, dtype, B=1))
 
 
+@pytest.mark.slow
 def test_real_vocabularies(rows):
     """In 16-byte pieces, and where the next row begins 5 columns behind such a piece."""
     check(rows, *draw(32000, torch.float32, B=1, T=2), SOFT)

@@ -205,7 +205,7 @@ def test_no_kernel_becomes_dearer(report):
         if line is not None:
             assert not dearer(entry["counts"], line), (line["name"], entry["counts"], line)
             compared.add((line["name"], line["target"]))
-    assert len(compared) >= 5 * len((*NVIDIA, "gfx942"))
+    assert len(compared) >= 4 * len((*NVIDIA, "gfx942"))
 
 
 def test_a_dearer_kernel_is_found():

@@ -186,7 +186,7 @@ def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokeni
     """At most 1.2 times the shards and the largest weight; more where it is done in one piece."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # so that it loads in this thread
     # Of so many layers, those that are whole while they run are little beside all.
-    model = tiny_qwen3(tokenizer, hidden_size=64, intermediate_size=192, num_hidden_layers=24)
+    model = tiny_qwen3(tokenizer, hidden_size=64, intermediate_size=192, num_hidden_layers=20)
     for each in (model.bfloat16(), tokenizer):
         each.save_pretrained(tmp_path / "base")
 
