@@ -65,7 +65,7 @@ def call_all(
         backward(floats if entropy else None, torch.ones(()), logits)
     both(logits)
     if dtype == torch.float32:
-        for narrow in (torch.bfloat16, torch.float16) if transform is PLAIN else (torch.bfloat16,):
+        for narrow in (torch.bfloat16, torch.float16):
             out = torch.empty(B, T, V, dtype=narrow)
             backward(None, None, out)
             both(out)
@@ -280,6 +280,7 @@ def calls_for(target: str) -> list[Any]:
     compare(bf16, BENT, 0.0)
     compare(fp64, PLAIN, 1.0)
     compare(fp16, WARM, 0.5, V=1009)
+    compare(fp32, PLAIN, 1.0)
     compare(fp32, PLAIN, 1.0, write="nowhere")
     compare(fp32, PLAIN, 0.5, write="narrower")
     backward_of_shards(2, 3, 4096, bf16)
