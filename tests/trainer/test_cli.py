@@ -183,3 +183,14 @@ def test_the_demonstration_learns_and_writes_over_nothing_of_others(tmp_path, ca
         assert cli.main(["demo", "--output", str(tmp_path / "other"), "--steps", "1", *flags]) == 1
         assert "has train.jsonl, and no run wrote that" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["train.jsonl"]
+
+
+def test_a_missing_package_is_one_sentence_and_a_missing_module_of_ours_a_fault(capsys):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    assert cli._exit_status("gspo train", lambda: missing("peft")) == 1
+    assert "gspo train: error: No module named 'peft'; pip install 'gspo-kernels" in capsys.readouterr().err
+    for name in (None, "gspo_kernels.gone"):
+        with pytest.raises(ModuleNotFoundError):
+            cli._exit_status("gspo train", lambda name=name: missing(name))
