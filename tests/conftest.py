@@ -4,6 +4,7 @@ import importlib.util
 import os
 import random
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from packaging.version import Version
 
 from tests.draws import VARIABLE, shifted_seed
+
+TESTS = Path(__file__).parent
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -62,13 +65,14 @@ def pytest_configure(config):
         core.global_force_seed = shifted_seed(0)
 
 
-AROUND = {"trainer", "mismatch", "benchmarks", "examples", "gpu", "test_compile.py"}
-"""Folders and files around the library, which quick tests leave out."""
+NOT_QUICK = [
+    TESTS / name for name in ("trainer", "mismatch", "benchmarks", "examples", "gpu", "test_compile.py")
+]
 
 
 def pytest_ignore_collect(collection_path, config):
     """What ``-m quick`` leaves out is not even imported."""
-    left_out = config.option.markexpr == "quick" and collection_path.name in AROUND
+    left_out = config.option.markexpr == "quick" and collection_path in NOT_QUICK
     return True if left_out else None
 
 
@@ -77,7 +81,7 @@ def pytest_collection_modifyitems(items):
     seen = set()
     for item in items:
         test = item.nodeid.split("[")[0]
-        inside = AROUND.isdisjoint(item.path.parts)
+        inside = not any(item.path.is_relative_to(path) for path in NOT_QUICK)
         if inside and test not in seen and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.quick)
         seen.add(test)

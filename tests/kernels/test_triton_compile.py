@@ -205,7 +205,7 @@ def test_no_kernel_becomes_dearer(report):
         if line is not None:
             assert not dearer(entry["counts"], line), (line["name"], entry["counts"], line)
             compared.add((line["name"], line["target"]))
-    assert len(compared) >= 4 * len((*NVIDIA, "gfx942"))
+    assert {target for _, target in compared} == {*NVIDIA, "gfx942"} and len(compared) >= 32
 
 
 def test_a_dearer_kernel_is_found():
