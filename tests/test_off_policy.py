@@ -63,7 +63,7 @@ BOTH = {"low": "between", "high": "between"}
 OF_SEQUENCES = [{"level": "sequence", "reduce": reduce} for reduce in REDUCED]
 FORMS = [
     *({"mode": mode} | level | BOTH for mode in ("truncate", "mask") for level in ({}, *OF_SEQUENCES[:2])),
-    {"mode": "truncate", "low": 0.0, "high": 0.0},
+    *({"mode": "truncate", "low": 0.0, "high": 0.0} | level for level in ({}, {"level": "sequence"})),
     *({"mode": "icepop"} | bounds for bounds in ({}, {"high": "between"}, BOTH)),
     *({"mode": "sequence_mask", "reduce": reduce, "high": "between"} for reduce in ("mean", "sum")),
     {"mode": "sequence_mask", "low": "between"},

@@ -309,12 +309,16 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
     sampled[1::3] += 3.0
     batch = replace(batch, rollout_logprobs=sampled.clamp(max=-0.01))
     ratios = (updater.score(updater.policy, batch).logprobs.double() - batch.rollout_logprobs.double()).exp()
-    ratios = ratios[batch.loss_mask]
+    batch.advantages[3] = 0.0  # then its old log-probs are not needed
+    active = batch.loss_mask.index_fill(0, batch.places(torch.tensor([3])), False)
+    ratios, gaps = ratios[active], ratios[active].log().abs()
     weights = torch.where((ratios >= 0.15) & (ratios <= 1.5), ratios, 0.0)
     assert (weights != ratios).any()
     metrics = updater.update(batch)
     for name in ("mean", "min", "max"):
         assert metrics[f"weights/{name}"] == pytest.approx(float(getattr(weights, name)()), rel=1e-5)
+    for name in ("mean", "max"):
+        assert metrics[f"mismatch/{name}"] == pytest.approx(float(getattr(gaps, name)()), rel=1e-5)
     assert 0 < metrics["weights/gradient_norm"] != 1.0 and metrics["weights/mean"] > 0
     with pytest.raises(InputError, match=r"off_policy\.level: the engine returns no log-probs"):
         updater.update(replace(batch, rollout_logprobs=None))
