@@ -50,10 +50,13 @@ def make_batch(seed=0):
     masks[2][:] = False  # one completion does not count
     masks[4][0] = False  # nor does a token in the middle
     mask = torch.cat(masks)
+    advantages = torch.randn(B, generator=generator)
+    advantages[::SIZE].abs_().add_(1.0)  # every group has both signs, and successes beyond REAL's 0.5
+    advantages[1::SIZE].abs_().neg_()
     return Batch(
         [prompts[group] for group in group_ids.tolist()],
         completions,
-        torch.randn(B, generator=generator),
+        advantages,
         mask,
         group_ids,
         torch.where(mask, -4 + 0.3 * torch.randn(len(mask), generator=generator), 0.0),
@@ -89,7 +92,7 @@ def build(tokenizer, config, **changes):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                parameter.normal_(std=0.1)
+                parameter.normal_(std=0.02)  # with more, rounding would show
     return model, adapted.disable_adapter
 
 
