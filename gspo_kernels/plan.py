@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from torch import Tensor
@@ -81,7 +80,6 @@ def ratio_of(terms: Terms, backend: str) -> RatioClip:
     return _declared_ratio(terms.objective, backend)
 
 
-@functools.lru_cache(maxsize=1024)
 @constant_when_traced
 def _declared_ratio(objective: str, backend: str) -> RatioClip:
     """The objective's form, where the backend is a ``RatioBackend``."""

@@ -9,6 +9,7 @@ import gspo_kernels as gk
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from tests.cases import KIND, call, generator, make_case
 
+pytestmark = pytest.mark.filterwarnings("error:Dynamo detected")  # nobody who compiles a loss can act on it
 POLICY, ROWS, FUSED, LINEAR_ROWS, LINEAR = KIND
 
 
