@@ -166,7 +166,7 @@ def test_every_objective_runs_or_says_why_not():
     narrow = skyrl_config(
         eps_clip_low=0.01, eps_clip_high=0.02,
         cispo=SimpleNamespace(cispo_eps_clip_low=0.01, cispo_eps_clip_high=0.02),
-        dppo=SimpleNamespace(dppo_type="binary_kl", delta_low=0.001, delta_high=0.001),
+        dppo=SimpleNamespace(dppo_type="binary_kl", delta_low=1e-6, delta_high=1e-6),
     )  # fmt: skip
     for name, loss_fn in skyrl.LOSSES.items():
         one = skyrl_call(loss_fn, start, old, advantages, skyrl_config())
