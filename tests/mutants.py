@@ -37,7 +37,7 @@ TESTS = {
     "gspo_kernels/": f"tests/test_errors.py {CALLS} tests/test_batch_invariance.py tests/test_compile.py",
     "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_distillation.py",
     "gspo_kernels/cli.py": "tests/trainer/test_cli.py",
-    "gspo_kernels/cpp/": f"tests/cpp {ROWS} {CALLS}",
+    "gspo_kernels/cpp/": f"{ROWS} {CALLS} tests/cpp",
     "gspo_kernels/distillation.py": f"{TEACHERS} tests/test_errors.py",
     "gspo_kernels/divergences.py": TEACHERS,
     "gspo_kernels/doctor.py": "tests/test_doctor.py",
@@ -59,7 +59,7 @@ TESTS = {
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
     "gspo_kernels/sequence_ratio.py": "tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",
-    "csrc/": f"tests/cpp {ROWS} tests/test_selected.py {TEACHERS} {CALLS}",
+    "csrc/": f"{ROWS} tests/test_selected.py {TEACHERS} {CALLS} tests/cpp",
 }
 SPACED = {  # with spaces around
     "sign": "+:- -:+ *:/",
