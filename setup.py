@@ -1,7 +1,7 @@
 """Builds the C++ CPU backend; everything else about the package is in pyproject.toml.
 
-The extension is optional: where it can't be built the package installs without it, and the reason is left in
-``gspo_kernels/_C.unavailable`` for the backend to report. ``GSPO_KERNELS_NO_EXT=1`` leaves it out on purpose.
+The extension is optional: where it can't be built, the package installs without it, and the backend reports
+the reason from ``gspo_kernels/_C.unavailable``. ``GSPO_KERNELS_NO_EXT=1`` leaves it out on purpose.
 """
 
 import os
@@ -48,7 +48,7 @@ class OptionalBuild(build_ext):
     """Builds the extension, or records why that did not work."""
 
     def run(self) -> None:
-        """Build; never fail."""
+        """Build the extension; never fail."""
         inplace, reason = self.inplace, skip_reason
         if reason is None:
             try:
@@ -76,7 +76,7 @@ class HonestWheel(bdist_wheel):
     """A wheel whose tag says whether it holds the extension."""
 
     def run(self) -> None:
-        """Build first: only then is it known."""
+        """Build first: only then is it known whether there is an extension."""
         self.run_command("build")
         if not self.distribution.has_ext_modules():
             self.root_is_pure, self.py_limited_api = True, False

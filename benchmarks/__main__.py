@@ -18,7 +18,7 @@ from benchmarks.measure import DeviceBroken, machine, print_peaks
 from benchmarks.registry import SUITES, Options
 
 for _module in ("contestants", "suites", "fidelity", "static", "trl_memory"):
-    importlib.import_module(f"benchmarks.{_module}")  # they register contestants and suites
+    importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
 
 DEVICE_BROKEN = 3
 """Exit status of a run in which a contestant broke the device."""

@@ -32,7 +32,7 @@ class Stage:
     Attributes:
         name: also the suite's name where ``kind`` is "suite".
         kind: "tests", "suite" or "report".
-        seconds: its share of nine minutes; of less time it gets proportionally less.
+        seconds: its share of nine minutes; in a shorter campaign proportionally less.
         arguments: after ``pytest``, or after ``python -m benchmarks run NAME``.
         status: "waiting", "done", "failed", "out of time" or "skipped".
     """
@@ -49,7 +49,7 @@ class Stage:
     without: dict[str, str] = field(default_factory=dict)
 
 
-# The tests that take a backend, and those of the kernels. Compiling for other targets needs no GPU.
+# Tests of backends and of kernels. Tests that compile for other targets need no GPU and are left out.
 _ON_DEVICE = (
     "tests/kernels/test_rows.py",
     "tests/kernels/test_sequence_ratio.py",
@@ -60,7 +60,7 @@ _ON_DEVICE = (
 
 
 def stages() -> list[Stage]:
-    """The tests, then the suites in the order of their weight: an early end costs the last ones."""
+    """Return the tests, then the suites, the most important first: an early end loses the last ones."""
     return [
         Stage("gpu tests", "tests", 55, ("tests/gpu", "-k", "not sanitizer")),
         Stage("sanitizer", "tests", 55, ("tests/gpu", "-k", "sanitizer")),
@@ -74,20 +74,20 @@ def stages() -> list[Stage]:
 
 
 STOPPING = 5.0
-"""Seconds of its share in which a stage that is out of time stops."""
+"""Seconds reserved for stopping a stage that is out of time."""
 
 
 def limit_of(plan: Sequence[Stage], index: int, left: float, minutes: float) -> float:
-    """Seconds that a stage may take: its own share and what earlier stages left, no later stage's share."""
+    """Return a stage's seconds: its own share and what earlier stages left over, no later stage's share."""
     less = min(1.0, 60 * minutes / sum(stage.seconds for stage in plan))
     return left - less * (STOPPING + sum(stage.seconds for stage in plan[index + 1 :]))
 
 
 def command(stage: Stage, device: str, out: Path) -> list[str]:
-    """What a stage runs."""
+    """Return the command line of a stage."""
     if stage.kind == "tests":
         report = out / f"{stage.name.replace(' ', '_')}.xml"
-        # most of the time kernels are being compiled
+        # compiling kernels takes most of the time
         workers = ["--numprocesses=8"] if device == "cuda" else []
         return [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *workers, *stage.arguments]
     if stage.kind == "report":
@@ -99,13 +99,13 @@ def command(stage: Stage, device: str, out: Path) -> list[str]:
 
 
 def environment(device: str) -> dict[str, str]:
-    """The environment; in a rehearsal, kernels are interpreted and GPU tests run on the CPU."""
+    """Return the environment; in a rehearsal, kernels are interpreted and GPU tests run on the CPU."""
     rehearsal = {"TRITON_INTERPRET": "1", "GSPO_KERNELS_REHEARSE": "1"} if device == "cpu" else {}
     return os.environ | rehearsal
 
 
 def run_limited(arguments: Sequence[str], limit: float, device: str, log: Path) -> int | None:
-    """Exit status of a process that is stopped, with its children, after ``limit`` seconds: then None."""
+    """Run a process; return its exit status, or None if it was stopped, with its children, at the limit."""
     with log.open("w") as file:
         process = subprocess.Popen(
             arguments, cwd=ROOT, env=environment(device), stdout=file, stderr=subprocess.STDOUT,
@@ -126,7 +126,7 @@ def run_limited(arguments: Sequence[str], limit: float, device: str, log: Path) 
 
 
 def read_tests(stage: Stage, report: Path) -> None:
-    """Counts and names of failures from pytest's report."""
+    """Record the counts and the failures in pytest's report."""
     if not report.exists():
         return
     suite = ElementTree.parse(report).getroot().find("testsuite")

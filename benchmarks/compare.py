@@ -1,8 +1,8 @@
-"""Two runs compared: ``python -m benchmarks compare A B``, and ``verdict DIR --last LAST`` of campaigns.
+"""Compare two runs: ``python -m benchmarks compare A B``; campaigns: ``verdict DIR --last LAST``.
 
 Ratios to the floor are compared, not seconds, because seconds depend on the machine. Two runs agree on a
-contestant if their spreads (lowest to highest over the rounds) overlap. In a case without a floor, ratios are
-to naive PyTorch in the same run.
+contestant if their spreads (lowest to highest over the rounds) overlap. In a case without a floor, times
+are divided by those of naive PyTorch in the same run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Line(NamedTuple):
 
 
 def ratios(case: Record) -> dict[str, dict[str, float]]:
-    """Median, lowest and highest ratio, by contestant."""
+    """Return the median, lowest and highest ratio of each contestant."""
     timed = {result["contestant"]: result for result in case["results"] if result.get("seconds")}
     if case["floor"]["probes"]:
         return {name: result["x_floor"] for name, result in timed.items()}
@@ -51,17 +51,17 @@ def ratios(case: Record) -> dict[str, dict[str, float]]:
     base = timed[YARDSTICK]["seconds"]["both"]
     found = {}
     for name, result in timed.items():
-        # a contestant that was timed once is compared with the yardstick in that round, the first
+        # a contestant that was timed once is compared with the yardstick's first round
         pairs = [mine / other for mine, other in zip(result["seconds"]["both"], base, strict=False)]
         found[name] = {"median": statistics.median(pairs), "low": min(pairs), "high": max(pairs)}
     return found
 
 
 def load(folder: Path) -> dict[str, Record]:
-    """Records of a folder by suite.
+    """Return the records of a folder by suite.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the folder has no record.
     """
     records = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
     found = {record["suite"]: record for record in records if "suite" in record}
@@ -71,7 +71,7 @@ def load(folder: Path) -> dict[str, Record]:
 
 
 def lines(a: Path, b: Path) -> list[Line]:
-    """What both runs timed."""
+    """Return the ratios of all contestants and cases that both runs timed."""
     first, second, found = load(a), load(b), []
     for suite in sorted(first.keys() & second.keys()):
         cases = {case["name"]: case for case in second[suite].get("cases", [])}

@@ -23,7 +23,7 @@ FROM_HIDDEN = ("hidden", "scoring")
 
 
 def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
-    """A module of another package, or ``Missing`` with the reason."""
+    """Import a module of another package; raise ``Missing`` with the reason if that fails."""
     root = module.split(".", 1)[0]
     if importlib.util.find_spec(root) is None:
         raise Missing(f"{root} is not installed")
@@ -31,14 +31,14 @@ def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
         raise Missing("its kernels need a GPU")
     try:
         return importlib.import_module(module)
-    except Exception as error:  # what a package does while it is imported is its own
+    except Exception as error:  # a package may raise anything while it is imported
         raise Missing(f"{root} can't be imported: {error}") from error
 
 
 def from_logprobs(name: str, *tasks: str, flat: bool = True, **about: Any) -> Callable[..., Any]:
-    """Register a contestant whose loader returns (leaves..., labels) -> log-probs.
+    """Register a contestant whose loader returns a function (leaves..., labels) -> log-probs.
 
-    The function sees tokens in one dimension, or in [B, T] unless ``flat``. Its loss is plain PyTorch.
+    The function gets tokens in one dimension if ``flat``, otherwise [B, T]. The loss is plain PyTorch.
     """
 
     def register(load: Callable[[torch.device], Call]) -> Callable[[torch.device], Call]:
@@ -116,7 +116,7 @@ _our_scores("float32 logits, reference backend", backend="reference")
 
 
 def naive(problem: Problem, *leaves: Tensor, precision: str = "input") -> Tensor:
-    """log_softmax and gather."""
+    """Compute log-probs by log_softmax and gather, and from them the loss."""
     from_logits = problem.task == "logits"
     logits = leaves[0].float() if from_logits else gspo.project(*leaves, precision, native=True)
     logprobs = gspo.picked(logits, problem.labels)
@@ -149,7 +149,7 @@ def _load_compiled(device: torch.device) -> Call:
 
 @from_logprobs("torch linear_cross_entropy", *FROM_HIDDEN)
 def _load_torch_linear(device: torch.device) -> Call:
-    """In chunks, as its options choose them; torch 2.13 or newer."""
+    """Use chunks, as torch's default options choose them; needs torch 2.13 or newer."""
     function, chunks = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
     return lambda hidden, weight, labels: -function(hidden, weight, labels, reduction="none", options=chunks)
 
@@ -159,7 +159,7 @@ def _load_torch_linear(device: torch.device) -> Call:
 
 @from_logprobs("TRL chunked log-probs", *FROM_HIDDEN)
 def _load_trl(device: torch.device) -> Call:
-    """As ``GRPOTrainer`` calls them, with its chunk size, and with the entropy."""
+    """Call TRL's function as ``GRPOTrainer`` does: with its chunk size and with the entropy."""
     function = package("trl.kernels", device).ChunkedLogProbFunction
     chunk = package("trl.trainer.utils", device)._CHUNKED_LOGPROB_CHUNK_SIZE
     terms = (1.0, chunk, None, 1.0, ("log_probs", "entropy"))
@@ -168,7 +168,7 @@ def _load_trl(device: torch.device) -> Call:
 
 @from_logprobs("TRL selective_log_softmax", "logits", flat=False)
 def _load_trl_logits(device: torch.device) -> Call:
-    """It goes through 16-bit logits a sequence at a time."""
+    """TRL processes 16-bit logits one sequence at a time."""
     return package("trl.trainer.utils", device).selective_log_softmax
 
 
@@ -177,7 +177,7 @@ def _load_trl_logits(device: torch.device) -> Call:
 
 @contestant("Liger LigerFusedLinearGRPOLoss", "hidden", roundings=lambda problem: len(problem.advantages))
 def _load_liger(device: torch.device) -> Call:
-    """Without ``compiled``, which would only compile the arithmetic on values per token."""
+    """Leave ``compiled`` off: it would only compile the arithmetic on values per token."""
     loss = package("liger_kernel.chunked_loss", device).LigerFusedLinearGRPOLoss(
         beta=0.0, compiled=False, use_ref_model=False, epsilon_low=gspo.CLIP_LOW,
         epsilon_high=gspo.CLIP_HIGH, loss_type="grpo", importance_sampling_level="sequence",
@@ -193,7 +193,7 @@ def _load_liger(device: torch.device) -> Call:
 
 @contestant("Liger triton_grpo_loss", "logits", precision="float32", overwrites=True, layout="next")
 def _load_liger_triton(device: torch.device) -> Call:
-    """Its logits have one more position per sequence; the backward overwrites them, as by default."""
+    """Liger's logits have one more position per sequence. By default its backward overwrites them."""
     function = package("liger_kernel.transformers.grpo_loss", device, gpu_only=True).triton_grpo_loss
 
     def call(problem: Problem, logits: Tensor) -> Tensor:
@@ -208,13 +208,13 @@ def _load_liger_triton(device: torch.device) -> Call:
 
 
 def chunks_of(size: int) -> Callable[[Problem], int]:
-    """How many chunks of so many tokens a problem has."""
+    """Return a function that counts a problem's chunks of ``size`` tokens."""
     return lambda problem: -(-problem.labels.numel() // size)
 
 
 @from_logprobs("Liger scaled fused linear CE", *FROM_HIDDEN, roundings=chunks_of(512))
 def _load_liger_scaled(device: torch.device) -> Call:
-    """Without entropy; on sm_90 its CuTe kernels, elsewhere chunks of 512 tokens."""
+    """Compute no entropy. On sm_90 Liger runs its CuTe kernels, elsewhere chunks of 512 tokens."""
     module = package("liger_kernel.ops.fused_linear_scaled_cross_entropy", device)
     function = module.LigerFusedLinearScaledCrossEntropyFunction
     return lambda hidden, weight, labels: -function.apply(hidden, weight, labels)
@@ -224,7 +224,7 @@ def _load_liger_scaled(device: torch.device) -> Call:
 
 
 def _register_cce(name: str, filter_eps: str | None) -> None:
-    # its sums of dHidden and dWeight are 16-bit, with a rounding for each block of 128 tokens or entries
+    # CCE sums dHidden and dWeight in 16 bits, with one rounding per block of 128 tokens or entries
     @from_logprobs(name, *FROM_HIDDEN, roundings=chunks_of(128))
     def load(device: torch.device) -> Call:
         function = package("cut_cross_entropy", device, gpu_only=True).linear_cross_entropy
@@ -244,7 +244,7 @@ def _load_quack(device: torch.device) -> Call:
 
 @from_logprobs("QuACK linear_cross_entropy", *FROM_HIDDEN)
 def _load_quack_linear(device: torch.device) -> Call:
-    """The function that returns a value per token, unlike the chunked ones; it writes all logits."""
+    """Use the function that returns a value per token, unlike QuACK's chunked ones. It writes all logits."""
     function = package("quack.linear_cross_entropy", device, gpu_only=True).linear_cross_entropy_func
     options = {"reduction": "none", "inplace_backward": True}
     return lambda hidden, weight, labels: -function(hidden, weight, None, labels, **options)
@@ -260,7 +260,7 @@ def _load_verl(device: torch.device) -> Call:
 
 @from_logprobs("verl logprobs_from_logits", "logits", precision="float32", overwrites=True)
 def _load_verl_logits(device: torch.device) -> Call:
-    """flash-attention's cross-entropy, which overwrites the logits."""
+    """Use flash-attention's cross-entropy, which overwrites the logits."""
     package("flash_attn", device, gpu_only=True)
     module = package("verl.utils.torch_functional", device, gpu_only=True)
     return module.logprobs_from_logits

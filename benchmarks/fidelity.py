@@ -1,17 +1,18 @@
 """The suite ``fidelity``: errors of log-probs of bf16 models, and the clip decisions that they flip.
 
 GSPO clips 3e-4 below and 4e-4 above 1, so log s, the mean of logp - logp_old over a sequence, must be known
-more precisely than that. Everyone who computes log-probs from hidden states is measured against fp64 on the
-same bf16 hidden states and weight:
+more precisely than that. Every contestant that computes log-probs from hidden states is measured against fp64
+on the same bf16 hidden states and weight:
 
 - *error of log s*: RMS over random sequences of the error of the mean log-prob;
 - *clip decisions*: the share of sequences that the objective clips and fp64 does not, or the reverse. Old
   log-probs put log s of random sequences at a log-uniform distance from a bound. They are exact except for
-  their storage in fp32, so that errors of the new log-probs alone count.
+  their storage in fp32, so only errors of the new log-probs count.
 
-A log-prob stored in fp32 is off by up to half the spacing of fp32 numbers. The mean of these halves over new
-and old log-probs is the *resolution* of a sequence, up to 5e-7. Sequences closer to a bound than their
-resolution do not count. A second table (``below``) shows those.
+A log-prob stored in fp32 is off by up to half the spacing of fp32 numbers. The sum of this error for the new
+and the old log-prob, averaged over a sequence's tokens, is the sequence's *resolution*, up to 5e-7. Sequences
+closer to a bound than their resolution do not count. A second table (``below``) shows sequences at 1e-8 to
+1e-6 from a bound, whether they count or not.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ class Drawn:
     """Sequences near a clip bound.
 
     Attributes:
-        rows: [B, T] of the pool.
+        rows: [B, T], indices of rows of the pool.
         old_logprobs: [B, T], fp32.
         advantages: [B], +1 near the upper bound and -1 near the lower one: each can only be clipped there.
         distance: [B], |log s - bound| in fp64.
-        clipped: [B], whether fp64 clips.
+        clipped: [B], whether the objective clips in fp64.
         counts: [B], whether the distance is above the sequence's resolution.
         resolution: [B].
     """
@@ -73,15 +74,15 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Report:
-    """The result.
+    """The result of the suite.
 
     Attributes:
         log_s: RMS error of log s by length and contestant.
         counted, below: decisions of sequences that count, and of closer ones.
         left_out: sequences drawn for ``counted`` that are closer than their resolution.
-        resolution: the largest one.
-        in_the_loss: (wrong, sequences) of the fused loss on the closest that count.
-        missing: contestants without log-probs here, and the reason.
+        resolution: the largest of a sequence.
+        in_the_loss: (wrong, sequences) of the fused loss, on the closest sequences that count.
+        missing: contestants that computed no log-probs, and the reason.
     """
 
     rows: int
@@ -97,12 +98,12 @@ class Report:
 
 
 def pool(rows: int, vocabulary: int, width: int, device: torch.device | str = "cpu") -> Problem:
-    """Rows that sequences are made of, with their exact log-probs."""
+    """Draw the rows that sequences are made of, with their exact log-probs."""
     return gspo.draw("scoring", rows, vocabulary, width, 1, torch.bfloat16, device)
 
 
 def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """[rows] log-probs of the pool by contestant, and the reason for each that has none."""
+    """Return log-probs [rows] of the pool by contestant, and a reason for each contestant without them."""
     found, missing = {}, dict(options.without)
     for one in entrants("scoring", (".*",), options, torch.bfloat16):
         if one.name in missing:
@@ -117,7 +118,7 @@ def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[s
 
 
 def _half_spacing(x: Tensor) -> Tensor:
-    """How far an fp32 number may be from what it stands for."""
+    """Return the largest rounding error of fp32 numbers: half of their spacing."""
     size = x.abs()
     return (torch.nextafter(size, torch.full_like(size, torch.inf)) - size).double() / 2
 
@@ -144,14 +145,17 @@ def draw(rows: Problem, count: int, length: int, nearest: float, farthest: float
 
 
 def wrong(values: Tensor, drawn: Drawn) -> Tensor:
-    """[B]: whether the objective, given these log-probs of the pool, decides otherwise than fp64."""
+    """Return whether the objective, with these log-probs of the pool, decides otherwise than fp64, [B]."""
     terms = (values[drawn.rows], drawn.old_logprobs, drawn.advantages)
     coefficients = gk.policy_coefficients(*terms, objective=gk.GSPO())
     return (coefficients == 0).all(1) != drawn.clipped
 
 
 def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
-    """The same of ``fused_linear_policy_loss`` itself, whose dHidden is zero where it clips."""
+    """Return the same for ``fused_linear_policy_loss`` itself, whose dHidden is zero where it clips.
+
+    Only the ``nearest`` sequences are tried: those that count and are closest to a bound.
+    """
     near = drawn.distance.masked_fill(~drawn.counts, torch.inf).argsort()[:nearest]
     first, weight = rows.inputs
     picked = drawn.rows[near].to(first.device)
@@ -165,7 +169,7 @@ def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
 def decisions(
     drawn: Drawn, paths: dict[str, Tensor], bands: Sequence[tuple[float, float]], only_counting: bool
 ) -> list[Decisions]:
-    """A line per band of distance; the outer bands include all sequences beyond them."""
+    """Count decisions in each band of distance; the outer bands include all sequences beyond them."""
     mistakes = {name: wrong(values, drawn) for name, values in paths.items()}
     starts = torch.tensor([nearest for nearest, _ in bands[1:]], dtype=torch.float64)
     band = torch.bucketize(drawn.distance, starts, right=True)
@@ -205,7 +209,7 @@ def run(
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:
-    """A row per contestant: errors by length, and the shares of wrong decisions."""
+    """Return a row per contestant: errors by length, and the shares of wrong decisions."""
     head = ["RMS error of log s", *(f"{length} tokens" for length in record["log_s"]), "wrong", "closer"]
     rows = [head]
     for name in next(iter(record["log_s"].values())):
@@ -220,7 +224,7 @@ def table(record: dict[str, Any]) -> list[list[str]]:
 
 @suite("fidelity", "Errors of log s, and flipped clip decisions")
 def fidelity(options: Options) -> dict[str, Any]:
-    """bf16 hidden states and weight."""
+    """Run with bf16 hidden states and weight."""
     report = asdict(run(options, *((64, 50, 8, 60) if options.tiny else ())))
     print(aligned(table(report)))
     return report

@@ -1,9 +1,9 @@
-"""Who is right: only a contestant with a right answer is timed.
+"""The judge of answers: only a contestant with a right answer is timed.
 
-``error <= 2 x the error of plain PyTorch at the same precision + one rounding of the largest value``, for
-loss and gradients (scoring: log-probs), on the very problem that is timed, against fp64. Plain PyTorch
-itself, and with it every budget, must stay below what the precision of the logits explains. A contestant that
-sums gradients in 16 bits is granted half a rounding for each of its sums: that is its own precision.
+The budget is ``error <= 2 x the error of plain PyTorch at the same precision + one rounding of the largest
+value``, for loss and gradients (scoring: log-probs), against fp64 on the very problem that is timed. No
+budget exceeds what the precision of the logits explains. A contestant that sums gradients in 16 bits gets
+half a rounding more for each further rounding of its sums, because that is its precision.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from benchmarks.problem import Problem
 from benchmarks.registry import Contestant
 
 _LARGEST_LOGIT = 21.0
-"""Seven standard deviations."""
+"""Seven standard deviations of the logits."""
 _KEPT = 2**27
-"""Elements of fp64 gradients that are kept in memory."""
+"""The most elements of fp64 gradients that are kept in memory."""
 _SINGLE = torch.finfo(torch.float32).eps
 
 
 @dataclass
 class Verdict:
-    """Largest absolute errors against fp64 and what was allowed, by name; infinite where one is missing."""
+    """The largest absolute errors against fp64 and the allowed ones, by name; infinite if one is missing."""
 
     errors: dict[str, float]
     allowed: dict[str, float]
@@ -56,7 +56,7 @@ def _distance(got: Tensor | None, wanted: Tensor) -> float:
 
 
 class Judge:
-    """Holds results of a padded problem against fp64."""
+    """Compares results of a padded problem with fp64."""
 
     def __init__(self, problem: Problem):
         self.problem, self.exact = problem, gspo.exact(problem)
@@ -103,7 +103,7 @@ class Judge:
         return max(_distance(flat[rows], wanted) for rows, wanted in self._logit_gradients())
 
     def _logit_gradients(self) -> Iterator[tuple[slice, Tensor]]:
-        """fp64 dLogits by slices of rows; kept where they are few enough."""
+        """Yield fp64 dLogits by slices of rows; keep them in memory if they are few enough."""
         logits = self.problem.inputs[0]
         _, c = gspo.coefficients(self.problem, self.problem.logprobs)
         slices = list(gspo.row_chunks(c.numel(), self.problem.vocabulary, logits.device))
@@ -113,14 +113,14 @@ class Judge:
             yield rows, self._rows[index] if self._rows else gspo.logit_gradients(self.problem, rows, None, c)
 
     def _of_plain(self, precision: str) -> tuple[dict[str, float], dict[str, float]]:
-        """Errors of plain PyTorch, and the largest values of the answer."""
+        """Return the errors of plain PyTorch, and the largest values of the fp64 answer."""
         if precision in self._plain:
             return self._plain[precision]
         answer, rows_of = gspo.plain(self.problem, precision)
         exact = self.exact.loss
         assert answer.loss is not None and exact is not None
         name = "logprobs" if self.problem.task == "scoring" else "loss"
-        # in the mean, errors of sequences cancel by luck; their sizes don't
+        # signed errors of sequences may cancel in the mean by luck; absolute errors don't
         difference = (answer.loss.double() - exact).abs()
         if name == "logprobs":
             difference = difference * self.problem.mask
@@ -142,7 +142,7 @@ class Judge:
         of_input = (
             torch.finfo(dtype).eps if contestant.precision_for(self.problem.task) == "input" else _SINGLE
         )
-        # of logits, and of summing V exponentials in fp32
+        # the error of logits, and of summing V exponentials in fp32
         of_logits = (
             _LARGEST_LOGIT * (_SINGLE * width**0.5 + of_input) + _SINGLE * self.problem.vocabulary**0.5
         )

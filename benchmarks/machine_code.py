@@ -1,8 +1,8 @@
-"""The Triton kernels as they ship, compiled for GPUs that needn't be here, and what their machine code says.
+"""The Triton kernels as they ship, compiled for GPUs that needn't be here, and counts of their machine code.
 
-The launchers themselves say what is compiled: their ``launch`` is replaced by one that records the arguments,
-and Triton's own binder turns these into the specialisation that a launch on the target would ask for. To be
-imported in a process without TRITON_INTERPRET.
+The launchers themselves decide what is compiled. Their ``launch`` is replaced by one that records the
+arguments, and Triton's own binder turns these into the specialisation that a launch on the target would ask
+for. Import this module in a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 BLOCKS = {"sm_80": 1, "sm_90": 16, "sm_100": 16, "sm_120": 8, "gfx942": 1}
-"""Blocks of threads that may share a program there, by a Triton that compiles clusters."""
+"""How many blocks of threads may share a program on a target, with a Triton that compiles clusters."""
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -54,7 +54,7 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class Recorder:
-    """Stands in for ``launch``; up to ``blocks`` blocks of threads hold a row, with 0 no rows are held."""
+    """Records calls of ``launch``. Up to ``blocks`` blocks of threads hold a row; with 0 no rows are held."""
 
     def __init__(self, blocks: int = 0) -> None:
         self.calls: list[Call] = []
@@ -69,14 +69,14 @@ class Recorder:
 
 
 def _on_platform(name: str, value: Any, platform: str) -> Any:
-    """A constant as the launch would have it there."""
+    """Return a constant as a launch on the platform would have it."""
     if hasattr(value, "PLATFORM"):
         return value._replace(PLATFORM=platform)
     return platform if name == "PLATFORM" else value
 
 
 def constants_of(call: Call) -> dict[str, Any]:
-    """What a call is compiled for, by name; of named tuples the fields, the first of a name."""
+    """Return a call's constants by name, named tuples as their fields. Of equal names the first counts."""
     found: dict[str, Any] = {}
     for name, value in call[2].items():
         fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
@@ -85,7 +85,7 @@ def constants_of(call: Call) -> dict[str, Any]:
 
 
 def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
-    """What Triton makes of a call: the launch's cache key, and the ingredients of a compilation."""
+    """Return the cache key of a call's launch, and the source and the options of its compilation."""
     kernel, args, keywords = call
     keywords = {name: _on_platform(name, value, target.backend) for name, value in keywords.items()}
     if target.backend != "cuda":
@@ -98,9 +98,9 @@ def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
 
 
 def name_of(call: Call) -> str:
-    """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out.
+    """Return a readable name of a call: kernel, dtypes of logits and gradient, flags, missing arguments.
 
-    That there is no sampling mask goes without saying.
+    A missing sampling mask is not mentioned.
     """
     kernel, args, _ = call
     keywords = constants_of(call)
@@ -133,13 +133,13 @@ def name_of(call: Call) -> str:
 
 
 def compiled(call: Call, target: str) -> Any:
-    """What Triton compiles for a call."""
+    """Compile a call's kernel for a target."""
     _, source, options = specialisation(call, TARGETS[target])
     return triton.compile(source, target=TARGETS[target], options=options.__dict__)
 
 
 def _run(tool: str, *options: str, of: bytes) -> str:
-    """What a tool of NVIDIA's, as Triton brings it, prints about a file."""
+    """Run one of NVIDIA's tools, which Triton ships, on a file with the content ``of``; return its output."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(of)
         file.flush()
@@ -148,7 +148,7 @@ def _run(tool: str, *options: str, of: bytes) -> str:
 
 
 def _code(cubin: bytes) -> bytes:
-    """The instructions in an ELF file: its sections whose names begin with ".text."."""
+    """Return the instructions in an ELF file: its sections whose names begin with ".text."."""
     (headers,) = struct.unpack_from("<Q", cubin, 40)
     count, names = struct.unpack_from("<HH", cubin, 60)
     sections = [struct.unpack_from("<IIQQQQ", cubin, headers + 64 * index) for index in range(count)]
@@ -160,13 +160,13 @@ def _code(cubin: bytes) -> bytes:
 
 
 _SASS: dict[bytes, str] = {}
-"""What was disassembled, by cubin."""
+"""Disassembled programs, by cubin."""
 
 
 def disassemble(kernels: Iterable[Any]) -> None:
-    """Read the machine code of kernels for one NVIDIA GPU all at once, so that ``sass`` needn't one by one.
+    """Disassemble kernels for one NVIDIA GPU all at once, which is faster than one by one in ``sass``.
 
-    NVIDIA's disassembler takes longer to start than for any of these kernels.
+    NVIDIA's disassembler takes longer to start than to disassemble any of these kernels.
     """
     found = list({kernel.asm["cubin"]: kernel for kernel in kernels}.values())
     if not found:
@@ -186,14 +186,14 @@ def disassemble(kernels: Iterable[Any]) -> None:
 
 
 def sass(kernel: Any) -> str:
-    """The machine code of an NVIDIA GPU, an instruction a line; addresses begin somewhere."""
+    """Return machine code for an NVIDIA GPU, one instruction per line; addresses may begin above 0."""
     if kernel.asm["cubin"] not in _SASS:
         disassemble([kernel])
     return _SASS[kernel.asm["cubin"]]
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers, bytes of stack and local memory, which nothing but spills would use, and shared memory."""
+    """Return registers, and bytes of stack and local memory (used only by spills) and of shared memory."""
     if "cubin" in kernel.asm:
         usage = _run("cuobjdump", "--dump-resource-usage", of=kernel.asm["cubin"])
         return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
@@ -207,7 +207,7 @@ def resources(kernel: Any) -> dict[str, int]:
 
 
 class Instruction(NamedTuple):
-    """One instruction; if it is a branch, the place in the program to which it jumps, and whether always."""
+    """One instruction; for a branch also the index of its target, and whether it always jumps."""
 
     opcode: str
     jump: int | None
@@ -215,7 +215,7 @@ class Instruction(NamedTuple):
 
     @property
     def loaded(self) -> int:
-        """Bytes per thread of a load from global memory, 0 for anything else."""
+        """Bytes per thread that a load from global memory reads; 0 for other instructions."""
         if not re.match(r"LDG|global_load|buffer_load", self.opcode):
             return 0
         words = re.search(r"dwordx(\d)", self.opcode)
@@ -228,7 +228,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(kernel: Any) -> list[Instruction]:
-    """A program in the order of its addresses."""
+    """Return the instructions of a kernel in the order of their addresses."""
     if "cubin" in kernel.asm:
         line = r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][^\s;]*)([^;]*);"
         lines = re.findall(line, sass(kernel), re.M)
@@ -259,14 +259,14 @@ def shortest_way(
     moves: Callable[[Instruction], bool],
     most: int = 1,
 ) -> list[Instruction]:
-    """What is executed from ``start`` to ``end``: of the ways around branches that come by most instructions
-    of which ``moves`` is true, up to ``most``, the shortest. What blocks at the ends of a row need is rare.
+    """Return the instructions on a path from ``start`` to ``end``: the shortest of those paths with most
+    instructions for which ``moves`` is true, up to ``most``. What blocks at the ends of a row need is rare.
     """
-    # From each place on, of ways that come by so many of them: (instructions, next place).
+    # By (place, how many such instructions must follow): length of the shortest path, and its next place.
     ways = {(end, left): (1 if left == 0 else math.inf, end) for left in range(most + 1)}
     for place in range(end - 1, start - 1, -1):
         opcode, jump, always = program[place]
-        # AMD's way past what no lane executes is none of them.
+        # AMD's branches around code that no lane executes are not taken.
         onward = [jump] if jump is not None and place < jump <= end and "exec" not in opcode else []
         onward += [] if onward and always else [place + 1]
         for left in range(most + 1):
@@ -285,13 +285,13 @@ def _is_exponential(one: Instruction) -> bool:
 
 
 def exponentials(body: list[Instruction]) -> int:
-    """How many fp32 exponentials there are."""
+    """Count the fp32 exponentials."""
     return sum(map(_is_exponential, body))
 
 
 def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops that load 16 bytes at a time or take many exponentials: the walks over a row, and
-    not those of the reductions.
+    """Return the innermost loops that load 16 bytes at a time or take at least 8 exponentials: the walks over
+    a row, not the loops of reductions.
     """
     loops = [(one.jump, end) for end, one in enumerate(program) if one.jump is not None and one.jump <= end]
     inner = [
@@ -301,7 +301,7 @@ def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
     ]
 
     def body_of(start: int, end: int) -> list[Instruction]:
-        # Where some of a loop's ways load 16 bytes at a time, the others are for blocks at the ends of a row.
+        # If some paths of a loop load 16 bytes at a time, the others are for blocks at the ends of a row.
         least = 16 if any(one.loaded >= 16 for one in program[start:end]) else 1
         return shortest_way(program, start, end, lambda one: one.loaded >= least)
 
@@ -314,8 +314,8 @@ def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
 
 
 def held_row(program: list[Instruction]) -> list[Instruction]:
-    """What is executed for a row that is held and has a gradient: all exponentials are on that way."""
-    # AMD's assembly has nothing behind its end.
+    """Return the path through all exponentials, which runs for a row that is held and has a gradient."""
+    # AMD's assembly ends with its last instruction.
     end = max((place for place, one in enumerate(program) if one.opcode == "EXIT"), default=len(program) - 1)
     return shortest_way(program, 0, end, _is_exponential, exponentials(program))
 
@@ -326,7 +326,7 @@ _MOST_WARPS = {"sm_80": 64, "sm_90": 64, "sm_100": 64, "sm_120": 48, "gfx942": 3
 
 
 def warps_at_a_time(target: str, registers: int, shared: int, warps: int) -> int:
-    """Warps (AMD: waves of 64) of a multiprocessor that registers and shared memory leave room for."""
+    """Return how many warps (AMD: waves of 64) fit on a multiprocessor by registers and shared memory."""
     most = _MOST_WARPS[target]
     if target == "gfx942":
         # four SIMD units with 512 registers per lane each, handed out by eights
@@ -337,7 +337,7 @@ def warps_at_a_time(target: str, registers: int, shared: int, warps: int) -> int
 
 
 def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
-    """What the walks over a row cost per logit, all of them together, and what the program occupies.
+    """Return the cost per logit of all walks over a row together, and the resources that a program occupies.
 
     ``bytes_in_flight`` is what one iteration loads, for all warps that a multiprocessor holds at a time.
     """
@@ -353,8 +353,8 @@ def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
     own = constants_of(call)["BLOCK"] / (warps * lanes)
 
     def logits_of(walk: list[Instruction]) -> float:
-        """A thread's share of a held row. Otherwise from exponentials, of which a fold takes one more than it
-        has logits, and from 16-byte loads, of which some may be of what a neighbour has.
+        """Return a walk's logits per thread. If no row is held, exponentials tell them (a fold takes one more
+        than it has logits), or 16-byte loads if these tell fewer (some may load what a neighbour has).
         """
         if stays:
             return float(call[1][0].shape[2]) / (warps * lanes * call[2]["num_ctas"])

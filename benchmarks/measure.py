@@ -40,9 +40,9 @@ PACKAGES = (
 PATIENCE = 20.0
 """Seconds; a contestant whose call takes longer is timed once."""
 ALLOTTED = 4.0
-"""Seconds of all rounds of one contestant in a case; it gets at least three rounds."""
+"""Seconds for all rounds of a contestant in a case; a contestant gets at least three rounds."""
 _LEAST = 2e-2
-"""Seconds that one measurement takes at least; shorter calls are repeated."""
+"""The least seconds of one measurement; shorter calls are repeated."""
 Call = Callable[..., Any]
 
 
@@ -53,10 +53,10 @@ class Case:
     Attributes:
         name: unique in its suite.
         make: device -> problem.
-        shape: as tables show it.
+        shape: the shape that tables show.
         wanted: regular expressions for whole names of contestants.
-        floor: probes and how many times each; see ``probes``.
-        floor_name: what this sum is, in words.
+        floor: the weight of each probe; see ``probes``.
+        floor_name: the floor in words.
         repeats: rounds that count; 0 measures memory only.
         judge: problem -> an object with the method ``verdict``.
     """
@@ -80,7 +80,7 @@ class DeviceBroken(RuntimeError):
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Device and versions, for the record."""
+    """Return the device and the versions, for the record."""
     found = {"gspo_kernels": gk.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -106,7 +106,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock:
-    """Marks in time: of the processor, or of events in the GPU's stream."""
+    """A clock that sets marks: times of the processor, or events in the GPU's stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -131,7 +131,7 @@ class Clock:
 
 
 def probes(problem: Problem, floor: dict[str, float]) -> dict[str, Call]:
-    """The bare work that a floor consists of, written to memory that exists.
+    """Return the bare operations that a floor consists of; they write to preallocated memory.
 
     "copy" copies the logits; "logits", "dHidden" and "dWeight" are the products of the counted tokens in the
     inputs' dtype.
@@ -156,7 +156,7 @@ def probes(problem: Problem, floor: dict[str, float]) -> dict[str, Call]:
 
 
 def time_probe(call: Call, device: torch.device) -> float:
-    """Mean seconds of a probe, repeated like a contestant."""
+    """Return the mean seconds of a probe, which is repeated like a contestant."""
     seconds: list[float] = []
     while not seconds or (sum(seconds) < _LEAST and len(seconds) < 200):
         synchronize(device)
@@ -189,7 +189,7 @@ class Entrant:
 
     @property
     def name(self) -> str:
-        """Of the contestant."""
+        """The contestant's name."""
         return self.contestant.name
 
     @property
@@ -198,7 +198,7 @@ class Entrant:
         return bool(self.record["status"] == "right")
 
     def once(self, device: torch.device) -> tuple[float, float, tuple[Any, ...]]:
-        """Seconds of forward and backward of one call, and the loss and the gradients of the leaves."""
+        """Call once; return seconds of forward and backward, and (loss, gradients of the leaves)."""
         leaves = self.problem.leaves(self.contestant.overwrites)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         synchronize(device)
@@ -216,7 +216,7 @@ class Entrant:
         return forward, backward, (loss.detach(), gradients)
 
     def judge(self, judge: Any, case: Case, options: Options) -> None:
-        """Load it and judge its answer; otherwise the record says why it has no time."""
+        """Load the contestant and judge its answer. If it may not be timed, the record says why."""
         device, name = options.device, self.name
         if name in options.without:
             self.record.update(status="missing", reason=options.without[name])
@@ -255,14 +255,14 @@ class Entrant:
             self.rounds = 1 if took > PATIENCE else max(3, int(ALLOTTED / took))
 
     def time(self, device: torch.device) -> dict[str, float]:
-        """Mean seconds of ``inner`` calls."""
+        """Return the mean seconds of ``inner`` calls."""
         calls = [self.once(device)[:2] for _ in range(self.inner)]
         forward, backward = (statistics.fmean(phase) for phase in zip(*calls, strict=True))
         return {"forward": forward, "backward": backward, "both": forward + backward}
 
     @contextmanager
     def refusal(self, device: torch.device) -> Iterator[None]:
-        """Record an error of the block, and raise if the device does not work any more."""
+        """Record an error of the block; raise DeviceBroken if the device does not work any more."""
         try:
             yield
             return
@@ -355,7 +355,7 @@ def run_cases(cases: Sequence[Case], options: Options) -> list[dict[str, Any]]:
 
 
 def peaks_in_a_process(entrants: Sequence[Entrant], problem: Any) -> list[int]:
-    """Bytes of resident memory beyond the inputs, in order; fewer if the process ends early."""
+    """Return each entrant's peak bytes of resident memory beyond inputs; fewer if the process ends early."""
     if not entrants or not Path("/proc/self/clear_refs").exists():
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -368,7 +368,7 @@ def peaks_in_a_process(entrants: Sequence[Entrant], problem: Any) -> list[int]:
 
 
 def print_peaks(path: Path) -> None:
-    """Print a line per contestant. If a first call also warms something up, the second is measured."""
+    """Print a line with each contestant's peak. If a first call warms something up, measure the second."""
     give_memory_back()
     problem, asked = torch.load(path, weights_only=False)
     device = torch.device("cpu")

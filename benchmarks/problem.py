@@ -1,9 +1,9 @@
 """The problems that contestants solve, and their fp64 answers.
 
-Hidden states are standard normal and the weight is scaled so that logits have a standard deviation of 3; from
-logits, they are drawn so themselves. Tokens are drawn from the policy. Old log-probs put every sequence 5%
-from the clip range, on the side where its advantage can't be clipped unless the problem says that it is: the
-noise of bf16 logits turns no contestant's gradient on or off.
+Hidden states are standard normal, and the weight is scaled so that logits have a standard deviation of 3. If
+logits are the inputs, they are drawn with this deviation. Tokens are drawn from the policy. Old log-probs put
+every sequence's ratio 5% away from 1: to the side where its advantage can't be clipped, or to the other side
+if the problem says that it is clipped. So the noise of bf16 logits turns no contestant's gradient on or off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GROUP = 4
 
 @dataclass(frozen=True)
 class Problem:
-    """B sequences of up to T tokens; packed, T is all there is and B is in ``cu_seqlens``.
+    """B sequences of up to T tokens. In the packed layout [B, T] becomes [N], split by ``cu_seqlens``.
 
     Attributes:
         task: one of ``registry.TASKS``.
@@ -33,8 +33,8 @@ class Problem:
         labels: [B, T].
         old_logprobs: [B, T], fp32, or None: on-policy.
         advantages: [B], fp32.
-        mask: [B, T], fp32, 1 where a token counts; every sequence has one.
-        logprobs: [B, T], fp64, of exactly these inputs.
+        mask: [B, T], fp32, 1 where a token counts; every sequence has such a token.
+        logprobs: [B, T], fp64: the exact log-probs of these inputs.
         trains_weight: whether the weight receives a gradient.
         cu_seqlens: [B + 1], int32, where tokens are packed.
     """
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the leaves are called."""
+        """The names of the leaves."""
         return ("logits",) if self.task == "logits" else ("hidden", "weight")
 
     @property
@@ -59,7 +59,7 @@ class Problem:
         return self.inputs[-1].shape[-1 if self.task == "logits" else 0]
 
     def situation(self, name: str) -> Problem:
-        """The same problem with every second advantage zero, a head without gradient, or on-policy."""
+        """Return the problem with every second advantage zero, with a head without gradient, or on-policy."""
         if name == "half inactive":
             odd = torch.arange(len(self.advantages), device=self.advantages.device) % 2
             return replace(self, advantages=self.advantages * odd)
@@ -68,7 +68,7 @@ class Problem:
         return replace(self, old_logprobs=None) if name == "on-policy" else self
 
     def layout(self, name: str) -> Problem:
-        """As it is ("padded"), without padding ("packed"), or with one more position ("next")."""
+        """Return it unchanged ("padded"), without padding ("packed"), or with one more position ("next")."""
         if name == "packed":
             counted = self.mask.bool()
             lengths = F.pad(counted.sum(1).cumsum(0), (1, 0)).int()
@@ -83,7 +83,7 @@ class Problem:
         return self
 
     def leaves(self, copy: bool = False) -> tuple[Tensor, ...]:
-        """Fresh inputs for autograd, or copies to overwrite; the weight takes part where it is trained."""
+        """Return fresh leaves for autograd, the first a copy if ``copy``. A frozen weight has no gradient."""
         first, *weight = (tensor.detach() for tensor in self.inputs)
         first = first.clone() if copy else first
         wants = self.task != "scoring"
@@ -93,33 +93,33 @@ class Problem:
         )
 
     def call(self, compute: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> Tensor:
-        """The loss, or the log-probs where only they are wanted."""
+        """Return the loss, or for the task "scoring" the log-probs."""
         if self.task == "scoring":
             with torch.no_grad():
                 return compute(self, *leaves)
         return compute(self, *leaves)
 
     def finish(self, leaves: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-        """Do what a step does with its gradients: here nothing."""
+        """Do nothing. A training step takes its optimizer's step here."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is compared: [B] losses (or their mean) and gradients by leaf; for scoring, log-probs."""
+    """The values to compare: [B] losses (or their mean) and gradients by leaf; for scoring, log-probs."""
 
     loss: Tensor | None
     gradients: dict[str, Tensor]
 
 
 def gspo(log_s: Tensor, advantages: Tensor) -> Tensor:
-    """[B] losses: -min(s A, clip(s) A) with s = exp(mean_t(logp - logp_old)) (arXiv 2507.18071)."""
+    """Return losses [B]: -min(s A, clip(s) A) with s = exp(mean_t(logp - logp_old)) (arXiv 2507.18071)."""
     ratio = log_s.exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
 def losses(problem: Problem, logprobs: Tensor) -> Tensor:
-    """[B] losses of a problem, given log-probs that autograd may follow."""
+    """Return the losses [B] of a problem from log-probs that may require a gradient."""
     dtype = logprobs.dtype if logprobs.dtype == torch.float64 else torch.float32
     old = logprobs.detach() if problem.old_logprobs is None else problem.old_logprobs
     differences, advantages = (logprobs - old) * problem.mask, problem.advantages.to(dtype)
@@ -131,7 +131,7 @@ def losses(problem: Problem, logprobs: Tensor) -> Tensor:
 
 
 def coefficients(problem: Problem, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] losses and dLoss/dlogprobs of their mean, [B, T]."""
+    """Return losses [B], and the gradient of their mean by the log-probs, [B, T]."""
     logprobs = logprobs.detach().requires_grad_()
     found = losses(problem, logprobs)
     (gradient,) = torch.autograd.grad(found.mean(), logprobs)
@@ -139,18 +139,18 @@ def coefficients(problem: Problem, logprobs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def picked(logits: Tensor, labels: Tensor) -> Tensor:
-    """The log-probs of labels, as one writes them in PyTorch."""
+    """Return the log-probs of labels, written as in plain PyTorch."""
     return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def project(hidden: Tensor, weight: Tensor, precision: str, native: bool) -> Tensor:
-    """Logits in fp32 (fp64 for fp64 inputs).
+    """Return logits in fp32 (fp64 for fp64 inputs).
 
     Args:
         hidden, weight: one dtype, or the weight in fp32 already.
         precision: "input": 16-bit products are rounded to 16 bits; "float32": they stay as they are.
-        native: 16-bit operands enter a product that rounds to 16 bits. Otherwise they are raised and its
-            result is rounded: the same precision, also where a CPU has no fast 16-bit products.
+        native: multiply 16-bit operands with a product that rounds to 16 bits. Otherwise cast them to fp32
+            and round the result: the same precision, also where a CPU has no fast 16-bit products.
     """
     dtype = hidden.dtype
     if dtype == torch.float64 or (native and precision == "input"):
@@ -160,7 +160,7 @@ def project(hidden: Tensor, weight: Tensor, precision: str, native: bool) -> Ten
 
 
 def row_chunks(rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows whose fp64 logits take 256 MiB, on a GPU 2 GiB."""
+    """Yield slices of rows whose fp64 logits take 256 MiB, on a GPU 2 GiB."""
     step = max(1, 2 ** (25 if device.type == "cpu" else 28) // vocabulary)
     yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -177,12 +177,12 @@ def draw(
     advantages: Sequence[float] | None = None,
     clipped: Sequence[bool] | None = None,
 ) -> Problem:
-    """The problem of a shape, from a fixed seed.
+    """Draw a problem of some shape, from a fixed seed.
 
     Args:
         tokens: B * T, padding included.
-        width: of hidden states; no matter from logits.
-        lengths: counted tokens of each sequence, the first of its T; default T.
+        width: of hidden states; ignored for the task "logits".
+        lengths: how many of a sequence's T tokens count, from the first on; default T.
         advantages, clipped: of each sequence; default: both signs, and none clipped.
     """
     if tokens % sequences:
@@ -239,11 +239,11 @@ def realistic(
     without_variance: float = 0.4,
     clipped_tokens: float = 0.15,
 ) -> Problem:
-    """A batch as training meets it, from a fixed seed.
+    """Draw a batch like those of training, from a fixed seed.
 
     Args:
         sequences: a multiple of the group size, 4.
-        longest: T; lengths are log-normal around ``median`` of it, cut off there.
+        longest: T; lengths are log-normal with the median ``median`` * T, and at most T.
         spread: standard deviation of the logarithm of lengths.
         without_variance: share of the groups whose advantages are all zero.
         clipped_tokens: share of the counted tokens whose sequences are clipped.
@@ -254,7 +254,7 @@ def realistic(
     groups = sequences // _GROUP
     rewards = torch.randn(groups, _GROUP, generator=generator)
     values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-    # of 64 draws of so many groups, the one whose share of tokens is nearest to what was asked for
+    # of 64 draws of ``flat`` groups, the one whose share of tokens is nearest to ``without_variance``
     tokens = torch.tensor(sizes).view(groups, _GROUP).sum(1)
     flat = round(without_variance * groups)
     draws = [torch.randperm(groups, generator=generator)[:flat] for _ in range(64)]
@@ -262,7 +262,7 @@ def realistic(
     advantages = values.flatten()
     target, clipped, total = clipped_tokens * sum(sizes), [False] * sequences, 0
     for index in torch.randperm(sequences, generator=generator).tolist():
-        # the nearest to the target that whole sequences allow, in this order
+        # clip a sequence if that brings the total nearer to the target
         if advantages[index] != 0 and abs(total + sizes[index] - target) < abs(total - target):
             clipped[index], total = True, total + sizes[index]
     shape = (sequences * longest, vocabulary, width, sequences)
@@ -270,7 +270,7 @@ def realistic(
 
 
 def about(problem: Problem) -> dict[str, float]:
-    """The shares of padding, and of tokens at zero advantage, clipped, and with a gradient."""
+    """Return the shares of padding, and of tokens at zero advantage, clipped, and with a gradient."""
     _, gradient = coefficients(problem, problem.logprobs)
     counted = problem.mask.sum()
     inactive = (problem.mask * (problem.advantages == 0).unsqueeze(1)).sum() / counted
@@ -285,7 +285,7 @@ def about(problem: Problem) -> dict[str, float]:
 
 
 def logit_gradients(problem: Problem, rows: slice, raised: Tensor | None, c: Tensor) -> Tensor:
-    """dLoss/dlogits of some rows of the padded problem, fp64 [n, V]: c * (onehot - p)."""
+    """Return dLoss/dlogits of some rows of the padded problem, fp64 [n, V]: c * (onehot - p)."""
     part = problem.inputs[0].flatten(0, 1)[rows].double()
     chunk = (part if raised is None else part @ raised.t()).softmax(-1).neg_()
     ones = torch.ones(len(chunk), 1, dtype=torch.float64, device=chunk.device)
@@ -294,7 +294,7 @@ def logit_gradients(problem: Problem, rows: slice, raised: Tensor | None, c: Ten
 
 
 def exact(problem: Problem) -> Answer:
-    """The fp64 answer but for dLogits, which ``logit_gradients`` gives a chunk at a time."""
+    """Return the fp64 answer without dLogits, which ``logit_gradients`` computes a chunk at a time."""
     if problem.task == "scoring":
         return Answer(problem.logprobs, {})
     found, c = coefficients(problem, problem.logprobs)
@@ -315,10 +315,10 @@ def exact(problem: Problem) -> Answer:
 
 
 def plain(problem: Problem, precision: str) -> tuple[Answer, Callable[[slice], Tensor] | None]:
-    """What plain PyTorch gives, a chunk of rows at a time: the measure of what a precision may cost.
+    """Compute plain PyTorch's answer, a chunk of rows at a time: it measures what a precision may cost.
 
     Returns:
-        The answer but for dLogits, and those of some rows as a function of the slice.
+        The answer without dLogits, and for the task "logits" a function: slice of rows -> their dLogits.
     """
     first, *others = problem.inputs
     rows_of, labels = first.flatten(0, 1), problem.labels.flatten()

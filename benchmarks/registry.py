@@ -30,8 +30,8 @@ class Contestant:
         tasks: which of ``TASKS`` it can do.
         load: device -> call. The call takes a problem and its leaves and returns the loss; for "scoring"
             the log-probs.
-        precision: "float32" or "input": what its logits are rounded to (from logits: its statistics), which
-            is the precision of the plain PyTorch that it is judged by; or this by task.
+        precision: "float32" or "input": the precision that its logits are rounded to (from logits: its
+            statistics). Plain PyTorch at this precision sets its budget. A dict has the precision by task.
         only_16_bit: whether it takes part with 16-bit inputs only.
         roundings: how often it rounds the sum of a gradient to the inputs' dtype, given the problem.
         overwrites: whether its backward overwrites the logits, which are then restored outside the clock.
@@ -54,10 +54,10 @@ class Contestant:
         return self.precision if isinstance(self.precision, str) else self.precision[task]
 
     def get(self, device: torch.device) -> Callable[..., Any]:
-        """The call.
+        """Return the call.
 
         Raises:
-            Missing: with the reason.
+            Missing: the contestant is not available; the message says why.
         """
         try:
             return self.load(device)
@@ -134,7 +134,7 @@ def suite(name: str, title: str, **about: Any) -> Callable[[Callable[..., Any]],
 
 
 def entrants(task: str, wanted: Sequence[str], options: Options, dtype: torch.dtype) -> list[Contestant]:
-    """The contestants of a task whose names match a pattern as a whole and contain a requested part."""
+    """Return a task's contestants whose names match a pattern as a whole and contain a requested part."""
     return [
         one
         for one in CONTESTANTS.values()

@@ -1,4 +1,4 @@
-"""``python -m benchmarks report``: docs/benchmarks.md, its plots and the README's table, from result files.
+"""``python -m benchmarks report``: write docs/benchmarks.md, its plots and the README's table from results.
 
 With ``--results DIR`` it writes the page and the plots of one run into that folder.
 """
@@ -78,7 +78,7 @@ _AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
 
 
 def cases_table(records: Sequence[Record]) -> str:
-    """A column per case of some suites, a row per contestant; a cell is the median time and the peak."""
+    """Return a table: a column per case, a row per contestant; a cell has the median time and the peak."""
     cases = [(record, case) for record in records for case in record["cases"]]
     columns = [_cells(case) for _, case in cases]
     ours = {one["contestant"]: one["ours"] for _, case in cases for one in case["results"]}
@@ -96,10 +96,10 @@ def cases_table(records: Sequence[Record]) -> str:
 
 
 def _cells(case: Record) -> dict[str, str]:
-    """``milliseconds · MiB`` by contestant, without those that are missing; the least are bold.
+    """Return ``milliseconds · MiB`` by contestant, without missing contestants; the least values are bold.
 
-    The reference backend is left out, as in the plots: it is there to compare with, not to be fast. So are
-    the schedules that a call without options takes in their case.
+    The reference backend is left out, as in the plots: it is there to compare with, not to be fast. The
+    schedules that a call without options takes in their case are left out, too.
     """
     found: dict[str, list[float | None]] = {}
     words = {}
@@ -127,7 +127,7 @@ def _cells(case: Record) -> dict[str, str]:
 
 
 def missing_line(records: Sequence[Record]) -> str:
-    """The contestants that could not run, and why; those that ran in one of the records are not listed."""
+    """List the contestants that could not run, and why; without those that ran in one of the records."""
     results = [result for record in records for case in record.get("cases", []) for result in case["results"]]
     ran = {one["contestant"] for one in results if one["status"] != "missing"}
     by_reason: dict[str, list[str]] = {}
@@ -139,7 +139,7 @@ def missing_line(records: Sequence[Record]) -> str:
 
 
 def spread_line(records: dict[str, Record]) -> str:
-    """How far rounds are from the median of their cell."""
+    """Say how far rounds are from the median of their cell."""
     off = [
         max(max(seconds) / middle - 1, 1 - min(seconds) / middle)
         for record in records.values()
@@ -154,7 +154,7 @@ def spread_line(records: dict[str, Record]) -> str:
 
 
 def fidelity_text(record: Record) -> str:
-    """Errors of log s and wrong clip decisions by contestant."""
+    """Return a text with errors of log s and wrong clip decisions by contestant."""
     wrong, sequences = record["in_the_loss"]
     counted = sum(line["sequences"] for line in record["counted"])
     return (
@@ -164,7 +164,7 @@ def fidelity_text(record: Record) -> str:
 
 
 def campaign_table(folder: Path) -> str:
-    """The stages of a campaign with their outcome; empty if the folder holds none."""
+    """Return a table of a campaign's stages and outcomes; empty if the folder holds no campaign."""
     path = folder / "campaign.json"
     if not path.exists():
         return ""
@@ -182,7 +182,7 @@ def campaign_table(folder: Path) -> str:
 
 
 def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
-    """The section of one folder of results; ``link`` leads to the folder, some suites are left out."""
+    """Return the section of a folder of results; ``link`` leads to it, suites in ``without`` are left out."""
     records = {name: record for name, record in load(folder).items() if name not in without}
     first = next(iter(records.values()))
     packages = ("torch", "triton", "trl", "liger-kernel")
@@ -209,20 +209,20 @@ def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
 
 
 def folders() -> list[Path]:
-    """The committed folders of results, one per machine, GPUs first."""
+    """Return the committed folders of results, one per machine, GPUs first."""
     found = (path for path in RESULTS.iterdir() if path.is_dir() and any(path.glob("*.json")))
     return sorted(found, key=lambda path: (path.name.startswith("cpu"), path.name))
 
 
 def shown_before(folder: Path) -> set[str]:
-    """Suites that one machine shows for all of its kind, and which an earlier machine's section has."""
+    """Return the suites that are shown once per kind of machine, and that an earlier machine shows."""
     earlier = folders()[: folders().index(folder)]
     earlier = [one for one in earlier if one.name.startswith("cpu") == folder.name.startswith("cpu")]
     return {name for name in ("large", "memory", "fidelity") if any(name in load(each) for each in earlier)}
 
 
 def page() -> str:
-    """The text of docs/benchmarks.md."""
+    """Return the text of docs/benchmarks.md."""
     every = [record for folder in folders() for record in load(folder).values()]
     sections = [
         section(folder, f"../benchmarks/results/{folder.name}", shown_before(folder)) for folder in folders()
@@ -235,7 +235,7 @@ def page() -> str:
 
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 OURS = ("ours, auto", "ours, triton", "ours, cpp")
-"""What a call without options is, by task."""
+"""The contestants that run what a call without options runs, by task and device."""
 README_ROWS = (
     ("from logits", "logits", "fp32, all active", "ms"),
     ("from logits", "logits", "bf16, all active", "ms"),
@@ -248,11 +248,11 @@ README_ROWS = (
     ("a training step of a small model", "step", "step", "ms"),
     ("peak memory from hidden states", "memory", "from hidden states", "MiB"),
 )
-"""Words, suite, case, unit."""
+"""The rows of the README's table: words, suite, case, unit."""
 
 
 def readme_cell(case: Record, unit: str) -> str:
-    """Ours, plain PyTorch, and the best of the others by name; the least is bold."""
+    """Return the values of ours, plain PyTorch and the best of the others by name; the least is bold."""
 
     def value(result: Record) -> float:
         if unit == "MiB":
@@ -275,7 +275,7 @@ def readme_cell(case: Record, unit: str) -> str:
 
 
 def readme_table(machines: Sequence[Path]) -> str:
-    """A column per machine, a row per case and dtype; a cell is empty if the case was not run."""
+    """Return a table: a column per machine, a row per case and dtype; a cell is empty if not run."""
     columns = [load(folder) for folder in machines]
     titles = [next(iter(records.values()))["device"] for records in columns]
     lines: dict[str, list[str]] = {}
@@ -295,7 +295,7 @@ def readme_table(machines: Sequence[Path]) -> str:
 
 
 def readme() -> str:
-    """The README with the table of today's results."""
+    """Return the README with the table of today's results."""
     before, begun, rest = README.read_text().partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not (begun and ended):
@@ -315,7 +315,7 @@ MAIN = (
 
 
 def main_cases(records: dict[str, Record]) -> list[tuple[Record, Record]]:
-    """The suites and cases that the bars show, of those that are there and whose ratios are known."""
+    """Return the records and cases of ``MAIN`` that are there and whose ratios are known."""
     return [
         (records[name], case)
         for name, which in MAIN
@@ -342,7 +342,7 @@ def _clean(ax: Any, axis: str) -> None:
 
 
 def plot_bars(records: dict[str, Record], path: Path) -> None:
-    """Ratios to the floor (of steps: to naive PyTorch) of the main cases, with their spreads."""
+    """Draw ratios to the floor (of steps: to naive PyTorch) of the main cases, with their spreads."""
     chosen = main_cases(records)
     shown = [{n: ratio for n, ratio in ratios(case).items() if "reference" not in n} for _, case in chosen]
     counts = [len(found) for found in shown]
@@ -374,7 +374,7 @@ def plot_bars(records: dict[str, Record], path: Path) -> None:
 
 
 def plot_fidelity(record: Record, path: Path) -> None:
-    """Errors of log s next to the clip range, and wrong clip decisions by their distance from a bound."""
+    """Draw errors of log s next to the clip range, and wrong clip decisions by distance from a bound."""
     lengths = [int(length) for length in record["log_s"]]
     names = {"ours, 16-bit logits": ("bf16 logits", "#8a9099"), "ours, float32 logits": ("fp32 logits", BLUE)}
     figure = _figure(12, 4.2)
@@ -412,7 +412,7 @@ def plot_fidelity(record: Record, path: Path) -> None:
 
 
 def plots(folder: Path, target: Path, without: Collection[str] = ()) -> list[Path]:
-    """Draw what ``section`` shows into the folder ``target``."""
+    """Draw the plots that ``section`` shows, into the folder ``target``; return their paths."""
     records, drawn = load(folder), []
     if main_cases(records):
         drawn.append(target / f"benchmarks_{folder.name}.png")

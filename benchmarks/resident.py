@@ -1,4 +1,4 @@
-"""Resident memory of this process: what it is at most beyond what it was before (Linux)."""
+"""The peak of this process's resident memory beyond what it had before (Linux)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _resident(what: str) -> int:
 
 
 def give_memory_back() -> None:
-    """Let large blocks go back to the system when freed, so that resident memory is what is in use."""
+    """Return large blocks to the system when they are freed, so that resident memory is memory in use."""
     with contextlib.suppress(OSError, AttributeError):
         for threshold in (-3, -1):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc
             ctypes.CDLL(None).mallopt(threshold, 131072)
@@ -25,7 +25,7 @@ def give_memory_back() -> None:
 
 @contextlib.contextmanager
 def peak_of_this_process() -> Iterator[Callable[[], int]]:
-    """Yield what tells by how many bytes the block raised resident memory at most."""
+    """Yield a function that returns by how many bytes resident memory has risen at most in the block."""
     gc.collect()
     memory.release()
     with contextlib.suppress(OSError, AttributeError):

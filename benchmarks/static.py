@@ -1,7 +1,7 @@
-"""What the machine code of the row kernels costs per logit: counted from the compiler's output, not measured.
+"""The cost per logit of the row kernels' machine code: counted from the compiler's output, not measured.
 
-Kernels are compiled for GPUs that needn't be here. How fast they are is for a device to say; what can be said
-without one is when a kernel becomes dearer, see tests/kernels/test_triton_compile.py.
+Kernels are compiled for GPUs that needn't be here. Only a device can tell how fast they are. The counts tell
+when a kernel has become costlier; see tests/kernels/test_triton_compile.py.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KERNELS = {
     "one pass on-policy, fp32, held": ("both", "fp32", 151936, 1.0),
     "rows from hidden states, fp32 to bf16, held": ("rows", "fp32", 151936, 1.0),
 }
-"""What is launched, the dtype of the logits, a vocabulary (it matters whether 16 divides it), temperature."""
+"""By name: the launch, dtype of logits, vocabulary (whether 16 divides it matters) and temperature."""
 
 
 def record(what: str, dtype: str, vocabulary: int, temperature: float, blocks: int = 0) -> Any:
-    """The recorded launch of a kernel; see ``Recorder``. In a process without TRITON_INTERPRET."""
+    """Return a kernel's recorded launch; see ``Recorder``. Only in a process without TRITON_INTERPRET."""
     from benchmarks.machine_code import Recorder
     from gspo_kernels import kernels
     from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands, RowGradients, RowStats
@@ -65,7 +65,7 @@ def record(what: str, dtype: str, vocabulary: int, temperature: float, blocks: i
 
 
 def count(names: list[str], targets: list[str]) -> list[dict[str, Any]]:
-    """Figures of each kernel on each target. In a process without TRITON_INTERPRET."""
+    """Return the figures of each kernel on each target. Only in a process without TRITON_INTERPRET."""
     from benchmarks.machine_code import BLOCKS, compiled, counts
 
     found = []
@@ -78,7 +78,7 @@ def count(names: list[str], targets: list[str]) -> list[dict[str, Any]]:
 
 
 def dearer(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """In what a kernel has become worse than it was counted before, by more than 3%."""
+    """Return the figures in which a kernel is worse than before; those per logit by more than 3%."""
     found = []
     if now["instructions_per_logit"] > 1.03 * before["instructions_per_logit"]:
         found.append("instructions_per_logit")
@@ -86,14 +86,14 @@ def dearer(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
         found.append("mufu_per_logit")
     if now["spilled"] > before["spilled"]:
         found.append("spilled")
-    # Registers cost something where one warp less fits.
+    # More registers cost something only if fewer warps fit.
     if now["warps"] < before["warps"]:
         found.append("warps")
     return found
 
 
 def table(lines: list[dict[str, Any]]) -> list[Row]:
-    """A row per kernel, a column per target."""
+    """Return a table with a row per kernel and a column per target."""
     targets = list(dict.fromkeys(line["target"] for line in lines))
     rows: list[Row] = [["instructions per logit; registers, warps, KiB", *targets]]
     for name in dict.fromkeys(line["name"] for line in lines):
@@ -110,7 +110,7 @@ def table(lines: list[dict[str, Any]]) -> list[Row]:
 
 @suite("static", "Machine code of the GPU kernels, counted", everything=False)
 def static(options: Options) -> dict[str, Any]:
-    """In a process of its own, because kernels are interpreted or compiled from their import on."""
+    """Count in a new process, because importing kernels decides whether they are interpreted or compiled."""
     names = list(KERNELS)[:1] if options.tiny else list(KERNELS)
     targets = ["sm_90"] if options.tiny else ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"]
     code = f"import json; from benchmarks import static; print(json.dumps(static.count({names}, {targets})))"

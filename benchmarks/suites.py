@@ -18,7 +18,7 @@ from benchmarks.problem import Problem
 from benchmarks.registry import Contestant, Options, suite
 
 PRODUCTS = {"logits": 1.0, "dHidden": 1.0, "dWeight": 1.0}
-# All contestants but our variants, which each case names itself.
+# All contestants but ours and packed ones, which each case names itself.
 OTHERS = r"(?!ours)(?!.*packed).*"
 PLAIN, AUTO, ROWS = "naive PyTorch", r"ours, auto(, 16-bit logits)?", r"ours, (cpp|triton)(, in place)?"
 SKIP = (r"ours, auto(, skip .*)?", PLAIN, r"ours, auto, 16-bit logits")
@@ -57,7 +57,7 @@ _from_hidden = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name="th
 
 
 def _choose(options: Options, cpu: Any, gpu: Any, tiny: Any) -> tuple[Any, str, bool]:
-    """The size, the usual dtype, and whether this is a full run on a GPU."""
+    """Return the size, the usual dtype, and whether this is a full run on a GPU."""
     on_cpu = options.device.type == "cpu"
     size = tiny if options.tiny else cpu if on_cpu else gpu
     return size, "fp32" if on_cpu else "bf16", not on_cpu and not options.tiny
@@ -134,7 +134,7 @@ def large(options: Options) -> dict[str, Any]:
 
 @suite("realistic", "A batch as training meets it")
 def realistic(options: Options) -> dict[str, Any]:
-    """Log-normal lengths, groups without variance, clipped sequences; the floor is that of counted tokens."""
+    """Log-normal lengths, groups without variance, clipped sequences; the floor is for counted tokens."""
     sizes = (20, 64, 32000, 512), (40, 1024, 151936, 4096), (8, 16, 300, 16)
     (B, T, V, H), dtype, _ = _choose(options, *sizes)
 
@@ -193,7 +193,7 @@ class Step:
         return compute(self.inner, hidden, self.model.lm_head.weight)
 
     def finish(self, leaves: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
-        """The optimizer's step; its learning rate is 0, so that every round computes the same."""
+        """Take the optimizer's step; the learning rate is 0, so that every round computes the same."""
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
         self.optimizer.step()
@@ -201,13 +201,13 @@ class Step:
 
 
 def plain_losses(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-    """[B] losses in plain PyTorch, whose errors against fp64 decide what is allowed."""
+    """Return losses [B] in plain PyTorch, whose errors against fp64 decide what is allowed."""
     logits = gspo.project(hidden, weight, "input", native=False)
     return gspo.losses(problem, gspo.picked(logits, problem.labels))
 
 
 class StepJudge:
-    """Holds a step's loss and gradients against the same model in fp64."""
+    """Compares a step's loss and gradients with those of the same model in fp64."""
 
     def __init__(self, step: Step):
         exact = replace(step, model=copy.deepcopy(step.model).double())
@@ -221,14 +221,14 @@ class StepJudge:
         return (losses.detach(), *torch.autograd.grad(losses.mean(), leaves))
 
     def verdict(self, contestant: Contestant, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
-        """Judge the loss and the parameter that is worst."""
+        """Judge the loss, and the gradient of the parameter with the worst error."""
         found = {}
         for name, got, plain, exact in zip(
             ("loss", *self.names), (loss, *gradients), self.plain, self.exact, strict=True
         ):
             rounding = torch.finfo(torch.float32 if name == "loss" else plain.dtype).eps
             errors = (plain.double() - exact).abs()
-            # in the mean, errors of sequences cancel by luck; their sizes don't
+            # signed errors of sequences may cancel in the mean by luck; absolute errors don't
             usual = errors.mean() if name == "loss" else errors.max()
             target = exact.mean() if name == "loss" else exact
             error = (got.double() - target).abs().max().item()
@@ -239,7 +239,7 @@ class StepJudge:
 
 
 def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtype: torch.dtype) -> Step:
-    """A Qwen3 with random weights, and tokens drawn at random: its loss is what a step computes."""
+    """Create a step: a Qwen3 with random weights, random tokens, and the problem of its loss."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -263,7 +263,7 @@ def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtyp
 
 @suite("step", "One training step of a small model")
 def step(options: Options) -> dict[str, Any]:
-    """Qwen3 with random weights, AdamW; everything but the loss is the same for all."""
+    """Qwen3 with random weights, AdamW; all contestants share everything but the loss."""
     sizes = (8, 64, 32000, 256, 2), (8, 512, 151936, 1024, 4), (2, 8, 300, 64, 1)
     size, dtype, _ = _choose(options, *sizes)
     shape = {"dtype": dtype, **dict(zip(("sequences", "length", "V", "H", "layers"), size, strict=True))}

@@ -10,7 +10,7 @@ Row = Sequence[str]
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A few significant digits, without exponents where people read them."""
+    """Format a number with a few significant digits; from 1e-3 to 1e5 without an exponent."""
     if value is None:
         return ""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -20,7 +20,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Columns of text; the first is left-aligned. Cells of rows that are short have no width."""
+    """Align columns of text, the first one left. Short rows only count for the first column's width."""
     columns = max(len(row) for row in rows)
     full = [row for row in rows if len(row) == columns]
     widths = [max(len(row[i]) for row in (rows if i == 0 else full)) for i in range(columns)]
@@ -33,7 +33,7 @@ def aligned(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The same as a table; a short row's last cell stands in the second column."""
+    """Format rows as a Markdown table; short rows are filled with empty cells."""
     columns = max(len(row) for row in rows)
     lines = []
     for index, row in enumerate(rows):
@@ -45,13 +45,13 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def between(values: dict[str, float], unit: float = 1.0) -> str:
-    """Median, lowest and highest."""
+    """Format the median, the lowest and the highest value."""
     median, low, high = (number(values[name] * unit) for name in ("median", "low", "high"))
     return f"{median} ({low} to {high})"
 
 
 def result_rows(case: dict[str, Any]) -> list[Row]:
-    """A header, and a row per contestant."""
+    """Return a header, and a row per contestant."""
     timed = case["repeats"] > 0
     floor = timed and bool(case["floor"]["probes"])
     phases = ("forward", "backward") if timed and case["task"] != "scoring" else ()
@@ -74,12 +74,12 @@ def result_rows(case: dict[str, Any]) -> list[Row]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest, highest."""
+    """Return the median, the lowest and the highest value."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def shape_text(shape: dict[str, Any]) -> str:
-    """A shape in words: dtype, sequences x tokens, V, H and whatever else the case names."""
+    """Return a shape in words: dtype, sequences x tokens, V, H and all other sizes of the case."""
     rest = {key: value for key, value in shape.items() if key not in ("dtype", "sequences", "length")}
     parts = [shape["dtype"]] if "dtype" in shape else []
     parts += [f"{shape['sequences']} x {shape['length']:,} tokens"] if "sequences" in shape else []
@@ -87,7 +87,7 @@ def shape_text(shape: dict[str, Any]) -> str:
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """What a run prints of a case."""
+    """Return the text that a run prints for a case."""
     text = f"{case['name']}: {shape_text(case['shape'])}"
     if case["floor"]["probes"] and case["floor"]["seconds"]:
         seconds = statistics.median(case["floor"]["seconds"])

@@ -1,7 +1,7 @@
 """The suite ``trl_memory``: peak memory of one loss and its gradient in TRL's trainer and in ours.
 
-The vocabulary is that of Qwen. The model is one narrow layer, so that the head is what shows; gradients of
-the two [V, H] weights are part of the peak for both. Each trainer runs in a process of its own.
+The vocabulary is that of Qwen. The model has one narrow layer, so that the head dominates. Gradients of the
+two [V, H] weights are part of the peak in both trainers. Each trainer runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 
 def make_trainer(name: str, folder: str) -> Any:
-    """A GSPO trainer of fp32 weights."""
+    """Create a GSPO trainer with fp32 weights."""
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
@@ -58,7 +58,7 @@ def make_trainer(name: str, folder: str) -> Any:
 
 
 def inputs(prompt: int, completion: int) -> dict[str, torch.Tensor]:
-    """What TRL's generation would hand over; nothing is clipped, so that every token has a gradient."""
+    """Return inputs like those of TRL's generation. Nothing is clipped, so every token has a gradient."""
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (SEQUENCES, prompt + completion), generator=rng)
     return {
@@ -73,7 +73,7 @@ def inputs(prompt: int, completion: int) -> dict[str, torch.Tensor]:
 
 
 def print_peak(name: str, prompt: int, completion: int) -> None:
-    """Print by how many bytes a loss and its gradient raise this process's resident memory at most."""
+    """Print by how many bytes a loss and its gradient raise the peak of this process's resident memory."""
     give_memory_back()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(name, folder)
@@ -89,7 +89,7 @@ def print_peak(name: str, prompt: int, completion: int) -> None:
 
 
 def measure(name: str, prompt: int, completion: int) -> int:
-    """Bytes, from a process of its own.
+    """Return the peak in bytes, measured in a process of its own.
 
     Raises:
         RuntimeError: the process failed; the message is the end of its standard error.
@@ -104,7 +104,7 @@ def measure(name: str, prompt: int, completion: int) -> int:
 
 @suite("trl_memory", "Peak memory of a loss in TRL's trainer", everything=False)
 def trl_memory(options: Options) -> dict[str, Any]:
-    """On Linux's CPU, where the system tells a process's peak; needs TRL."""
+    """Measure on a CPU under Linux, which tells a process's peak; needs TRL."""
     tokens = 8 if options.tiny else 256
     peaks = {name: measure(name, tokens, tokens) for name in TRAINERS}
     about = f"{SEQUENCES} sequences of {tokens} + {tokens} tokens, V={VOCABULARY:,}, H={WIDTH}"

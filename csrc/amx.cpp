@@ -1,7 +1,7 @@
-// Products of bf16 by AMX: a tile of 32 x 32 sums in four registers, 16 pairs along K an instruction.
+// Products of bf16 by AMX: four registers hold a tile of 32 x 32 sums, an instruction takes 16 pairs along K.
 //
-// The kernel is written over a few functions on tiles that have two bodies: the instructions, and plain C++
-// with their bits, by which any processor can test it.
+// The kernel calls a few functions on tiles, which have two implementations: the instructions, and plain C++
+// with the same bits, with which any processor can test the kernel.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -27,7 +27,7 @@ namespace {
 
 constexpr int64_t kSide = 16;  // rows of a register, and its columns of 32 bits
 
-// tdpbf16ps rounds each step to nearest even, takes subnormal numbers for 0, and leaves none.
+// tdpbf16ps rounds each step to nearest even, takes subnormal numbers for 0, and gives none.
 float flushed(float x) {
     return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
@@ -46,7 +46,7 @@ struct PlainTiles {
             std::memcpy(operands[tile - 4][i], from + i * stride, sizeof(operands[0][0]));
         }
     }
-    // A sum of the first of each pair, and one of the second, each in the order of K; then both are added.
+    // Sums the first values of all pairs, and the second values, each in the order of K, then adds both sums.
     template <int sum, int a, int b>
     void multiply_add() {
         const auto half = [](uint32_t pair, bool second) {
@@ -85,7 +85,8 @@ struct PlainTiles {
 
 #ifdef GSPO_AMX
 
-// The compiler must neither move memory accesses over these nor think that they read less than they do.
+// The compiler must neither move memory accesses over these statements nor think that they read less memory
+// than they do.
 struct HardwareTiles {
     template <int tile>
     void zero() {
@@ -172,7 +173,7 @@ void multiply(const Tile& tile) {
 
 #ifdef GSPO_AMX
 
-// Whether the instructions' sums are those of plain C++, but for roundings.
+// Whether the instructions' sums equal those of plain C++ except for roundings.
 bool sums_agree() {
     constexpr int64_t depth = 4 * kAmxUnits;
     std::mt19937 draw(1);

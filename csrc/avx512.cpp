@@ -78,7 +78,7 @@ class Writer<BFloat16> {
         return _mm512_mask_test_epi32_mask(small, bits, _mm512_set1_epi32(0x007fffff));
     }
 
-    // Would make 0 of what is subnormal. No intrinsic, as its target would have to be that of every caller.
+    // Turns subnormal numbers into 0. Not an intrinsic, because every caller would need its target.
     static __m256i rounded_at_once(__m512 x) {
         __m256i result;
         asm("vcvtneps2bf16 %1, %0" : "=v"(result) : "v"(x));
@@ -103,9 +103,9 @@ alignas(64) constexpr uint32_t kPowers[kLanes] = {
     0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d,
 };
 
-// exp_nonpositive, to 1.1e-7 of exp(x) for x above -10 and to 3.2e-7 at the lowest x: far less than what
-// rounding x has cost there. It multiplies six times, the polynomial ten times: with x = n ln(2) / 16 + r a
-// table in a register has 2^(n / 16), and three terms are enough for exp(r).
+// exp_nonpositive, with an error of 1.1e-7 of exp(x) for x above -10 and of 3.2e-7 at the lowest x: far less
+// than what rounding x has cost there. It takes six multiplications, the polynomial takes ten: with
+// x = n ln(2) / 16 + r a table in a register has 2^(n / 16), and three terms are enough for exp(r).
 class Exponential {
     using C = ExpConstants<float>;
 
@@ -116,7 +116,7 @@ class Exponential {
         const __m512 shifted = _mm512_fmadd_ps(x, _mm512_set1_ps(kLanes * C::log2_e), round_);
         const __m512 n = _mm512_sub_ps(shifted, round_);
         const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e43p-1f / kLanes), x);
-        // They end with n, of which a permute reads the lowest four.
+        // The bits end with n; the permute reads the lowest four of them.
         const __m512i bits = _mm512_castps_si512(shifted);
         const __m512i power = _mm512_add_epi32(_mm512_permutexvar_epi32(bits, powers_),
                                                _mm512_slli_epi32(bits, C::mantissa - 4));
@@ -149,7 +149,7 @@ GSPO_INLINE void for_each_vector(int64_t n, const Work& work) {
 template <class T>
 float maximum(const T* z, int64_t n) {
     const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __m512 highest[4] = {lowest, lowest, lowest, lowest};  // four, as each waits for its last comparison
+    __m512 highest[4] = {lowest, lowest, lowest, lowest};  // four, as each waits for its previous comparison
     int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
         for (int j = 0; j < 4; ++j) highest[j] = _mm512_max_ps(read(z + i + j * kLanes, kAll), highest[j]);

@@ -1,4 +1,4 @@
-// Loops of blocks.h, by hand for AVX-512. They read and write 16-bit floats as well, without a buffer
+// Loops of blocks.h, written by hand for AVX-512. They also read and write 16-bit floats, without a buffer in
 // between.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include "blocks.h"
 
-// As for the clones of blocks.cpp: with GSPO_ONE_CLONE only where -march has the instructions.
+// Like the clones of blocks.cpp: with GSPO_ONE_CLONE compiled only if -march has the instructions.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
     (!defined(GSPO_ONE_CLONE) || defined(__AVX512F__))
 #define GSPO_AVX512
@@ -24,7 +24,7 @@ constexpr bool available() {
 constexpr bool compiled = false;
 #endif
 
-// T and O of what follows, which stands only where it was compiled.
+// Whether a dtype may be T or O of the functions below, which exist only if they were compiled.
 template <class T>
 constexpr bool handles = compiled && !std::is_same_v<T, double>;
 
@@ -36,7 +36,7 @@ template <class T>
 ExpSums<float> sum_exp_weighted(const T* z, int64_t n, float shift);
 template <class T>
 float write_exp(const T* z, int64_t n, float shift, float* out);
-// `stream`: past the caches, for which `out` must be floats that begin with a cache line, and not z.
+// `stream` writes past the caches: `out` must then be floats that begin with a cache line, and not z.
 template <class T, class O>
 void gradient(const T* z, int64_t n, const RowGradient<float>& row, O* out, bool stream = false);
 

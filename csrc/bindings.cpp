@@ -59,7 +59,7 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
     divergence(logits, teacher_logits, labels, options, teacher, beta, grad, pairs, out);
 }
 
-// Where the mask holds more than 0 and 1; where the values need a closer look; otherwise.
+// In order: the mask holds more than 0 and 1; the values need a closer look; neither.
 enum Verdict : int64_t { kNoMask, kDoubtful, kPlausible };
 
 int64_t boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,

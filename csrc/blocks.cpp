@@ -127,7 +127,7 @@ GSPO_INLINE LogProbs<S> log_probs(S z, S t, const Normalizers<S>& rows) {
     return {(z - rows.shift) - rows.log_sum, (t - rows.teacher_shift) - rows.teacher_log_sum};
 }
 
-// sum q log(q / p) - q + p: terms that are never below 0, and in which roundings of the log-sum-exps cancel.
+// A term of the sum of q log(q / p) - q + p: never below 0, and roundings of the log-sum-exps cancel in it.
 template <class S>
 GSPO_INLINE S relative_entropy(S q, S log_q, S p, S log_p) {
     return select(q == 0, p, q * (log_q - log_p) + (p - q));
@@ -181,8 +181,8 @@ struct ToMixture {
     S student, teacher;  // log(p / m), log(q / m)
 };
 
-// With x = log(beta q) - log((1 - beta) p) and m = (1 - beta) p + beta q: no difference of logarithms that
-// are both infinite where either of p and q is 0.
+// Computed from x = log(beta q) - log((1 - beta) p), where m = (1 - beta) p + beta q: if one of p and q is 0,
+// no two infinite logarithms are subtracted.
 template <class S>
 GSPO_INLINE ToMixture<S> to_mixture(S log_p, S log_q, const Mixture<S>& mixture) {
     const S x = (log_q - log_p) + mixture.log_odds;
@@ -343,7 +343,8 @@ void store(const float* g, int64_t n, BFloat16* out) {
     GSPO_BEST(store(g, n, out));
 }
 
-// What a processor has one instruction for takes a dozen of integer work, as long as an exponential.
+// Some processors convert fp16 by one instruction. Without it that takes a dozen of integer work, as long
+// as an exponential.
 #ifdef GSPO_F16C
 
 #define GSPO_TARGET_F16C __attribute__((target("arch=x86-64-v3")))

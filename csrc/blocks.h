@@ -1,5 +1,4 @@
-// The vectorised loops: each works on one block of a row, at most kBlock elements, small enough to stay in
-// L1.
+// The vectorised loops: each works on one block of a row, of at most kBlock elements, which stays in L1.
 //
 // S is the dtype of statistics (float, or double for fp64 logits), T the dtype of a tensor. z are transformed
 // logits.
@@ -26,7 +25,7 @@ struct ExpSums {
     S weighted;  // sum of exp(z - shift) * (z - shift)
 };
 
-// d/dz of c * logp(label) + entropy_c * entropy, but for the one-hot term: -p (c + entropy_c (log p +
+// d/dz of c * logp(label) + entropy_c * entropy, without the one-hot term: -p (c + entropy_c (log p +
 // entropy)). log p = (z - shift) - log_sum; two terms because one float can't hold log-sum-exp when the
 // logits are large.
 template <class S>
@@ -53,20 +52,20 @@ struct Mixture {
 };
 
 #define GSPO_DECLARE_FOR_STATS(S)                                                                          \
-    S maximum(const S* z, int64_t n); /* NaN is passed over; -inf where n is 0 */                          \
+    S maximum(const S* z, int64_t n); /* ignores NaN; -inf if n is 0 */                                    \
     S sum_exp(const S* z, int64_t n, S shift);                                                             \
     ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift);                                           \
-    S write_exp(const S* z, int64_t n, S shift, S* out); /* z or not; their sum */                         \
+    S write_exp(const S* z, int64_t n, S shift, S* out); /* out may be z; returns the sum */               \
     /* In place; slope, where not null, becomes d tanh / d its argument. */                                \
     void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope);                             \
-    void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* z or not */                \
-    /* fill where the bit of a mask is 0: that of element i is bit i % 32 of word i / 32. */               \
+    void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* out may be z */            \
+    /* Writes fill where the mask's bit is 0; element i has bit i % 32 of word i / 32. */                  \
     void cut(S* z, int64_t n, const int32_t* kept, S fill);                                                \
-    void scale(const S* z, int64_t n, S factor, S* out); /* z or not */                                    \
+    void scale(const S* z, int64_t n, S factor, S* out); /* out may be z */                                \
     void multiply(S* out, const S* factor, int64_t n);                                                     \
-    void shrink(S* out, int64_t n, S factor); /* at most 1; what would be subnormal is 0 */                \
-    /* Sums over a block of student's and teacher's logits; c times the gradient where out is not null, */ \
-    /* which may be z. Those of the last two take what the sums over the whole row are. */                 \
+    void shrink(S* out, int64_t n, S factor); /* by a factor <= 1; subnormal results are 0 */              \
+    /* Sums over a block of student's and teacher's logits, and c times their gradients in out, which */   \
+    /* may be z or, in forward_kl, null. The _gradient functions take sums over the whole row. */          \
     S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out);              \
     S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows);                           \
     void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S value,  \

@@ -1,8 +1,8 @@
-// What compiles a function once per instruction set; the dynamic loader picks the best one that the machine
-// has.
+// GSPO_CLONES compiles a function once per instruction set; the dynamic loader picks the best one that the
+// machine has.
 //
 // target_clones needs the GNU loader's indirect functions; x86-64-v3 and v4 are known as dispatch targets
-// since GCC 12. GSPO_ONE_CLONE leaves what -march says, so that each can be tested by itself.
+// since GCC 12. GSPO_ONE_CLONE compiles only for -march, so that each set can be tested by itself.
 #pragma once
 
 #include <cstdlib>  // defines __GLIBC__

@@ -10,7 +10,7 @@ struct PairNumbers {
     double lse, teacher_lse, divergence, centre;
 };
 
-// A student's row beside a teacher's: the divergence by `beta` (0 is the forward KL(q || p), 1 the reverse
+// A student's row and a teacher's: their divergence for `beta` (0 is the forward KL(q || p), 1 the reverse
 // KL(p || q), and between them the generalised Jensen-Shannon divergence), and its gradient.
 template <class T>
 class RowPair {
@@ -33,7 +33,7 @@ class RowPair {
                  static_cast<S>(other.log_sum)};
     }
 
-    // Instead of `fold`, where the log-sum-exps are known.
+    // Called instead of `fold` if the log-sum-exps are known.
     void take(const PairNumbers& row) {
         RowGradient<S> own{}, other{};
         set_normalizer(row.lse, own);
@@ -64,9 +64,9 @@ class RowPair {
     // The forward KL's gradient needs no sum over the row.
     bool compares_while_writing() const { return beta_ == 0; }
 
-    // The divergence times `c`, differentiated, in `out`, which may be the student's logits, or narrower rows
-    // inside their memory: whole blocks are read before they are written, and the rest of the row lies
-    // behind. Returns the forward KL, where that is the divergence and has a part.
+    // Writes the gradient of `c` times the divergence to `out`, which may be the student's logits, or
+    // narrower rows inside their memory: each block is read before it is written, and the rest of the row
+    // lies behind it. Returns the forward KL, if that is the divergence and a gradient is computed.
     template <class O>
     double write(const PairNumbers& row, S c, O* out) {
         if (c == 0) {
@@ -84,7 +84,7 @@ class RowPair {
         return std::isfinite(row.lse) && std::isfinite(row.teacher_lse);
     }
 
-    // A row that has infinitely far to go has no direction.
+    // Whether there is a gradient: an infinite divergence has no direction, except for the forward KL.
     bool directed(const PairNumbers& row) const {
         return comparable(row) && (beta_ == 0 || std::isfinite(row.divergence));
     }

@@ -6,8 +6,8 @@
 namespace gspo_kernels {
 namespace {
 
-// Rows of a block of logits that is folded while in cache: so many that packing the weight costs little
-// beside multiplying it.
+// Rows of a block of logits that is folded while it is in cache: so many that packing the weight costs little
+// compared with multiplying it.
 constexpr int64_t kFoldedRows = 43 * kTileRows;
 static_assert(kBlock % kTileColumns == 0);
 
@@ -59,7 +59,7 @@ struct Columns {
           entropy(entropy),
           folds(mutable_values<double>(folds)) {}
 
-    // Row `index` of the call, whose columns from `first` are row `i` of `logits`.
+    // Folds columns of row `index` of the call: those from `first` on are row `i` of `logits`.
     template <class T>
     void fold(const Rows<const T>& logits, int64_t i, int64_t index, int64_t first) const {
         const int64_t label = labels[index];

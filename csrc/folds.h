@@ -1,9 +1,8 @@
-// Statistics of rows whose logits come some columns at a time, and are gone before the next.
+// Statistics of rows whose logits come some columns at a time, and are gone before the next columns come.
 //
-// What is kept of a row is a line of `folds`, fp64 and contiguous, [rows, 2 + 3 * ceil(V / kBlock)]: whether
-// its label has been met, the logit there, and of each block of columns but the label's the maximum and both
-// sums. Blocks of a row are added up in their order, as those of a written row are, so that bits are the
-// same.
+// A row keeps a line of `folds`, fp64 and contiguous, [rows, 2 + 3 * ceil(V / kBlock)]: whether its label has
+// been met, the label's logit, and for each block of columns, without the label's, the maximum and both sums.
+// Blocks of a row are added up in their order, as for a row in memory, so that bits are the same.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -15,18 +14,18 @@
 
 namespace gspo_kernels {
 
-// logits [1, rows, columns] are those from column `first`, a multiple of kBlock, of `vocabulary`; as for
-// rows.h otherwise, but that `options.kept` is of the whole vocabulary. Lines of `folds` begin as zeros.
+// Folds logits [1, rows, columns]: the columns of `vocabulary` from `first` on, a multiple of kBlock. All
+// else is as in rows.h, except that `options.kept` has the whole vocabulary. Lines of `folds` begin as zeros.
 void fold_columns(const Tensor& logits, const Tensor& labels, const LogitOptions& options, int64_t first,
                   int64_t vocabulary, bool entropy, Tensor& folds);
 
-// The same of hidden [rows, H] @ weight [V, H].T + bias, fp32 or bf16 with any strides, by the tiles of
+// The same for hidden [rows, H] @ weight [V, H].T + bias, fp32 or bf16 with any strides, by the tiles of
 // `product`: each block of logits is folded while it is in cache.
 void fold_products(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
                    const Tensor& labels, const LogitOptions& options, bool entropy, int64_t instructions,
                    Tensor& folds);
 
-// The statistics of rows.h, fp32 or fp64, once all columns are there.
+// Computes the statistics of rows.h, fp32 or fp64, once all columns have been folded.
 void folded_statistics(const Tensor& folds, const Tensor& labels, int64_t ignore_index, Tensor& logprobs,
                        Tensor& lse, std::optional<Tensor>& entropy);
 

@@ -1,4 +1,4 @@
-// What row operations share: rows handed to threads, dtypes turned into types, and the tensors that are read.
+// What row operations share: the threads' loop over rows, types for dtypes, and the tensors to read.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -47,7 +47,7 @@ void visit_dtype(const Tensor& tensor, const F& work) {
     }
 }
 
-// What all row operations read.
+// The tensors and options that all row operations read.
 template <class T>
 struct Inputs {
     using S = StatsOf<T>;

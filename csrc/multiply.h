@@ -14,19 +14,19 @@
 
 namespace gspo_kernels {
 
-// Units along K that are summed up in registers before they are added to the rest. Results depend on it: the
-// fewer, the closer to pairwise summation.
+// Units along K that are summed up in registers before they are added to the rest. Results depend on this
+// number: the fewer units, the closer to pairwise summation.
 constexpr int64_t kPieceUnits = 128;
 
 inline int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-// `count` blocks of `size` lines each, whole tiles; the last may have fewer.
+// `count` blocks of `size` lines each, a multiple of a tile's lines; the last block may have fewer.
 struct Blocks {
     int64_t count, size;
 
-    // Of about the same size.
+    // Cuts `lines` into about `blocks` blocks of about the same size.
     static Blocks equal(int64_t lines, int64_t tile, int64_t blocks) {
         const int64_t tiles = divide_up(lines, tile);
         const int64_t size =
@@ -35,7 +35,7 @@ struct Blocks {
     }
 };
 
-// Uninitialised, by cache lines.
+// An uninitialised array that starts at a cache line.
 template <class T>
 struct Lined {
     explicit Lined(int64_t count) : data(new (std::align_val_t(64)) T[count]) {}
@@ -49,10 +49,10 @@ struct Output {
     int64_t stride, rows, columns, depth;
     const float* bias;
     bool accumulate;
-    const int64_t* ends;  // of the pieces along K; null: as long as they may be
+    const int64_t* ends;  // where the pieces along K end; null: each is as long as it may be
 };
 
-// A block of a product that is nowhere but in cache.
+// A computed block of a product that is not stored in a matrix.
 struct Computed {
     const float* values;
     int64_t stride, row, column, height, width;
@@ -63,7 +63,7 @@ struct Piece {
     int64_t begin, end, before, units;
 };
 
-// At least one, which may be empty: there may be a bias.
+// The pieces of K. There is at least one, maybe empty, because a bias is added to the first piece.
 template <class Format>
 std::vector<Piece> pieces_of(const Output& out) {
     using Operand = Lines<typename Format::Value>;
@@ -80,8 +80,8 @@ std::vector<Piece> pieces_of(const Output& out) {
     return pieces;
 }
 
-// An operand in panels, as `pack` makes them. A small one that many blocks of the product share is packed
-// beforehand, once; of others each thread packs what it multiplies.
+// An operand in panels, as `pack` makes them. A small operand that many blocks of the product share is packed
+// once, beforehand. Of other operands each thread packs the blocks that it multiplies.
 template <class T, auto pack>
 class Panels {
   public:
@@ -102,7 +102,7 @@ class Panels {
         });
     }
 
-    // Of a block and a piece, in `own` where they weren't packed before.
+    // The panels of a block and a piece; packed into `own` if they weren't packed beforehand.
     const uint32_t* of(int64_t block, const Piece& piece, uint32_t* own) const {
         if (shared_) return place(block, piece);
         pack_block(block, piece, own);
@@ -128,7 +128,7 @@ class Panels {
     const Lined<uint32_t> memory_;
 };
 
-// `take` is null, or gets each block, from any thread, instead of `out.data`.
+// Computes a product. Without `take` it is written to `out.data`; otherwise threads pass blocks to `take`.
 template <class Format, class Take>
 void multiply(const Lines<typename Format::Value>& a, const Lines<typename Format::Value>& b,
               const Output& out, Blocks rows, Blocks columns, TileProduct tile_product, const Take& take) {
@@ -146,7 +146,7 @@ void multiply(const Lines<typename Format::Value>& a, const Lines<typename Forma
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
         const Lined<uint32_t> own_rows(rows_packed.own_units()), own_columns(columns_packed.own_units());
-        // Sums on their way stay in cache: each value of `out` is written once, and read at most once.
+        // Sums of earlier pieces stay in cache: each value of `out` is written once, and read at most once.
         const Lined<float> sums(hands_on || pieces.size() > 1 ? rows.size * sums_stride : 0);
         if (tile_product.begin) tile_product.begin();
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
@@ -193,7 +193,7 @@ void multiply(const Lines<typename Format::Value>& a, const Lines<typename Forma
 // The best instructions for these operands on this processor.
 Instructions best_instructions(bool bf16);
 
-// Whether this processor has them, and they serve these operands.
+// Whether this processor has these instructions, and they serve these operands.
 bool has_instructions(Instructions instructions, bool bf16);
 
 // Calls `work` with the format of panels and the tile product of some instructions.

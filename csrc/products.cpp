@@ -16,7 +16,7 @@ void multiply_into(const Lines<typename Format::Value>& a, const Lines<typename 
     int64_t row_blocks = divide_up(out.rows, Format::block_rows),
             column_blocks = divide_up(out.columns, kBlockColumns);
     if (row_blocks * column_blocks < 8 * threads) {
-        // few blocks: shares must be equal
+        // with few blocks, threads must get equal shares
         row_blocks = divide_up(row_blocks, threads) * threads;
         const int64_t most = divide_up(out.rows, Format::rows);
         if (most < row_blocks) column_blocks = std::max(column_blocks, divide_up(threads, most));

@@ -1,4 +1,4 @@
-// One row of logits: its statistics, and what follows from them, a block at a time.
+// One row of logits: its statistics and its gradient, computed a block at a time.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ using StatsOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// The rows of logits [B, T, V], or of what is computed from them, by their index among B * T.
+// The rows of logits [B, T, V], or of an output of that shape, by their index among B * T.
 template <class T>
 struct Rows {
     T* data;
@@ -59,9 +59,9 @@ class Row {
 
     int64_t vocabulary() const { return vocabulary_; }
     bool soft_capped() const { return transform_.softcap != 0; }
-    // Neither a soft cap's slopes nor what a mask cuts.
+    // Whether the row has neither a soft cap nor a sampling mask.
     bool only_scaled() const { return !soft_capped() && !kept_; }
-    // dz/dx without the soft cap's part, in the type it is wanted in.
+    // dz/dx without the soft cap's part, as an R.
     template <class R>
     R chain() const {
         return static_cast<R>(transform_.logit_scale) / transform_.temperature;
@@ -69,7 +69,8 @@ class Row {
     int64_t label() const { return label_; }  // -1 where out of range, or cut
     bool label_in(int64_t begin, int64_t n) const { return label_ >= begin && label_ < begin + n; }
 
-    // In `buffer`, or straight in the tensor where nothing has to be converted; -inf where the mask cuts.
+    // z of a block: in `buffer`, or in the tensor itself if nothing has to be converted; -inf where the mask
+    // cuts.
     const S* block(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
         const S* z = transformed(begin, n, buffer, slope);
         if (!kept_) return z;
@@ -78,21 +79,21 @@ class Row {
         return buffer;
     }
 
-    // Blocks begin with a word of the mask.
+    // Puts `fill` where the mask cuts. Blocks begin with a word of the mask.
     void cut_block(int64_t begin, int64_t n, S* values, S fill) const {
         static_assert(kBlock % 32 == 0);
         if (kept_) cut(values, n, kept_ + begin / 32, fill);
     }
 
-    // Whether z are the logits and avx512 takes them.
+    // Whether z are the logits themselves, and avx512 handles them.
     bool for_avx512() const {
         return avx512::handles<T> && avx512::available() && !kept_ && transform_.is_identity();
     }
 
-    // They where they are, for it; null where it needs them side by side first.
+    // The logits in the tensor, for avx512; null if avx512 can't be used or they aren't contiguous.
     const T* stored(int64_t begin) const { return for_avx512() && stride_ == 1 ? data_ + begin : nullptr; }
 
-    // The same with -inf in the label's place.
+    // `block` with -inf in the label's place.
     const S* others(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
         const S* z = block(begin, n, buffer, slope);
         if (!label_in(begin, n)) return z;
@@ -109,7 +110,7 @@ class Row {
         for (; data < end; data += 64) __builtin_prefetch(data);
     }
 
-    // -inf where the label is out of range: it has no part in the sums.
+    // z of the label; -inf if the label is out of range, which adds nothing to the sums.
     S label_logit() const {
         S buffer[1] = {-std::numeric_limits<S>::infinity()};
         return label_ < 0 ? buffer[0] : *transformed(label_, 1, buffer, nullptr);
@@ -140,8 +141,8 @@ struct Statistics {
     double maximum, log_sum;  // lse = maximum + log_sum, kept apart because lse in fp32 can't hold both
 };
 
-// Of the columns but the label's: sums of exp(z - maximum) and exp(z - maximum) (z - maximum), where the
-// maximum may be another number near it.
+// Sums over the columns other than the label's, of exp(z - maximum) and exp(z - maximum) (z - maximum).
+// `maximum` may also be a number near the maximum.
 struct Others {
     double maximum = -kInfinity, sum = 0, weighted = 0;
 
@@ -154,7 +155,7 @@ struct Others {
         maximum = new_maximum;
     }
 
-    // Those of further columns.
+    // Adds the sums of further columns.
     void add(Others more) {
         if (more.maximum > maximum) move_to(more.maximum);
         if (more.maximum < maximum) more.move_to(maximum);
@@ -162,7 +163,7 @@ struct Others {
         weighted += more.weighted;
     }
 
-    // Still -inf: only -inf and NaN so far; any finite shift keeps the one at 0 and the other NaN.
+    // A maximum of -inf means only -inf and NaN so far: any finite shift gives exp 0 and NaN for them.
     template <class S>
     S shift() const {
         return maximum == -kInfinity ? S(0) : static_cast<S>(maximum);
@@ -187,8 +188,8 @@ Statistics statistics_of(const Others& others, bool has_label, double z_label, b
         result.logprob = -(lse_minus_label + rest);
     }
     result.lse = result.maximum + result.log_sum;
-    // As in PyTorch: log_softmax of a row with +inf is NaN, its logsumexp +inf; that of nothing but -inf is
-    // -inf.
+    // As in PyTorch: log_softmax of a row with +inf is NaN, its logsumexp +inf; logsumexp of a row of only
+    // -inf is -inf.
     const double highest = std::max(z_label, maximum_others);
     if (highest == kInfinity) result.lse = kInfinity;
     if (highest == -kInfinity && sum == 0) result.lse = -kInfinity;
@@ -209,7 +210,7 @@ Statistics statistics_of(const Others& others, bool has_label, double z_label, b
     return result;
 }
 
-// Those of a block of columns, by themselves; `exponentials`, where not null, takes exp(z - their maximum).
+// The sums of one block of columns; `exponentials`, if not null, gets exp(z - the block's maximum).
 template <class T>
 Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy, StatsOf<T>* buffer,
                   StatsOf<T>* exponentials = nullptr) {
@@ -218,7 +219,7 @@ Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy
         Others others;
         others.maximum = maximum(z, n);
         const auto shift = others.template shift<StatsOf<T>>();
-        // Memory would idle while the exponentials run: it brings the next block meanwhile.
+        // The next block is prefetched, because memory would idle while exponentials are computed.
         for (int64_t i = 0; i < n; i += kPiece) {
             const int64_t piece = std::min(kPiece, n - i);
             row.prefetch(begin + kBlock + i, kPiece);
@@ -241,7 +242,7 @@ Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy
     return sum(row.others(begin, n, buffer));
 }
 
-// One pass over the row.
+// Computes a row's statistics in one pass over it.
 template <class T>
 Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     alignas(64) StatsOf<T> buffer[kBlock];
@@ -253,27 +254,27 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     return statistics_of(others, row.label() >= 0, row.label_logit(), with_entropy);
 }
 
-// Shift and log_sum of log p = (z - shift) - log_sum: lse as a sum of two.
+// Sets shift and log_sum of log p = (z - shift) - log_sum: their sum is lse.
 template <class S>
 void set_normalizer(double lse, RowGradient<S>& gradient) {
     gradient.shift = static_cast<S>(lse);
     gradient.log_sum = static_cast<S>(lse - gradient.shift);
 }
 
-// The same of a whole row, so chosen that p keeps its relative precision.
+// The same for a whole row: shift and log_sum are chosen so that p keeps its relative precision.
 template <class T>
 void set_normalizer(const Row<T>& row, float logprob, double lse, RowGradient<float>& gradient) {
     set_normalizer(lse, gradient);
-    // Even a sum of two can't hold log V beside finfo.min, with which some mask; z_label - logprob is lse,
-    // too.
+    // Even a sum of two floats can't hold both log V and finfo.min, with which some callers mask.
+    // z_label - logprob is lse as well.
     if (std::abs(lse) > 0x1p24 * std::abs(logprob)) {
         gradient.shift = row.label_logit();
         gradient.log_sum = -logprob;
     }
 }
 
-// For fp64 rows `lse` is rounded like everything else, and log p inherits that in absolute terms. The row, in
-// cache by now, is summed again.
+// For fp64 rows `lse` is rounded to fp64 like everything else, and log p would have its absolute error. So
+// the row is summed again, which also brings it to the cache.
 template <class T>
 void set_normalizer(const Row<T>& row, double, double, RowGradient<double>& gradient) {
     const Statistics statistics = row_statistics(row, false);
@@ -293,7 +294,7 @@ void write_nan(O* out, int64_t n) {
     std::fill_n(out, n, nan);
 }
 
-// c (1 - p), through expm1 because p near 1 cancels, and the entropy's part.
+// The gradient at the label: c (1 - p), by expm1 because 1 - p cancels near p = 1, and the entropy's part.
 template <class S>
 S label_gradient(S logprob, const RowGradient<S>& row) {
     const S value = row.c * -std::expm1(logprob);
@@ -301,8 +302,8 @@ S label_gradient(S logprob, const RowGradient<S>& row) {
     return value - row.entropy_c * std::exp(logprob) * (logprob + row.entropy);
 }
 
-// Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their
-// memory.
+// Writes a row's gradient. Blocks go upwards, and each is read before it is written: `out` may be the
+// logits, or narrower rows inside their memory.
 template <class T, class O, class S>
 void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O* out, bool stream = false) {
     alignas(64) S buffer[kBlock], slope[kBlock];
@@ -327,15 +328,15 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O
         gradient(z, n, gradient_row, g);
         if (row.label_in(begin, n)) g[row.label() - begin] = label_gradient(logprob, gradient_row);
         if (row.soft_capped()) multiply(g, slope, n);
-        row.cut_block(begin, n, g, 0);  // whatever is there, and in the coefficients
+        row.cut_block(begin, n, g, 0);  // whatever logits and coefficients are
         if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
     if (stream) finish_streams();
 }
 
-// row_statistics and write_gradient for logits that are z but for a factor, with one exponential an element:
-// those of the sums, in `memory` of the row's size until their normalizer is known, or in `out`, which may be
-// the logits.
+// row_statistics and write_gradient in one, for rows that are `only_scaled`, with one exponential per
+// element. Until the normalizer is known, the exponentials of the sums are kept in `memory`, of the row's
+// size, or in `out`, which may be the logits.
 template <class T, class O, class S>
 Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S>& memory,
                                    std::vector<double>& maxima) {
@@ -349,7 +350,7 @@ Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S
     }
     maxima.clear();
     Others others;
-    const double z_label = row.label_logit();  // before `out` takes its place
+    const double z_label = row.label_logit();  // read before `out` overwrites it
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
         const Others block = block_sums(row, begin, n, false, buffer, exponentials + begin);
@@ -377,11 +378,11 @@ Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S
     return statistics;
 }
 
-// How far the exponentials of a row may rise above 1 before they are related to another number: e^32 times
-// any vocabulary is far from overflow, and few rows have a block that stands out so far.
+// How far logits may exceed the shift of their exponentials, in nats, before a block gets a new shift: e^32
+// times any vocabulary is far from overflow, and few rows have a block that stands out so far.
 constexpr double kHeadroom = 32;
 
-// Rows that are rounded go through a buffer, as the block functions work on S.
+// Applies `shrink` to a row. Rows of another dtype than S go through a buffer: block functions work on S.
 template <class O, class S>
 void shrink_row(O* out, int64_t n, S factor) {
     if constexpr (std::is_same_v<O, S>) {
@@ -397,9 +398,9 @@ void shrink_row(O* out, int64_t n, S factor) {
     }
 }
 
-// Statistics and what products take in one pass, one exponential an element: `out` is d logprob / d logits
-// but for a factor of the row, exp(z - shift) and at the label minus their sum. Blocks upwards, as in
-// write_gradient.
+// Computes the statistics, and the rows that products take, in one pass with one exponential per element.
+// `out` times the row's `factor` is d logprob / d logits: `out` is exp(z - shift), and at the label minus the
+// sum of the others. Blocks go upwards, as in write_gradient.
 template <class T, class O, class S>
 Statistics write_rows(const Row<T>& row, O* out, S& factor) {
     alignas(64) S buffer[kBlock], slope[kBlock];
@@ -409,7 +410,7 @@ Statistics write_rows(const Row<T>& row, O* out, S& factor) {
     };
     std::vector<Stretch> earlier;  // blocks that were related to another shift than the last
     Others others;
-    const double z_label = row.label_logit();  // before `out`, which may be the logits, takes its place
+    const double z_label = row.label_logit();  // read before `out`, which may be the logits, overwrites it
     S label_slope = 1;
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);

@@ -5,7 +5,7 @@
 namespace gspo_kernels {
 namespace {
 
-// What multiplies the gradient of each row: a tensor [B, T], zeros where it is absent, times a scale.
+// The upstream gradient of each row: a tensor [B, T] times a scale; zeros if the tensor is absent.
 template <class S>
 class Upstream {
   public:
@@ -28,7 +28,7 @@ class Upstream {
     int64_t length_ = 1, stride_b_ = 0, stride_t_ = 0;
 };
 
-// Whether a gradient is written past the caches: it doesn't stay in them, nor are the logits there.
+// Whether a gradient is written past the caches: it is too large to stay in them, and not over the logits.
 bool past_caches(const Tensor& out, const Tensor& logits) {
     return out.numel() * out.element_size() >= kStreamBytes &&
            out.const_data_ptr() != logits.const_data_ptr();
@@ -113,7 +113,7 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
                 return write_zeros(out_row, out_rows.vocabulary);
             }
             const Row<T> row = inputs.row(i);
-            // To keep an exponential takes longer than AVX-512 takes for another.
+            // With AVX-512 it takes less time to compute an exponential again than to keep it.
             const bool at_once = c[i] != 0 && row.label() >= 0 && row.only_scaled() && !row.for_avx512();
             thread_local std::vector<S> memory;
             thread_local std::vector<double> maxima;

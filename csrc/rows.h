@@ -33,8 +33,8 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
 void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& coefficients, Tensor& logprobs, Tensor& lse, Tensor& out);
 
-// Rows in `out`, of the dtype of statistics or, from fp32 statistics, bf16; d logprob / d logits is each row
-// times its factor.
+// Writes rows to `out`, in the dtype of statistics or, with fp32 statistics, in bf16; d logprob / d logits is
+// each row times its factor.
 void logprobs_and_rows(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        Tensor& logprobs, Tensor& lse, Tensor& factors, Tensor& out);
 

@@ -23,7 +23,7 @@ struct Clipped {
     bool low, high;
 };
 
-// A token that does not count, or a sequence without one that does, is never looked at.
+// The sums of one sequence over its tokens that count; a sequence without such tokens is left out.
 struct Sequence {
     int64_t count = 0, clipped_tokens = 0;  // of tokens that the loss counts
     double length = 1, log_ratio = 0, loss = 0, kl = 0;
@@ -51,14 +51,14 @@ double product(double a, double b) {
     return a == 0 || b == 0 ? 0.0 : a * b;
 }
 
-// Ratio and clip decision in fp64.
+// PPO's clip; ratio and clip decision in fp64.
 Clipped clip(double log_ratio, double advantage, double weight, const RatioClip& form) {
     Clipped result{
         .ratio = std::exp(log_ratio),
         .low = advantage < 0 && log_ratio < form.log_low,
         .high = (advantage > 0 && log_ratio > form.log_high) || (advantage < 0 && log_ratio > form.log_dual)};
     if (advantage == 0 || weight == 0) return result;
-    // Bounded before the exponential, by selection: nothing gives 0 * inf, and NaN stays NaN.
+    // The bound is selected before the exponential: nothing gives 0 * inf, and NaN stays NaN.
     const bool clipped = result.low || result.high;
     const double bound = result.low ? form.log_low : advantage > 0 ? form.log_high : form.log_dual;
     const double scale = weight * advantage;
@@ -71,7 +71,7 @@ struct Penalty {
     double value, slope;
 };
 
-// evaluate.kl_penalty and its derivative.
+// evaluate.kl_penalty of the log-ratio to the reference, and its derivative.
 Penalty kl_penalty(double d, int64_t estimator) {
     if (estimator == 1) return {d, 1.0};
     if (estimator == 2) return {0.5 * d * d, d};
@@ -79,7 +79,7 @@ Penalty kl_penalty(double d, int64_t estimator) {
     return {grown + std::max(d, std::numeric_limits<double>::lowest()), -grown};
 }
 
-// Of some elements of log-probs, if there are any.
+// `any_above` of elements `begin` to `end` of log-probs; false if there are no log-probs.
 bool above(const std::optional<Tensor>& logprobs, int64_t begin, int64_t end) {
     if (!logprobs) return false;
     if (logprobs->scalar_type() == torch::headeronly::ScalarType::Double) {
@@ -88,7 +88,7 @@ bool above(const std::optional<Tensor>& logprobs, int64_t begin, int64_t end) {
     return any_above(values<float>(logprobs) + begin, end - begin);
 }
 
-// One number per sequence, or per token where it has two dimensions; 1 where there is none.
+// One number per sequence, or per token if the tensor has two dimensions; 1 without a tensor.
 class Factors {
   public:
     explicit Factors(const std::optional<Tensor>& tensor)
@@ -107,8 +107,8 @@ double share(double part, double whole) {
     return part / (whole > 0 ? whole : 1.0);
 }
 
-// In the order of types.METRICS, and the KL after them where it is wanted.
-// False where there is a doubt.
+// Computes the loss, and the metrics in the order of types.METRICS, followed by the KL if that is wanted.
+// Returns false if a value is in doubt.
 template <class S>
 bool reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_token, bool with_kl, S* loss,
                   S* metrics) {
@@ -204,7 +204,7 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
         S* coefficients = outputs.coefficients ? mutable_values<S>(*outputs.coefficients) : nullptr;
         for_each_sequence([&](int64_t i, Sequence& sequence) {
             const auto [begin, end] = tokens_of(i);
-            // of a token's values in the sum that the divisor divides
+            // the weight of a token's values in the sum that the divisor divides
             const double each = form.count_tokens ? 1.0 : 1.0 / sequence.length;
             double coefficient = 0;
             if (sequence.count && !form.per_token) {

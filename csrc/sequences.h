@@ -14,12 +14,12 @@ using torch::stable::Tensor;
 struct RatioClip {
     double log_low, log_high, log_dual;
     bool count_tokens;
-    int64_t divisor;  // what it counts: 0 sequences, 1 tokens, 2 is one
+    int64_t divisor;  // 0: it counts sequences, 1: tokens, 2: it is one
     double divisor_scale;
     bool per_token;  // ratios and losses are those of tokens, not of sequences
 };
 
-// What is reduced besides log-probs; all contiguous, null means absent. Numbers are fp32 or fp64.
+// What `ratio_step` reads besides log-probs; all contiguous, null means absent. Numbers are fp32 or fp64.
 struct SequenceTokens {
     const bool* mask;                      // of tokens, which are [B, T] or [1, N]
     std::optional<Tensor> old_logprobs;    // the same shape; absent: logprobs themselves
@@ -33,28 +33,28 @@ struct SequenceTokens {
     int64_t kl_estimator = 3;              // k1, k2 or k3
 };
 
-// All of the dtype of logprobs, which is fp32 or fp64.
+// All have the dtype of logprobs, which is fp32 or fp64.
 struct SequenceOutputs {
     Tensor loss, metrics;
-    // of sequences, for rows that are still to be multiplied; absent: not wanted
+    // of sequences, before division by `divisor`, for rows that are yet to be multiplied; absent: not wanted
     std::optional<Tensor> coefficients{}, divisor{};
     std::optional<Tensor> grad_logprobs{};  // like logprobs; absent: not wanted
 };
 
-// False where a log-prob may be above kHighestLogprob, or a sequence's advantage, its log-ratio or the loss
-// is NaN: the values need a closer look.
+// Returns false if a log-prob may be above kHighestLogprob, or a sequence's advantage, its log-ratio or the
+// loss is NaN: then the values need a closer look.
 bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
                 const SequenceOutputs& outputs);
 
-// What a mask and the label that leaves rows out say together; all contiguous.
+// A mask, and labels of which `ignore_index` leaves tokens out as well; all contiguous.
 struct LabelledMask {
     Tensor mask;                   // bool, fp32, fp64, int32 or int64
     std::optional<Tensor> labels;  // int64; absent: the mask alone decides
     int64_t ignore_index;
 };
 
-// Whether the mask holds only 0 and 1. `counted` is true where it isn't 0, nor the label `ignore_index`;
-// `merged` are the labels, `ignore_index` where the mask is 0.
+// Returns whether the mask holds only 0 and 1. `counted` becomes true where the mask isn't 0 and the label
+// isn't `ignore_index`; `merged` becomes the labels, with `ignore_index` where the mask is 0.
 bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>& merged);
 
 }  // namespace gspo_kernels

@@ -91,14 +91,14 @@ constexpr int kVectors = kTileColumns / 16;
 #define GSPO_MULTIPLY_ADD_FP32(sum, a, b) _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum)
 #define GSPO_MULTIPLY_ADD_BF16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
-// Sixteen registers of eight hold the sums of 6 x 16 elements, so a tile takes four rounds over its panels,
-// which L1 holds.
+// AVX2 has sixteen registers of eight floats, enough for the sums of 6 x 16 elements. So a tile takes four
+// rounds over its panels, which L1 holds.
 constexpr int64_t kNarrowRows = 6, kNarrowColumns = 16;
 static_assert(kTileRows % kNarrowRows == 0 && kTileColumns % kNarrowColumns == 0);
 
 #define GSPO_TARGET_NARROW __attribute__((target("avx2,fma")))
 
-// Of a pair of bf16 values, the second or the first as fp32; of an fp32 value, itself.
+// The second or the first value of each pair of bf16 values, as fp32.
 template <bool second>
 GSPO_TARGET_NARROW inline __m256 half_of(__m256i pairs) {
     return _mm256_castsi256_ps(second

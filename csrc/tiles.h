@@ -8,7 +8,7 @@
 
 namespace gspo_kernels {
 
-// Of the tiles in vector registers, and of AMX's.
+// Rows of a tile in vector registers, and of an AMX tile; columns of both.
 constexpr int64_t kTileRows = 12, kAmxRows = 32, kTileColumns = 32;
 // Units along K that one AMX instruction multiplies.
 constexpr int64_t kAmxUnits = 16;
@@ -21,15 +21,15 @@ struct Tile {
     int64_t out_stride;
     const float* base;      // what the product is added to: `out`, a bias, or null for nothing
     int64_t base_stride;    // between its rows
-    int64_t rows, columns;  // of `out` that there are, at most the tile's
-    bool stream;            // past the caches: `out` is 64-byte aligned, and so are its rows
+    int64_t rows, columns;  // of `out` that are written, at most the tile's
+    bool stream;            // write past the caches: `out` is 64-byte aligned, and so are its rows
 };
 
-// Results of this size don't stay in any cache until they are read: written past them, they don't have to be
-// fetched first.
+// Results of this size or more don't stay in any cache until they are read. If they are written past the
+// caches, their lines don't have to be fetched first.
 constexpr int64_t kStreamBytes = int64_t{1} << 25;
 
-// Makes what was streamed by this thread visible to others.
+// Makes the streamed writes of this thread visible to other threads.
 void finish_streams();
 
 struct TileProduct {
@@ -39,18 +39,18 @@ struct TileProduct {
     void (*end)() = nullptr;
 };
 
-// What multiplies; products.cpp has the rule that chooses.
+// The instructions that multiply; products.cpp has the rule that chooses.
 enum class Instructions : int64_t {
     best,          // the fastest that this processor has
     amx,           // bf16: tdpbf16ps
     avx512_bf16,   // bf16: vdpbf16ps
     avx512,        // fp32: fused multiply-adds of 16; bf16 is widened to fp32 while it is packed
     avx2,          // fp32: fused multiply-adds of 8; bf16 with the sums of avx512_bf16
-    portable,      // plain C++ with the sums of avx2, but for fused multiply-adds of fp32
+    portable,      // plain C++ with the sums of avx2, except for fused multiply-adds of fp32
     portable_amx,  // bf16: plain C++ with the bits of amx
 };
 
-// Null where this processor lacks the instructions, or where they don't serve these operands.
+// `multiply` is null if this processor lacks the instructions, or if they don't serve these operands.
 TileProduct vector_tile(Instructions instructions, bool bf16);
 TileProduct amx_tile(Instructions instructions);
 

@@ -23,8 +23,8 @@ S* mutable_values(const torch::stable::Tensor& tensor) {
     return static_cast<S*>(tensor.mutable_data_ptr());
 }
 
-// Elements of a contiguous tensor of fp32 or fp64, read as fp64; false where there is no tensor. One without
-// elements is there, whatever its address.
+// Elements of a contiguous tensor of fp32 or fp64, read as fp64; false if there is no tensor. A tensor
+// without elements is true, whatever its address.
 class Reals {
   public:
     explicit Reals(const std::optional<torch::stable::Tensor>& tensor)

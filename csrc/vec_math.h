@@ -139,7 +139,7 @@ GSPO_INLINE PowerOfTwoAndExpm1<S> reduced_exp(S x) {
     return {std::bit_cast<S>(power), r + (r * r) * polynomial};
 }
 
-// exp(x) for x up to a little above 0; what would be subnormal is 0. exp(-inf) is 0, exp(NaN) is NaN.
+// exp(x) for x up to a little above 0; subnormal results are 0. exp(-inf) is 0, exp(NaN) is NaN.
 template <class S>
 GSPO_INLINE S exp_nonpositive(S x) {
     const auto [power, expm1] = reduced_exp(x);

@@ -29,12 +29,12 @@ from benchmarks.resident import peak_of_this_process
 
 @dataclass
 class Batch:
-    """What a step of training has at hand, for prompts with several completions each.
+    """The inputs of a training step, for prompts with several completions each.
 
     Attributes:
-        hidden: [B, T, H], what the model's backbone returns; wants a gradient.
-        labels: [B, T], the token that follows each position, -100 where none counts.
-        old_logprobs: [B, T], of the policy that sampled.
+        hidden: [B, T, H], the output of the model's backbone; requires a gradient.
+        labels: [B, T], the token that follows each position, -100 where it does not count.
+        old_logprobs: [B, T], log-probs of the labels under the policy that sampled.
         advantages: [B]; 0 where all completions of a prompt had the same reward.
     """
 
@@ -45,7 +45,7 @@ class Batch:
 
 
 def plain_grpo(batch: Batch, head: nn.Linear) -> Tensor:
-    """GRPO as it is written down: one ratio per token."""
+    """GRPO as its formula says: one ratio per token."""
     mask = batch.labels != -100
     logits = head(batch.hidden).float()
     index = batch.labels.clamp(min=0).unsqueeze(-1)
@@ -69,7 +69,7 @@ def plain_gspo(batch: Batch, head: nn.Linear) -> Tensor:
 
 
 def fused_from_logits(batch: Batch, head: nn.Linear) -> Tensor:
-    """One pass over the logits, which are all that is kept: no log-softmax, no mask, no gather."""
+    """One pass over the logits, the only large tensor that is kept: no log-softmax, no mask, no gather."""
     logits = head(batch.hidden)
     return gk.fused_policy_loss(
         logits,
@@ -81,8 +81,8 @@ def fused_from_logits(batch: Batch, head: nn.Linear) -> Tensor:
 
 
 def fused_from_hidden(batch: Batch, head: nn.Linear) -> Tensor:
-    """The output layer goes in, too: logits exist a chunk at a time, and sequences without a gradient leave
-    the backward's products.
+    """The loss includes the output layer: logits exist a chunk at a time, and sequences without a gradient
+    are left out of the backward's products.
     """
     return gk.fused_linear_policy_loss(
         batch.hidden,
@@ -95,8 +95,8 @@ def fused_from_hidden(batch: Batch, head: nn.Linear) -> Tensor:
 
 
 def without_idle_sequences(batch: Batch, head: nn.Linear) -> Tensor:
-    """Sequences without an advantage leave the forward's product as well: their log-probs come as zeros, and
-    metrics are those of the others.
+    """Sequences without an advantage are left out of the forward's product as well: their log-probs are
+    returned as zeros, and metrics are those of the other sequences.
     """
     return gk.fused_linear_policy_loss(
         batch.hidden,
@@ -120,7 +120,7 @@ VERSIONS: tuple[Version, ...] = (
 
 
 def make_problem(options: argparse.Namespace) -> tuple[Batch, nn.Linear]:
-    """Random hidden states; half of the prompts have completions of equal reward."""
+    """Return a random batch and a head; half of the prompts have completions of equal reward."""
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     generator = torch.Generator().manual_seed(0)
     sequences = options.prompts * options.completions
@@ -141,7 +141,7 @@ def make_problem(options: argparse.Namespace) -> tuple[Batch, nn.Linear]:
 
 
 def step(version: Version, batch: Batch, head: nn.Linear) -> Tensor:
-    """Forward and backward into gradients that don't exist yet."""
+    """Run forward and backward, without gradients from before; return the loss."""
     batch.hidden.grad = head.weight.grad = None
     loss = version(batch, head)
     loss.backward()
@@ -149,7 +149,7 @@ def step(version: Version, batch: Batch, head: nn.Linear) -> Tensor:
 
 
 def seconds(run: Callable[[], Tensor], rounds: int) -> float:
-    """Median of some rounds, after one that doesn't count."""
+    """Return the median seconds of ``rounds`` runs, after one that doesn't count."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -159,7 +159,7 @@ def seconds(run: Callable[[], Tensor], rounds: int) -> float:
 
 
 def peak(version: Version, batch: Batch, head: nn.Linear) -> float:
-    """Bytes that a step takes at most on top of its inputs; NaN where the system doesn't tell."""
+    """Return the peak bytes of a step on top of its inputs; NaN if the system doesn't report them."""
     batch.hidden.grad = head.weight.grad = None
     if batch.hidden.is_cuda:
         before = torch.cuda.memory_allocated()
@@ -174,7 +174,7 @@ def peak(version: Version, batch: Batch, head: nn.Linear) -> float:
 
 
 def changes(before: Version | None, after: Version) -> str:
-    """The lines of a version's body; those that are new since the one before are marked."""
+    """Return the lines of a version's body, with the differences from the previous version marked."""
 
     def body(version: Version) -> list[str]:
         return textwrap.dedent(inspect.getsource(version).split('"""')[2]).strip("\n").splitlines()
@@ -186,7 +186,7 @@ def changes(before: Version | None, after: Version) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Go through all versions."""
+    """Print the code, time and memory of all versions."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,8 +3,8 @@
     python examples/one_page.py                              # a tiny model learns to sort four digits
     python examples/one_page.py --model DIR --learning-rate 1e-6 --precision bf16
 
-Another task is another `make_rows` and another `reward`. Loss and advantages are public functions of
-gspo_kernels, all else is plain PyTorch and transformers. `gspo train` adds what a long run needs: checkpoints
+For another task, write another `make_rows` and `reward`. Loss and advantages are public functions of
+gspo_kernels; all else is plain PyTorch and transformers. `gspo train` adds what a long run needs: checkpoints
 and resume, several devices, packed rows, adapters, vLLM.
 """
 
@@ -32,7 +32,7 @@ Rows = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is made of."""
+    """The options of a run."""
 
     model: str | None = None  # a directory, or a name on the Hub; none: a tiny model, made here
     output: Path = Path("runs/one_page")  # metrics.jsonl, progress.png and model/ go there
@@ -53,7 +53,7 @@ class Options:
 
 
 def make_rows(seed: int) -> tuple[Rows, Rows]:
-    """Return rows to train on and rows to evaluate on, which share no answer: none can be remembered."""
+    """Return rows to train on and rows to evaluate on, which share no answer: none can be memorized."""
     generator = random.Random(seed)
     answers = ["".join(digits) for digits in itertools.combinations_with_replacement("0123456789", 4)]
     generator.shuffle(answers)
@@ -67,7 +67,7 @@ def make_rows(seed: int) -> tuple[Rows, Rows]:
 
 
 def reward(row: dict[str, str], completion: str) -> float:
-    """1 for the right answer and nothing else."""
+    """Return 1 if the completion is exactly the right answer, else 0."""
     return float(completion == row["answer"])
 
 
@@ -111,15 +111,15 @@ def make_tiny_model(rows: Rows, seed: int, device: str) -> tuple[Any, Any]:
 
 
 class Rollout(NamedTuple):
-    """B completions, those of a prompt in a row; prompts of up to P tokens, completions of up to C."""
+    """B completions, consecutive for a prompt; prompts have up to P tokens, completions up to C."""
 
     ids: Tensor  # [B, P + C]: prompts, padded on the left, and completions, padded on the right
-    mask: Tensor  # [B, P + C] bool: what is no padding
-    labels: Tensor  # [B, C]: the completions' tokens and the end token, IGNORED behind it
+    mask: Tensor  # [B, P + C] bool: False for padding
+    labels: Tensor  # [B, C]: the completions' tokens and the end token, IGNORED after it
     rewards: Tensor  # [B] fp32
 
     def rows(self, index: Tensor) -> Rollout:
-        """Return some of the completions."""
+        """Return the completions with these indices."""
         return Rollout(*(field[index] for field in self))
 
 
@@ -141,7 +141,7 @@ def sample(model: Any, tokenizer: Any, rows: Rows, options: Options, greedy: boo
         ids = model.generate(**inputs, generation_config=config)
     tokens = ids[:, inputs.input_ids.shape[1] :]
     ends = (tokens == tokenizer.eos_token_id).int()
-    written = ends.cumsum(1) - ends == 0  # up to the first end token, and that
+    written = ends.cumsum(1) - ends == 0  # up to and including the first end token
     completions = tokenizer.batch_decode(
         tokens.where(written, tokenizer.pad_token_id), skip_special_tokens=True
     )
@@ -155,12 +155,12 @@ def sample(model: Any, tokenizer: Any, rows: Rows, options: Options, greedy: boo
 
 
 def autocast(options: Options) -> torch.autocast:
-    """Return the context in which products are as precise as the options say."""
+    """Return the context in which products have the precision of the options."""
     return torch.autocast(options.device.split(":")[0], torch.bfloat16, enabled=options.precision == "bf16")
 
 
 def hidden_states(model: Any, rollout: Rollout) -> Tensor:
-    """Return [B, C, H]: for each label the state that predicts it, the one before it."""
+    """Return for each label the hidden state that predicts it, at the position before: [B, C, H]."""
     last = model.base_model(
         input_ids=rollout.ids,
         attention_mask=rollout.mask,
@@ -172,7 +172,7 @@ def hidden_states(model: Any, rollout: Rollout) -> Tensor:
 
 @torch.no_grad()
 def old_logprobs(model: Any, rollout: Rollout, options: Options) -> Tensor:
-    """Return [B, C] fp32 log-probs, by the path of the new ones: a sampler rounds beyond the clip range."""
+    """Return fp32 log-probs [B, C], by the path of the new ones: a sampler's rounding exceeds clip ranges."""
     parts = []
     for index in torch.arange(len(rollout.ids)).split(options.micro_batch):
         part = rollout.rows(index)
@@ -195,7 +195,7 @@ def update(
         # A completion without advantage has no gradient: it counts in the divisor and costs nothing.
         index = index[advantages[index].cpu() != 0]
         if len(index) > 0:
-            # The first step meets the weights that sampled: its old log-probs are the new ones, its ratios 1.
+            # The first step has the weights that sampled: its old log-probs are the new ones, its ratios 1.
             old = old_logprobs(model, rollout.rows(index), options) if steps else None
             steps.append((index, count, old))
     metrics = {}
@@ -251,7 +251,7 @@ def plot(records: list[dict[str, float]], path: Path) -> None:
 
 
 def main(options: Options) -> list[dict[str, float]]:
-    """Train; return the metrics of every step, which are in ``metrics.jsonl`` as well."""
+    """Train; return the metrics of every step, which are written to ``metrics.jsonl`` as well."""
     train_rows, held_out = make_rows(options.seed)
     if options.model is None:
         model, tokenizer = make_tiny_model(train_rows, options.seed, options.device)

@@ -33,10 +33,10 @@ def gspo_loss(samples, old_logprobs, objective=GSPO, high=2.0):
 
     Args:
         samples: the sequences, in the order of the service's data.
-        old_logprobs: of each the trainer's log-probs before the updates, one tensor per sequence; the last
-            ones are those of the completion.
-        objective: GSPO, or any other.
-        high: sequences that the trainer finds more likely than the sampler weigh at most this.
+        old_logprobs: the trainer's log-probs before the updates, one tensor per sequence; the last values are
+            those of the completion.
+        objective: GSPO, or any other objective.
+        high: the largest weight of a sequence that the trainer finds more likely than the sampler did.
     """
 
     def of_completions(values):
@@ -77,7 +77,7 @@ def update(client, data, samples, adam, minibatches=2):
 
 
 def main():
-    """Teach a model to answer briefly, a few steps."""
+    """Teach a model to answer briefly, in a few steps."""
     import tinker
     from tinker import types
 
@@ -103,7 +103,7 @@ def main():
 
 
 def datum(types, sample):
-    """A sequence as the service takes it: what goes in, and the token that each position predicts."""
+    """Return a sequence as the service takes it: input tokens, and the token that each position predicts."""
     ids = sample.prompt + sample.completion
     targets = types.TensorData.from_torch(torch.tensor(ids[1:]))
     return types.Datum(

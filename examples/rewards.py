@@ -9,7 +9,7 @@ import re
 
 
 def right_number(prompts, completions, completion_ids, *, answer, **columns):
-    """1 if the last number in the completion is the answer, otherwise 0; None where there is no answer."""
+    """Return 1 if the last number in the completion is the answer, else 0; None where there is no answer."""
     rewards = []
     for text, expected in zip(completions, answer, strict=True):
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
@@ -20,12 +20,12 @@ def right_number(prompts, completions, completion_ids, *, answer, **columns):
 
 
 def brief(prompts, completions, completion_ids, **columns):
-    """From 1 for an empty completion down to 0 for 256 tokens and more."""
+    """Return 1 for an empty completion, falling linearly to 0 for 256 tokens and more."""
     return [1.0 - min(len(ids), 256) / 256 for ids in completion_ids]
 
 
 def per_digit(prompts, completions, completion_ids, *, answer, **columns):
-    """Share of the places that hold the right character; 0 for a completion of another length."""
+    """Return the share of places with the right character; 0 for a completion of another length."""
     return [
         sum(a == b for a, b in zip(text, right, strict=True)) / len(right) if len(text) == len(right) else 0.0
         for text, right in zip(completions, answer, strict=True)

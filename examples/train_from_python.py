@@ -8,7 +8,7 @@ from gspo_kernels.trainer.demo import make_model, make_tokenizer
 
 
 def capitals(completions):
-    """Share of capital letters in the completion."""
+    """Return the share of capital letters in each completion."""
     return [sum("A" <= char <= "Z" for char in text) / max(len(text), 1) for text in completions]
 
 

@@ -1,6 +1,7 @@
 """Fused losses for sequence-level policy optimization: Triton kernels on the GPU, C++ kernels on the CPU.
 
-Everything is imported on first use: torch takes seconds, and a wrong option of the trainer needs none.
+Everything is imported on first use: importing torch takes seconds, and the trainer reports wrong options
+without it.
 """
 
 from importlib import import_module
@@ -58,7 +59,7 @@ _NAMES = {
     "selected": ["linear_selected_logprobs", "selected_logprobs"],
     "types": ["DistillationOutput", "LoRAHead", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],
 }
-"""What is public, by its module; so are the modules ``advantages`` and ``objectives``, and the objectives."""
+"""Public names by module. The modules ``advantages``, ``objectives`` and all objectives are public, too."""
 
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 

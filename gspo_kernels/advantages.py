@@ -1,7 +1,7 @@
 """Rewards to advantages.
 
-Rewards that are NaN are left out of every mean and std and get 0. A group with one reward, or with all
-rewards equal, gets exactly 0. Everything is computed in fp64 and carries no gradient.
+Rewards that are NaN are left out of every mean and std, and their advantage is 0. A group with one reward, or
+with all rewards equal, gets advantages of exactly 0. Everything is computed in fp64 and carries no gradient.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def group_normalized(
 ) -> Tensor:
     """``A_i = (R_i - mean_group) / (std + eps)``, GSPO's Eq. 6 (arXiv 2507.18071) with TRL's eps.
 
-    The std is the unbiased one. Rewards that are NaN are left out of every mean and std and get 0. A group
-    with one reward, or with all rewards equal, gets exactly 0.
+    The std is the unbiased one. Rewards that are NaN are left out of every mean and std, and their advantage
+    is 0. A group with one reward, or with all rewards equal, gets advantages of exactly 0.
 
     Args:
         rewards: [B], floating point.
-        group_size: groups are runs of this many consecutive rewards. Give this or ``group_ids``.
+        group_size: groups are runs of this many consecutive rewards. Pass either this or ``group_ids``.
         group_ids: [B], integers: rewards with equal ids form a group.
-        scale: "group": divide by the group's std. "batch": by the std over all rewards. "none": don't divide
-            (Dr. GRPO).
+        scale: "group": divide by the group's std. "batch": divide by the std over all rewards. "none": don't
+            divide (Dr. GRPO).
         eps: added to the std; verl uses 1e-6.
 
     Returns:
@@ -58,8 +58,8 @@ def group_normalized(
 def leave_one_out(
     rewards: Tensor, *, group_size: int | None = None, group_ids: Tensor | None = None
 ) -> Tensor:
-    """RLOO: each reward less the mean of its group's others, ``A_i = G / (G - 1) (R_i - mean_group)``, from
-    the paper (arXiv 2402.14740).
+    """RLOO: each reward minus the mean of the other rewards of its group, ``A_i = G / (G - 1) (R_i -
+    mean_group)``, from the paper (arXiv 2402.14740).
 
     Args:
         rewards: [B], floating point.
@@ -80,8 +80,8 @@ def leave_one_out(
 def optimal_baseline(
     rewards: Tensor, lengths: Tensor, *, group_size: int | None = None, group_ids: Tensor | None = None
 ) -> Tensor:
-    """OPO: each reward less its group's length-weighted mean, ``A_i = R_i - sum_j |y_j| R_j / sum_j |y_j|``,
-    without std, from the paper (arXiv 2505.23585), which trains exactly on-policy.
+    """OPO: each reward minus its group's length-weighted mean, ``A_i = R_i - sum_j |y_j| R_j / sum_j |y_j|``,
+    not divided by a std. From the paper (arXiv 2505.23585), which trains exactly on-policy.
 
     Args:
         rewards: [B], floating point.
@@ -112,18 +112,18 @@ def gdpo(
     2601.05242).
 
     ``A_i = sum_n w_n (R_in - mean_group,n) / (std_group,n + eps)``, then whitened over the batch:
-    ``(A_i - mean) / (std + eps)``. A sequence whose rewards are all NaN gets 0 and is left out of both.
+    ``(A_i - mean) / (std + eps)``. A sequence whose rewards are all NaN gets 0 and is left out of both steps.
 
-    verl whitens over tokens instead, with 1e-8 added to the variance: ``(A_i - mean) / sqrt(var + 1e-8)``, a
-    sequence counted as often as it has tokens. That is what ``lengths`` does; with ``eps=1e-6`` it is verl's
-    code but for groups of one, which get 0 before whitening, where verl keeps their reward.
+    verl whitens over tokens instead and adds 1e-8 to the variance: ``(A_i - mean) / sqrt(var + 1e-8)``, where
+    a sequence counts as often as it has tokens. ``lengths`` does that. With ``eps=1e-6`` the result is that
+    of verl's code, except for groups of one: they get 0 before whitening, where verl keeps their reward.
 
     Args:
         rewards: [B, K], floating point: K rewards per sequence.
         group_size, group_ids: as in ``group_normalized``.
-        weights: [K], the weight of each reward; None: 1.
+        weights: [K], the weight of each reward; None: all are 1.
         lengths: [B], numbers of counted tokens, not negative, to whiten over tokens; None: over sequences.
-        eps: added to every std; not to the tokens' one.
+        eps: added to every std, except in whitening over tokens, which always adds 1e-8 to the variance.
 
     Returns:
         [B], fp32 (fp64 for fp64 rewards).
@@ -154,13 +154,14 @@ def reinforce_plus_plus(
     lengths: Tensor | None = None,
     eps: float = 1e-8,
 ) -> Tensor:
-    """REINFORCE++: returns whitened over the whole batch, ``A_i = (R_i - mean) / sqrt(var + eps)``; with
-    groups the baseline form, which subtracts the group's mean first. After verl's code for the paper (arXiv
-    2501.03262).
+    """REINFORCE++: returns whitened over the whole batch, ``A_i = (R_i - mean) / sqrt(var + eps)``. With
+    groups this is the baseline form, which first subtracts the group's mean. After verl's code for the paper
+    (arXiv 2501.03262).
 
-    Outcome rewards without discount: every token's return is its sequence's reward. Code that whitens over
-    tokens (verl, OpenRLHF) counts a sequence as often as it has tokens: ``lengths`` does that. A group of one
-    gets 0 before whitening, where verl keeps its reward. A KL penalty inside the reward is the caller's.
+    Rewards are outcome rewards without discount: every token's return is its sequence's reward. Code that
+    whitens over tokens (verl, OpenRLHF) counts a sequence as often as it has tokens: ``lengths`` does that. A
+    group of one gets 0 before whitening, where verl keeps its reward. Callers who want a KL penalty inside
+    the reward add it themselves.
 
     Args:
         rewards: [B], floating point.
@@ -204,7 +205,8 @@ def turn_normalized(
             token belongs to; -1: none (prompts, tool output).
         group_size, group_ids, eps: as in ``group_normalized``.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
-        scale: "group": divide by the std of the group's turn. "batch": by the std over all rewards. "none".
+        scale: "group": divide by the std of the group's turn. "batch": divide by the std over all rewards.
+            "none": don't divide.
 
     Returns:
         The shape of ``turn_ids``, fp32 (fp64 for fp64 rewards): per-token advantages; 0 outside turns.
@@ -240,11 +242,11 @@ def turn_normalized(
 
 
 def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
-    """GRPO-RM: the classes are the responses and form the group, each a sequence of one token.
+    """GRPO-RM: the classes of an example are the responses of its group, each a sequence of one token.
 
-    ``group_normalized`` over the classes of each example. The result flattened goes with labels [P * C, 1]
-    (each class a sequence, for any objective); as it is, it is per-token advantages for labels [P, C]. From
-    text about the paper (arXiv 2511.15256).
+    This is ``group_normalized`` over the classes of each example. Flattened, the result fits labels
+    [P * C, 1], where each class is a sequence, for any objective. As it is, it holds per-token advantages for
+    labels [P, C]. Written after text about the paper (arXiv 2511.15256).
 
     Args:
         rewards: [P, C], floating point: the reward of each class for each example.
@@ -266,18 +268,18 @@ def reverse_kl(
 ) -> Tensor:
     """On-policy distillation's advantages: ``A_t = coef (log q(y_t) - log p(y_t))``, teacher minus student.
 
-    With p the policy that sampled, the policy gradient of these per-token advantages is in expectation minus
-    that of each token's reverse KL(p || q): what "On-Policy Distillation" (Thinking Machines, 2025) trains
-    with. Without a discount: a token answers for its own divergence alone.
+    If p is the policy that sampled, the policy gradient of these per-token advantages is in expectation minus
+    the gradient of each token's reverse KL(p || q). "On-Policy Distillation" (Thinking Machines, 2025) trains
+    with them. There is no discount: a token's advantage holds its own divergence alone.
 
     Args:
-        logprobs: [B, T] or [N], floating point, nats: of the sampled tokens under the student that sampled.
-        teacher_logprobs: the same shape and device: under the teacher.
-        loss_mask: the same shape, bool or 0/1: tokens that count; the others get 0, whatever stands there.
+        logprobs: [B, T] or [N], floating point, nats: the sampled tokens under the student that sampled them.
+        teacher_logprobs: the same shape and device: the same tokens under the teacher.
+        loss_mask: the same shape, bool or 0/1: tokens that count; others get 0, whatever their log-probs are.
         coef: factor, positive.
 
     Returns:
-        The shape of ``logprobs``, detached, fp32 (fp64 for fp64 log-probs). 0 where both rule a token out.
+        The shape of ``logprobs``, detached, fp32 (fp64 for fp64 log-probs). 0 where both log-probs are -inf.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -326,11 +328,11 @@ class _Groups:
         return result
 
     def count(self, values: Tensor) -> Tensor:
-        """For each value, how many values of its group are not NaN."""
+        """Return for each value how many values of its group are not NaN."""
         return self.reduce(exact(~values.isnan()), "sum")
 
     def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Values less their group's (weighted) mean: 0 where NaN, and exactly 0 where all are equal."""
+        """Subtract the group's (weighted) mean; 0 for NaN, and exactly 0 where a group's values are equal."""
         present = ~values.isnan()
         kept = torch.where(present, values, 0.0)
         share = exact(present)
@@ -355,13 +357,16 @@ def _normalized(values: Tensor, groups: _Groups, scale: str, eps: float) -> Tens
 
 
 def _std(values: Tensor) -> Tensor:
-    """The unbiased std of what is not NaN; 0 where that is one value."""
+    """Return the unbiased std of the values that are not NaN; 0 if there are fewer than two."""
     kept = values[~values.isnan()]
     return kept.std() if kept.numel() > 1 else kept.new_zeros(())
 
 
 def _whitened(values: Tensor, eps: float, weights: Tensor | None = None, squared: bool = False) -> Tensor:
-    """Subtract the mean, divide by its unbiased std (``eps`` added to it or its square); 0 for NaN."""
+    """Subtract the mean and divide by the unbiased std; return 0 for NaN.
+
+    ``eps`` is added to the std or, if ``squared``, to the variance.
+    """
     present = ~values.isnan()
     kept = values[present]
     if kept.numel() == 0 or bool((kept == kept[0]).all()):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
 
 
 def selected(values: Tensor | None, mask: Tensor) -> Tensor | None:
-    """As fp64, zeros outside the mask; what stands there may be anything."""
+    """Return the values in fp64 with zeros outside the mask, where they may be anything."""
     return None if values is None else torch.where(mask, exact(values), 0.0)
 
 
@@ -30,17 +30,17 @@ class Aggregation:
     """Counts and weights that turn per-token and per-sequence values of a call into one loss.
 
     Attributes:
-        layout: of the tokens, with sums over those of all ranks of ``cp_group``.
-        mask: bool, the shape of the tokens: those that count.
+        layout: of the tokens; its sums run over the tokens of all ranks of ``cp_group``.
+        mask: bool, the shape of the tokens: which tokens count.
         nonempty: [B] bool: sequences with a counted token.
         lengths: [B] fp64, |y_i|; 1 for empty sequences.
-        counted: 0-d fp64: what the outer divisor counts, or the normalizer in its place.
-        total: the same, 1.0 for 0.
-        divisor: the same times the constant that belongs to the objective's aggregation.
+        counted: 0-d fp64: what the outer divisor counts, or the normalizer, which replaces that count.
+        total: ``counted``, or 1.0 where that is 0.
+        divisor: ``total`` times the constant of the objective's aggregation.
     """
 
     def __init__(self, tokens: Tensor, terms: Terms):
-        """``tokens`` give shape and device."""
+        """Compute the counts; of ``tokens`` only shape and device matter."""
         objective = from_spec(terms.objective)
         layout, mask = terms.layout(tokens), terms.counted(tokens)
         if terms.cp_group:
@@ -71,25 +71,25 @@ class Aggregation:
         self.divisor = self.total * scale
 
     def selected(self, values: Tensor | None) -> Tensor | None:
-        """[B] or tokens as fp64, zeros where nothing is counted."""
+        """Return [B] or tokens in fp64, with zeros where nothing is counted."""
         if values is None:
             return None
         return selected(values, self.mask if values.ndim == self.mask.ndim else self.nonempty)
 
     def token_shares(self) -> Tensor:
-        """Tokens: d loss / d value of each counted token, 0 elsewhere."""
+        """Return d loss / d value of each counted token, 0 for other tokens."""
         share = torch.where(self.mask, 1.0 / self.divisor, 0.0)
         return share / self.layout.expand(self.lengths) if self._per_sequence else share
 
     def sequence_shares(self) -> Tensor:
-        """[B]: d loss / d value of each sequence with a counted token, 0 elsewhere."""
+        """Return d loss / d value of each sequence with a counted token, 0 for other sequences; [B]."""
         share = torch.where(self.nonempty, 1.0 / self.divisor, 0.0)
         return share if self._per_sequence else share * self.lengths
 
 
 @operator
 def token_shares(tokens: Tensor, terms: Terms) -> Tensor:
-    """[B, T] fp64: d loss / d value of each token, ``token_weights`` on its value; looks at values first."""
+    """Check values, then return d loss / d value of each token times its ``token_weights``, [B, T] fp64."""
     terms = check_values(tokens, terms)
     aggregation = Aggregation(tokens, terms)
     weights = aggregation.selected(terms.token_weights)
@@ -113,10 +113,10 @@ def normalizer(
     group: ProcessGroup | DeviceMesh | None = None,
     parallel: Parallel = Parallel(),
 ) -> Tensor:
-    """What the outer divisor of an objective's loss counts: the ``normalizer=`` of every micro-batch.
+    """Return what the outer divisor of an objective's loss counts, as ``normalizer=`` for every micro-batch.
 
-    Called once on the whole batch, it makes the losses and gradients of any micro-batches add up to the
-    whole batch's.
+    Call this once on the whole batch. If every micro-batch then gets the result as ``normalizer=``, their
+    losses and gradients add up to those of the whole batch, however it is cut.
 
     Args:
         objective: the loss; its ``aggregation`` decides whether sequences, tokens or pairs are counted.
@@ -124,21 +124,21 @@ def normalizer(
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
         lengths: [B], |y_i| where it is not the number of counted tokens.
         advantages: [B]; only for objectives that count pairs.
-        group_ids: [B], integers; only for objectives that count pairs. Groups of different ranks are
-            different ones, whatever their ids.
+        group_ids: [B], integers; only for objectives that count pairs. Groups on different ranks are
+            different groups, even if their ids are equal.
         group: a ProcessGroup, or a DeviceMesh of one dimension: the data-parallel ranks, each with its own
-            part of the batch. The result is their sum over their number, because DDP and FSDP average
-            gradients: the average of gradients, and of losses, is the whole batch's then.
-        parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences; their parts count
-            as one, and the result is the same on all of them.
+            part of the batch. The result is the sum of their counts divided by the number of ranks, because
+            DDP and FSDP average gradients: the averages of gradients and losses are then the whole batch's.
+        parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences; the parts of a
+            sequence count as one sequence, and the result is the same on all ranks.
 
     Returns:
-        0-d fp64 tensor, on the mask's device: the count, 1.0 where nothing is counted, on no rank.
+        0-d fp64 tensor, on the mask's device: the count, or 1.0 if no rank counts anything.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
         RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
-            something else; see ``docs/parallel.md``.
+            other arguments; see ``docs/parallel.md``.
     """
     passed = Terms(
         loss_mask=loss_mask,

@@ -1,6 +1,6 @@
-"""Sets of token ids as bitmasks, one per row: bit v % 32 of int32 word v // 32 says whether it holds id v.
+"""Sets of token ids as bitmasks, one per row: bit v % 32 of int32 word v // 32 says whether the set has id v.
 
-A mask has an eighth of a byte per id: a 32nd of its row of fp32 logits.
+A mask takes an eighth of a byte per id, a 32nd of the memory of a row of fp32 logits.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 NO_ID = -100
-"""What fills up rows of ids that have fewer than others."""
+"""The padding of rows that have fewer ids than others."""
 
 
 def words(vocabulary: int) -> int:
-    """Length of a mask."""
+    """Return the length of a mask in words."""
     return -(-vocabulary // 32)
 
 
 def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
-    """[..., K] ids, in any order and any number of times, to [..., W]; ids out of range are left out."""
-    # a bit counts once: the first of equal ids has it
+    """Turn ids [..., K], in any order and any number of times, into masks [..., W]; skip ids out of range."""
+    # bits are added up, so only the first of equal ids may add its bit
     ids = ids.to(torch.int64).sort(dim=-1).values
     counts = (ids >= 0) & (ids < vocabulary)
     counts[..., 1:] &= ids[..., 1:] != ids[..., :-1]
@@ -29,7 +29,10 @@ def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
 
 
 def packed_rows(ids: Tensor, counts: Tensor, vocabulary: int) -> Tensor:
-    """[S] ids of n rows one after the other, [n] of them each and none twice in a row, to [n, W]."""
+    """Turn the ids [S] of n rows, one row after the other, into masks [n, W].
+
+    ``counts`` [n] says how many ids each row has. No id may occur twice in a row.
+    """
     length = words(vocabulary)
     ids = ids.to(torch.int64)
     rows = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
@@ -39,7 +42,7 @@ def packed_rows(ids: Tensor, counts: Tensor, vocabulary: int) -> Tensor:
 
 
 def packed_columns(kept: Tensor) -> Tensor:
-    """Bool [..., V] to [..., W]."""
+    """Turn bool [..., V] into masks [..., W]."""
     length = words(kept.shape[-1])
     whole = torch.nn.functional.pad(kept, (0, length * 32 - kept.shape[-1]))
     bits = torch.arange(32, dtype=torch.int32, device=kept.device)
@@ -47,24 +50,24 @@ def packed_columns(kept: Tensor) -> Tensor:
 
 
 def part(mask: Tensor, first: int, count: int) -> Tensor:
-    """[..., W] to [..., words(count)]: the mask of ``count`` ids from ``first`` on, as ids from 0 on."""
+    """Return the masks [..., words(count)] of ``count`` ids from ``first`` on, renumbered from 0."""
     length, shift = words(count), first & 31
     covering = torch.nn.functional.pad(mask[..., first >> 5 : (first >> 5) + length + 1], (0, length + 1))
     if not shift:
         return covering[..., :length].contiguous()
-    # int32 shifts to the right bring copies of the sign
+    # a right shift of int32 fills up with copies of the sign bit
     low = (covering[..., :length] >> shift) & ((1 << (32 - shift)) - 1)
     return low | (covering[..., 1 : length + 1] << (32 - shift))
 
 
 def columns(mask: Tensor, vocabulary: int) -> Tensor:
-    """[..., W] to bool [..., V]."""
+    """Turn masks [..., W] into bool [..., V]."""
     bits = torch.arange(32, dtype=torch.int32, device=mask.device)
     return ((mask.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocabulary].to(torch.bool)
 
 
 def holds(mask: Tensor, ids: Tensor) -> Tensor:
-    """Bool [...]: whether the set of each row, of a mask [..., W], holds its id [...], which is in range."""
+    """Return bool [...]: whether the set of each row of ``mask`` [..., W] holds the row's id, in range."""
     ids = ids.to(torch.int64).unsqueeze(-1)
     word = mask.gather(-1, ids >> 5)
     return ((word >> (ids & 31).to(torch.int32)) & 1).squeeze(-1).to(torch.bool)

@@ -1,6 +1,6 @@
-"""Argument checks of the public functions: what was got, what was expected, before any work.
+"""Argument checks of the public functions, before any work; errors say what was got and what was expected.
 
-These read shapes, dtypes and devices only. Values are checked inside the operators
+The checks read shapes, dtypes and devices only. Values are checked inside the operators
 (``terms.check_values``).
 """
 
@@ -30,7 +30,7 @@ def tensor(
     device: torch.device | None,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> Tensor:
-    """A tensor of a shape (None: any) on a device (None: any), of one of some dtypes (None: any)."""
+    """Check that a value is a tensor; check shape, device and dtype, unless None allows any; return it."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {meaning}")
     if shape is not None and tuple(value.shape) != shape:
@@ -46,12 +46,12 @@ def tensor(
 def floats(
     name: str, value: object, shape: tuple[int, ...] | None, meaning: str, device: torch.device | None
 ) -> Tensor:
-    """A floating-point tensor."""
+    """Check a floating-point tensor, as ``tensor`` does."""
     return tensor(name, value, shape, meaning, device, FLOATS)
 
 
 def number(name: str, value: object, *, positive: bool = False, minimum: float | None = None) -> float:
-    """A finite Python number."""
+    """Check a finite Python number; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
     if not -math.inf < value < math.inf:
@@ -64,21 +64,21 @@ def number(name: str, value: object, *, positive: bool = False, minimum: float |
 
 
 def integer(name: str, value: object) -> int:
-    """A Python integer."""
+    """Check a Python integer; return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
     return value
 
 
 def flag(name: str, value: object) -> bool:
-    """A Python bool."""
+    """Check a Python bool; return it."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a bool")
     return value
 
 
 def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """One of some strings."""
+    """Check that a value is one of some strings; return it."""
     if not isinstance(value, str):
         raise TypeError(
             f"{name}: got {type(value).__name__}, expected one of {', '.join(map(repr, allowed))}"
@@ -89,7 +89,7 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
-    """Padded [B, T] without ``cu_seqlens``, packed [N] with it."""
+    """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets."""
     if cu_seqlens is None:
         if tokens.ndim != 2:
             raise ValueError(
@@ -105,7 +105,7 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
 
 
 def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A number or tensor that broadcasts to ``shape``."""
+    """Check a number, or a tensor that broadcasts to ``shape``; return a tensor."""
     if not isinstance(value, Tensor):
         return filled(number(name, value), device)
     floats(name, value, None, "", None)
@@ -121,12 +121,12 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
 
 
 def filled(value: float, device: torch.device) -> Tensor:
-    """0-d in ``exact_dtype``, written by the device: a copy would keep the host waiting for work before."""
+    """Return a 0-d tensor in ``exact_dtype``; the device fills it: a copy would wait for its earlier work."""
     return torch.full((), value, dtype=exact_dtype(device), device=device)
 
 
 def scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """A positive number or a 0-d tensor."""
+    """Check a positive number or a 0-d tensor; return a 0-d tensor."""
     if not isinstance(value, Tensor):
         return filled(number(name, value, positive=True), device)
     if value.ndim != 0:
@@ -135,7 +135,7 @@ def scalar(name: str, value: object, device: torch.device) -> Tensor:
 
 
 def objective(value: Any, base: type) -> Any:
-    """An instance of an objective."""
+    """Check that a value is an instance of an objective; return it."""
     if isinstance(value, type) and issubclass(value, base):
         raise TypeError(
             f"objective: got the class {value.__name__}, expected an instance such as {value.__name__}()"

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _exit_status(prog: str, command: Callable[[], None]) -> int:
-    """Run a command; what a person can mend becomes one sentence and an exit status."""
+    """Run a command and return its exit status; print an error that a person can mend as one sentence."""
     try:
         command()
     except KeyboardInterrupt:
@@ -73,18 +73,18 @@ def _doctor(arguments: list[str]) -> None:
 def train(
     arguments: Sequence[str], trainer: Any = None, config_type: Any = None, prog: str = "gspo train"
 ) -> None:
-    """Train as a command line says, with `GSPOTrainer` or a recipe's subclass of it and of its configuration.
+    """Train as a command line says, with `GSPOTrainer` or a recipe's subclasses of it and its configuration.
 
-    Wrong keys and missing files are answered before torch is imported.
+    Wrong keys and missing files are reported before torch is imported.
     """
     config, flags = parse_arguments(arguments, config_type, prog)
     _run(config, trainer, **flags)
 
 
 def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
-    """Be the command line of a recipe, as `main` is that of the package; return the exit status."""
+    """Run the command line of a recipe, as `main` runs that of the package; return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    module = sys.modules["__main__"].__spec__  # of python -m
+    module = sys.modules["__main__"].__spec__  # None without python -m
     prog = f"python {sys.argv[0]}" if module is None else f"python -m {module.name}"
     return _exit_status(prog, lambda: train(arguments, trainer, config_type, prog))
 
@@ -106,9 +106,9 @@ Train a causal language model with GSPO on prompts and reward functions.
 def parse_arguments(
     arguments: Sequence[str], cls: Any = None, prog: str = "gspo train"
 ) -> tuple[Any, dict[str, bool]]:
-    """Read ``[CONFIG] [--key value ...]``; return the configuration, and resume, overwrite and force.
+    """Read ``[CONFIG] [--key value ...]``; return the configuration and the flags resume, overwrite, force.
 
-    ``--resume --output DIR`` without CONFIG takes the one in DIR.
+    ``--resume --output DIR`` without CONFIG reads DIR/config.yaml.
     """
     import tyro
     import yaml
@@ -141,7 +141,7 @@ def parse_arguments(
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    # The fields of an objective are known once its class is, which needs torch.
+    # Options of an objective are unknown here: its class has the fields, and importing the class needs torch.
     objective = {**start.objective.model_dump(), "name": chosen.objective.name}
     words = iter(unknown)
     for word in words:
@@ -174,7 +174,7 @@ def _demo(arguments: list[str]) -> None:
     from gspo_kernels.trainer import demo
     from gspo_kernels.trainer.checkpoint import RunDirectory
 
-    torch.set_num_threads(1)  # quickest for a model as small as this
+    torch.set_num_threads(1)  # quickest for a model this small
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
         with RunDirectory(chosen.output) as directory:

@@ -29,7 +29,7 @@ SIDES = ("teacher", "student")
 
 
 class DivergenceArguments(NamedTuple):
-    """Which divergence, as the caller passed it."""
+    """The arguments that select a divergence, as the caller passed them."""
 
     beta: float = 0.5
     top_k: int = 0
@@ -37,7 +37,7 @@ class DivergenceArguments(NamedTuple):
     add_tail: bool = True
 
     def normalize(self, vocabulary: int, ids: Tensor | None) -> DivergenceForm:
-        """The same, checked along with the caller's ``ids``; a vocabulary of 0 is one of unknown size."""
+        """Check the arguments along with the caller's ``ids``; a vocabulary of 0 has an unknown size."""
         beta = checks.number("beta", self.beta)
         if not 0 <= beta <= 1:
             raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
@@ -61,7 +61,7 @@ class DivergenceArguments(NamedTuple):
 
 
 class TeacherArguments(NamedTuple):
-    """How a teacher's logits become its distribution, or its log-probs of some ids."""
+    """How a teacher's logits become its distribution, or the teacher's log-probs of some ids; unchecked."""
 
     teacher_temperature: float | Tensor | None = None
     teacher_logit_scale: float = 1.0
@@ -70,7 +70,7 @@ class TeacherArguments(NamedTuple):
     teacher_logprobs: Tensor | None = None
 
     def check_source(self, name: str, given: Tensor | None) -> None:
-        """Refuse all but the tensor of a name, or ids with their log-probs, and not both."""
+        """Require a tensor ``given``, called ``name``, or ids with their log-probs, but not both."""
         of_ids = {"ids": self.ids, "teacher_logprobs": self.teacher_logprobs}
         for label, value in of_ids.items():
             if given is not None and value is not None:
@@ -93,13 +93,13 @@ class TeacherArguments(NamedTuple):
         dtype: torch.dtype,
         width: int,
     ) -> TeacherRows:
-        """What there is of the teacher in rows, but for its logits.
+        """Bring what is known of the teacher into rows, without its logits.
 
         Args:
-            tokens: what has the tokens' shape, as the caller passed it.
+            tokens: any tensor of the tokens' shape, in the caller's layout.
             student: how the student's logits become log-probs, as the caller passed it.
-            options: the same, normalized.
-            cu_seqlens: checked; None: padded.
+            options: ``student``, normalized.
+            cu_seqlens: checked offsets; None: tokens are padded.
             dtype: of the student's logits.
             width: how many columns of logits this process has.
         """
@@ -128,12 +128,12 @@ class TeacherArguments(NamedTuple):
 
 
 class DistillationRows(NamedTuple):
-    """What both losses make of their arguments.
+    """The normalized arguments of both distillation losses.
 
     Attributes:
-        labels: [B, T], of which only ``ignore_index`` matters.
+        labels: [B, T]; ``ignore_index`` marks tokens that don't count, other values don't matter.
         options: of the student's logits.
-        teacher: what there is of it, without its logits.
+        teacher: what is known of the teacher; ``teacher_logits`` are added later.
         form: which divergence.
         shares: [B, T] fp64, d loss / d divergence of each token.
     """
@@ -146,7 +146,7 @@ class DistillationRows(NamedTuple):
 
 
 class DistillationArguments(NamedTuple):
-    """What both losses take, as the caller passed it."""
+    """The arguments of both distillation losses, as the caller passed them."""
 
     student: LogitArguments
     teacher: TeacherArguments
@@ -164,8 +164,8 @@ class DistillationArguments(NamedTuple):
             tokens: zeros of the tokens' shape.
             dtype: of the student's logits.
             width: how many columns of logits this process has.
-            parallel: who has the others.
-            ranks: the comparison, if there is one.
+            parallel: which ranks have the other columns.
+            ranks: the comparison with other ranks, or None.
         """
         objective = Linear(aggregation=self.aggregation, aggregation_constant=self.aggregation_constant)
         if parallel.cp_group is not None:
@@ -186,7 +186,7 @@ class DistillationArguments(NamedTuple):
 
 
 def _terms(loss_mask: Any, cu_seqlens: Any, token_weights: Any, lengths: Any, normalizer: Any) -> Terms:
-    """The terms of a sum over tokens, as the caller passed them."""
+    """Return the terms of a sum over tokens, as the caller passed them."""
     return Terms(
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
@@ -223,38 +223,39 @@ def distillation_loss(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> DistillationOutput:
-    """Divergence of a student from a teacher as a loss, from logits: both are read, one gradient is written.
+    """Divergence of a student from a teacher as a loss, from logits: it reads both, and writes one gradient.
 
-    ``loss = agg(token_weights * D(student, teacher))``. With p the student's softmax and q the teacher's, D
-    is by ``beta``, as in GKD (arXiv 2306.13649), TRL and Liger: 0 the forward KL(q || p), 1 the reverse KL(p
-    || q), between them the generalised Jensen-Shannon divergence ``beta KL(q || m) + (1 - beta) KL(p || m)``
-    with ``m = (1 - beta) p + beta q``. Not multiplied by the square of a temperature. Only the student
-    learns: whatever is the teacher's is detached.
+    ``loss = agg(token_weights * D(student, teacher))``. Let p be the student's softmax and q the teacher's.
+    ``beta`` selects D, as in GKD (arXiv 2306.13649), TRL and Liger: 0 is the forward KL(q || p), 1 the
+    reverse KL(p || q). Between them D is the generalised Jensen-Shannon divergence ``beta KL(q || m) +
+    (1 - beta) KL(p || m)`` with ``m = (1 - beta) p + beta q``. The loss is not multiplied by the square of a
+    temperature. Only the student learns: all tensors of the teacher are detached.
 
     Args:
         logits: [B, T, V], or [N, V] with ``cu_seqlens``: the student's; fp16, bf16, fp32 or fp64, any
             strides.
-        teacher_logits: the same shape, any of these dtypes and strides. None: ``ids`` and
-            ``teacher_logprobs`` say what is known.
+        teacher_logits: the same shape, any of these dtypes and strides. None: pass ``ids`` and
+            ``teacher_logprobs`` instead.
         beta: 0 to 1, see above.
-        top_k: compare over so many ids; 0: over the whole vocabulary.
+        top_k: how many ids to compare; 0: the whole vocabulary.
         top_k_of: "teacher" or "student": whose most likely ids these are.
-        add_tail: over ids, what they leave is one more column; False: both sides are normalised over the ids.
-        ids: [B, T, K] or [N, K], int64 or int32, -100 where there are fewer: the ids of ``teacher_logprobs``.
-            One that is there twice counts once. A token without any is left at 0.
-        teacher_logprobs: like ``ids``: log-probs in nats over the whole vocabulary, as an engine returns
-            them.
+        add_tail: with ``top_k`` or ``ids``, the probability of all other ids is one more column; False: both
+            sides are normalised over the ids alone.
+        ids: [B, T, K] or [N, K], int64 or int32: the ids of ``teacher_logprobs``, -100 where a token has
+            fewer. An id that occurs twice counts once. The divergence of a token without ids is 0.
+        teacher_logprobs: the shape of ``ids``: log-probs in nats over the whole vocabulary, as an engine
+            returns them.
         loss_mask, cu_seqlens, lengths, normalizer: as in ``policy_loss``.
         aggregation: "token_mean", "sequence_mean", "sequence_mean_token_sum", "constant" or "sum", as in the
             objectives; "constant" needs an ``aggregation_constant``.
         token_weights: the tokens' shape: factors on divergences.
         temperature, logit_scale, softcap: the student's, as in ``fused_policy_loss``.
-        teacher_temperature, teacher_logit_scale, teacher_softcap: the teacher's; a temperature of None is the
-            student's.
+        teacher_temperature, teacher_logit_scale, teacher_softcap: the teacher's; with a temperature of None
+            the student's temperature applies.
         inplace_backward: the backward overwrites the student's logits with their gradient.
         backend: as in ``token_logprobs``.
-        parallel: as there: the ranks have some columns of the student's logits, and the same of
-            the teacher's. Ids are those of the whole vocabulary, and the same on all ranks.
+        parallel: as in ``token_logprobs``: a rank has some columns of the student's logits, and the same
+            columns of the teacher's. Ids are those of the whole vocabulary, and the same on all ranks.
 
     Returns:
         DistillationOutput(loss, divergence).
@@ -290,7 +291,7 @@ def _normalize_logits(
     inplace_backward: bool,
     parallel: Parallel,
 ) -> tuple[Tensor, DistillationRows]:
-    """The student's logits in rows, and all else with the teacher's; compared with other ranks'."""
+    """Return the student's logits in rows and all other arguments, after comparing them with other ranks'."""
     with comparing(
         "distillation_loss", logits=logits, teacher_logits=teacher_logits, **passed._asdict(),
         inplace_backward=inplace_backward, parallel=parallel,
@@ -348,31 +349,32 @@ def fused_linear_distillation_loss(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> DistillationOutput:
-    """Divergence of a student from a teacher as a loss, from hidden states: neither side's logits are ever
-    whole.
+    """Divergence of a student from a teacher as a loss, from hidden states: the logits of both exist only a
+    chunk at a time.
 
     Equivalent to ``distillation_loss(hidden @ weight.T + bias, teacher_hidden @ teacher_weight.T +
-    teacher_bias, ...)`` with the products in fp32. The loss's gradient is computed along with it: a chunk of
-    rows is projected once on either side. The widths of the two models may differ, the vocabulary is the
-    same.
+    teacher_bias, ...)`` with the products in fp32. The gradient is computed along with the loss: each chunk
+    of rows is projected once per model. The widths of the two models may differ, but they must share the
+    vocabulary.
 
     Args:
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``: the student's; fp16, bf16, fp32 or fp64, any
             strides.
-        weight: [V, H], the student's lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
-        teacher_hidden: [B, T, H of the teacher] or [N, H of the teacher], in a dtype of its own. None:
-            ``ids`` and ``teacher_logprobs`` say what is known of the teacher.
+        weight: [V, H], the weight of the student's lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or
+            any under autocast.
+        teacher_hidden: [B, T, H of the teacher] or [N, H of the teacher]; its dtype may be another. None:
+            pass ``ids`` and ``teacher_logprobs`` instead.
         teacher_weight: [V, H of the teacher].
         bias, teacher_bias: [V] or None.
         beta, top_k, top_k_of, add_tail, ids, teacher_logprobs: as in ``distillation_loss``.
-        loss_mask, cu_seqlens: as there. Tokens that don't count are never projected.
-        aggregation, aggregation_constant, token_weights, lengths, normalizer: as there.
-        temperature, logit_scale, softcap: as there, the student's.
-        teacher_temperature, teacher_logit_scale, teacher_softcap: as there.
+        loss_mask, cu_seqlens: as in ``distillation_loss``. Tokens that don't count are never projected.
+        aggregation, aggregation_constant, token_weights, lengths, normalizer, temperature, logit_scale,
+            softcap, teacher_temperature, teacher_logit_scale, teacher_softcap: as in ``distillation_loss``.
         logits_dtype, batch_invariant, backend: as in ``linear_token_logprobs``.
-        max_chunk_bytes: of logits at once, both sides together; None: by the device's memory.
+        max_chunk_bytes: bytes of logits that exist at once, of both models together; None: chosen by the
+            device's memory.
         parallel: ``tp_group``, ``vocab_range`` and ``reduce_hidden_grad`` of ``Parallel``; both weights and
-            biases are cut in the same places.
+            both biases are cut in the same places.
 
     Returns:
         DistillationOutput(loss, divergence).
@@ -405,8 +407,8 @@ def _normalize_hidden(
     products: ProductArguments,
     parallel: Parallel,
 ) -> tuple[LinearOperands, tuple[Tensor | None, Tensor | None, Tensor | None], DistillationRows]:
-    """Hidden states, weight and bias of either side, the student's as operands, and all else; compared with
-    other ranks'.
+    """Return the student's operands, the teacher's hidden states, weight and bias, and all other arguments,
+    after comparing them with other ranks'.
     """
     name, invariant = "fused_linear_distillation_loss", products.batch_invariant
     sides: dict[str, Any] = dict(zip(("hidden", "weight", "bias"), student, strict=True))

@@ -1,20 +1,21 @@
 """Divergences of a student's distribution p from a teacher's q over the same few or many columns, in plain
 PyTorch.
 
-``beta`` says which, as in GKD (arXiv 2306.13649, Eq. 1), TRL and Liger:
+``beta`` selects the divergence, as in GKD (arXiv 2306.13649, Eq. 1), TRL and Liger:
 
     0            forward KL(q || p) = sum q log(q / p)
     1            reverse KL(p || q) = sum p log(p / q)
     between them generalised Jensen-Shannon: beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta
     q
 
-With z the student's logits the gradients d/dz_j are, of whatever has probabilities p = softmax(z),
+With z the student's logits and p = softmax(z), the gradients d/dz_j are, in the same order,
 
     p_j - q_j
     p_j (log(p_j / q_j) - KL(p || q))
-    (1 - beta) p_j (log(p_j / m_j) - KL(p || m)),
+    (1 - beta) p_j (log(p_j / m_j) - KL(p || m)).
 
-each a slope d/dlog p_j less p_j times the sum of all slopes. Where p or q is 0 its logarithm has no part.
+Each is a slope d/dlog p_j minus p_j times the sum of all slopes. A product of a probability 0 and a logarithm
+counts as 0.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torch import Tensor
 
 
 class Columns(NamedTuple):
-    """Of each column, the shape of the log-probs: what it adds to the divergence, and that one's derivative
-    by its log p, but for a constant times p, which no softmax lets through.
+    """What each column adds to the divergence, and the divergence's slope d/dlog p of the column.
+
+    Both have the shape of the log-probs. The slope lacks a constant times p, which a softmax cancels.
     """
 
     value: Tensor
@@ -36,10 +38,10 @@ class Columns(NamedTuple):
 
 
 def of_columns(log_p: Tensor, log_q: Tensor, beta: float) -> Columns:
-    """The divergence of p from q column by column.
+    """Return the divergence of p from q column by column.
 
-    A KL adds ``q log(q / p) - q + p``, whose sum is the same: no column adds less than 0, and what rounding
-    makes of a row's log-sum-exp cancels.
+    For a KL a column adds ``q log(q / p) - q + p``. The sum over columns is the same, but no column adds less
+    than 0, and rounding errors of a row's log-sum-exp cancel.
     """
     p, q = log_p.exp(), log_q.exp()
     if beta == 0:

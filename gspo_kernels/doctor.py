@@ -30,7 +30,7 @@ _FRAMEWORKS = (
     ("prime_rl", "prime-rl", "from github.com/PrimeIntellect-ai/prime-rl"),
     ("areal", "areal", "pip install 'areal{range}'"),
 )
-"""Frameworks with an adapter: its file in ``integrations``, their name for pip, and how to get them."""
+"""Frameworks with an adapter: the adapter's file in ``integrations``, pip's name, and how to install it."""
 
 
 def _version(package: str) -> str:
@@ -41,9 +41,9 @@ def _version(package: str) -> str:
 
 
 def supported_versions(adapter: str) -> str:
-    """The version range that an adapter's file declares.
+    """Return the version range that an adapter's file declares.
 
-    Read from the text: importing an adapter may import its framework.
+    The text of the file is read, because importing an adapter may import its framework.
     """
     text = Path(next(iter(integrations.__path__)), f"{adapter}.py").read_text()
     (declared,) = re.findall(r'^SUPPORTED = "(.+)"$', text, flags=re.MULTILINE)
@@ -51,7 +51,7 @@ def supported_versions(adapter: str) -> str:
 
 
 def _frameworks() -> list[str]:
-    """A line per framework: its version, and whether the adapter serves it."""
+    """Return a line per framework: its version, and whether the adapter serves it."""
     lines = []
     for adapter, distribution, how in _FRAMEWORKS:
         installed, supported = _version(distribution), supported_versions(adapter)
@@ -68,7 +68,7 @@ def _frameworks() -> list[str]:
 
 
 def _products() -> list[str]:
-    """Who multiplies hidden states and weights on the CPU."""
+    """Return lines that say which code multiplies hidden states and weights on the CPU."""
     fp32 = fp32_library()
     bf16 = "in fp32 by the library above: this processor has no AVX-512, or PyTorch may not use it"
     if multiplies(torch.bfloat16):
@@ -85,7 +85,7 @@ def _products() -> list[str]:
 
 
 def report() -> str:
-    """What ``gspo doctor`` prints, as lines of text."""
+    """Return the text that ``gspo doctor`` prints."""
     lines = [
         f"python {platform.python_version()} on {platform.system()} {platform.machine()}",
         *(f"{package:<13} {_version(package)}" for package in _PACKAGES),

@@ -1,8 +1,8 @@
 """From per-token log-probs to loss, coefficients and metrics: the one place where terms meet aggregation.
 
-Tensors here have one value per token or per sequence: a vocabulary's width smaller than the logits. So all of
-it runs in fp64, and coefficients come from autograd through the objective itself instead of a second copy of
-its formula. The objective travels as a string.
+Tensors here have one value per token or per sequence, so they are smaller than the logits by a factor of V.
+That is why all of this runs in fp64, and why coefficients come from autograd through the objective instead of
+a second copy of its formula. The objective is passed as a string, ``Objective.spec``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gspo_kernels.types import METRICS, stats_dtype
 
 
 class PolicyStep(NamedTuple):
-    """Loss, gradients and metrics in the statistics' dtype; what was not asked for is an empty tensor."""
+    """Loss, gradients and metrics in the statistics' dtype; outputs that nobody needs are empty tensors."""
 
     loss: Tensor
     grad_logprobs: Tensor
@@ -33,7 +33,7 @@ class PolicyStep(NamedTuple):
 
 
 def metric_names(terms: Terms, entropy: Tensor | None) -> tuple[str, ...]:
-    """The names of ``PolicyStep.metrics``."""
+    """Return the names of ``PolicyStep.metrics``."""
     extra = (("kl/ref",) if terms.ref_logprobs is not None else ()) + (
         ("entropy",) if entropy is not None else ()
     )
@@ -41,7 +41,7 @@ def metric_names(terms: Terms, entropy: Tensor | None) -> tuple[str, ...]:
 
 
 def kl_penalty(log_ratio: Tensor, estimator: str) -> Tensor:
-    """Schulman's estimators of KL(pi, ref) from d = logp - ref: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1."""
+    """Estimate KL(pi, ref) after Schulman, with d = logp - ref: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1."""
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
@@ -50,17 +50,17 @@ def kl_penalty(log_ratio: Tensor, estimator: str) -> Tensor:
 
 
 def _weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
-    # selected, not multiplied: values without a share may be anything
+    # torch.where, as multiplying by 0 is not enough: values without a share may be anything
     return exact_sum(torch.where(shares != 0, values, 0.0).mul(shares).flatten())
 
 
 def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool = True) -> PolicyStep:
-    """One policy step: loss, its gradient with respect to log-probs and entropy, and metrics.
+    """Compute a policy step: loss, its gradient with respect to log-probs and entropy, and metrics.
 
     Args:
         logprobs: tokens, float.
         entropy: tokens, float, or None.
-        terms: the rest.
+        terms: everything else that enters the loss.
         want_metrics: False leaves the metrics empty.
     """
     with inner_autograd():
@@ -79,8 +79,8 @@ def _usable(tensor: Tensor) -> Tensor:
 def _evaluate_gathered(
     logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool
 ) -> PolicyStep:
-    """``_evaluate`` of whole sequences, gathered from the ranks that share them: for objectives that look at
-    more than sums over a sequence tell.
+    """Gather whole sequences from the ranks that share them, and run ``_evaluate`` on these. This is for
+    objectives that need more than sums over a sequence.
     """
     from gspo_kernels.parallel.sequences import GatheredTokens
 
@@ -159,7 +159,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     everywhere = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     moving = present
     if terms.old_logprobs is not None and (not old.is_cpu or math.isnan(float(old.sum()))):
-        # NaN has no part where it decides nothing
+        # old log-probs may be NaN where the gradient is zero anyway: it must stay zero
         moving = present & may_move(logprobs, terms)
     grads = [torch.where(moving, grad, 0.0) for grad in everywhere]
     metrics = logp.new_empty(0)
@@ -177,15 +177,15 @@ def _times(values: Tensor, factor: Tensor) -> Tensor:
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the tokens in the mask, 0-d fp64; 0 where there is none."""
+    """Return the mean over the tokens in the mask, 0-d fp64; 0 for an empty mask."""
     return exact_sum(torch.where(mask, exact(values.detach()), 0.0).flatten()) / mask.sum().clamp(min=1)
 
 
 def _means(
     values: list[Tensor], present: tuple[Tensor, Tensor], layout: Layout
 ) -> tuple[list[Tensor], Tensor]:
-    """The mean of each value over the present tokens or sequences, 0 where there is none; and how many tokens
-    there are, with one sum over ranks.
+    """Return the mean of each value over the present tokens or sequences, 0 if there are none, and the number
+    of present tokens. One sum over ranks serves all of them.
     """
     tokens, sequences = present
 
@@ -214,7 +214,7 @@ def _metrics(
     kl: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    """Metrics in the order of ``metric_names``, over the tokens and sequences that have log-probs."""
+    """Return metrics in the order of ``metric_names``, over the tokens and sequences that have log-probs."""
     layout, (tokens, sequences) = batch.layout, present
     ratio = result.log_ratio.detach().exp()
     by_token = ratio.ndim == tokens.ndim
@@ -234,7 +234,7 @@ def _metrics(
     ]
     (mean, *others), count = _means(values, present, layout)
     nothing = (count if by_token else sequences.sum()) == 0
-    # one more, so that there is an extreme
+    # one more value, so that amax is defined without items
     beyond = ratio.new_full((1,), float("-inf"))
     extremes = torch.stack(
         [

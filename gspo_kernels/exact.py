@@ -1,4 +1,4 @@
-"""What numbers per token and per sequence are computed in: fp64, or fp32 with compensated sums on a device
+"""The precision of numbers per token and per sequence: fp64, or fp32 with compensated sums on a device
 without fp64 (Apple's MPS).
 """
 
@@ -8,30 +8,30 @@ import torch
 from torch import Tensor
 
 WITHOUT_FP64 = ("mps",)
-"""Types of devices."""
+"""Types of devices that have no fp64."""
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """fp64 where the device has it, otherwise fp32."""
+    """Return fp64 if the device has it, otherwise fp32."""
     return torch.float32 if device.type in WITHOUT_FP64 else torch.float64
 
 
 def exact(values: Tensor) -> Tensor:
-    """The values in ``exact_dtype`` of their device."""
+    """Return the values in ``exact_dtype`` of their device."""
     return values.to(exact_dtype(values.device))
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """[..., N] -> [...]: sums over the last dimension; compensated where the device has no fp64."""
+    """Sum over the last dimension, [..., N] -> [...]; compensated where the device has no fp64."""
     if exact_dtype(values.device) == torch.float64 or not values.shape[-1]:
         return values.sum(-1)
     return compensated_sum(values)
 
 
 def compensated_sum(values: Tensor) -> Tensor:
-    """[..., N] -> [...]: halves are added until one is left, and what each addition rounds off is kept.
+    """Sum over the last dimension, [..., N] -> [...]: add halves until one is left, and sum rounding errors.
 
-    Knuth's TwoSum gives it exactly. The gradient is that of a plain sum.
+    Knuth's TwoSum gives the rounding error of an addition exactly. The gradient is that of a plain sum.
     """
     kept = torch.zeros_like(values)
     while values.shape[-1] > 1:
@@ -42,18 +42,18 @@ def compensated_sum(values: Tensor) -> Tensor:
             added = values - one
             lost = (one - (values - added)) + (other - added)
             kept = lost + sum(torch.nn.functional.pad(kept, (0, odd)).chunk(2, -1))
-    # infinities and NaN are what they are: nothing was rounded off
+    # infinite and NaN sums stay as they are: they have no rounding error
     return (values + kept.masked_fill(~values.isfinite(), 0.0)).squeeze(-1)
 
 
 def segment_reduce(values: Tensor, how: str, offsets: Tensor) -> Tensor:
-    """[N] -> [B]: "sum", "max" or "min" of the values between offsets [B + 1]; the sum of none is 0."""
+    """Reduce the values between offsets [B + 1] by "sum", "max" or "min", [N] -> [B]; an empty sum is 0."""
     if how == "sum" and not values.numel():
         return values.new_zeros(offsets.numel() - 1)
     if exact_dtype(values.device) == torch.float64:
         initial = 0 if how == "sum" else None
         return torch.segment_reduce(values, how, offsets=offsets, unsafe=True, initial=initial)
-    # MPS has no segment_reduce: rows as long as the longest segment take its place
+    # MPS has no segment_reduce: reduce rows that are as long as the longest segment
     lengths = offsets.diff().unsqueeze(1)
     places = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=values.device)
     index = (offsets[:-1].unsqueeze(1) + places).clamp(max=values.numel() - 1)

@@ -11,35 +11,35 @@ _enabled = False
 
 
 class set_batch_invariant:
-    """Have everything that is computed for a token keep its bits, whatever is computed along with it.
+    """Switch batch-invariant mode: results of a token keep their bits, whatever is computed along with it.
 
-    From its call on, in all threads of the process; as a context manager until the context ends. Entries over
-    hidden states also take ``batch_invariant=`` for a single call. A call's backward, compiled and repeated
-    ones too, is computed as the call was.
+    The mode holds from this call on, in all threads of the process; as a context manager, until the context
+    ends. Functions over hidden states also take ``batch_invariant=`` for a single call. A backward runs in
+    the mode of its forward, also if it is compiled or repeated.
 
-    The same bits for any chunk size (``max_chunk_bytes``), schedule, order of rows, padding or packing, split
-    into micro-batches, number of rows and number of threads:
+    These keep their bits for any chunk size (``max_chunk_bytes``), schedule, order of rows, padding or
+    packing, split into micro-batches, number of rows and number of threads:
 
     - log-probs, entropies, log-probs and tails of selected ids;
     - gradients of logits and of hidden states, row by row;
-    - coefficients dLoss/dlogprobs of objectives that look at no more than a sequence, given the same outer
-      divisor (``normalizer``, or as many sequences or tokens), and so clip decisions.
+    - coefficients dLoss/dlogprobs, and so clip decisions, of objectives that look at no more than a sequence,
+      given the same outer divisor (the same ``normalizer``, or as many sequences or tokens).
 
-    Gradients of weight and bias are sums over rows. Tokens that count are taken in segments of 128 in the
-    order in which they come, and segments are added up from the first to the last: the same bits for any
-    chunk size, schedule and number of threads, padded or packed. Rows in another order, and micro-batches,
-    whose sums autograd adds up, are other sums, which round differently; so are sequences that
-    ``skip_inactive="all"`` leaves out.
+    Gradients of weight and bias are sums over rows. Counted tokens are cut into segments of 128 in their
+    order, and segments are added up from the first to the last. So these gradients keep their bits for any
+    chunk size, schedule and number of threads, padded or packed. They round differently if rows come in
+    another order, if the batch is split into micro-batches, whose gradients autograd adds up, or if
+    ``skip_inactive="all"`` leaves out sequences.
 
-    Not promised: the loss and metrics, which are sums over the batch; coefficients of objectives over groups
-    or the batch in another order of sequences; on a GPU, coefficients of objectives that PyTorch evaluates
-    there where padding differs; the same bits on another processor or another release.
+    These may change their bits: the loss and metrics, which are sums over the batch; coefficients of
+    objectives over groups or the batch, with another order of sequences; on a GPU, coefficients of objectives
+    that PyTorch evaluates, with other padding; everything, on another processor or with another release.
 
-    Matrix products then run in a fixed order of their sums: on the CPU those of the C++ backend, on a GPU a
-    Triton kernel. Single-pass shortcuts, and schedules whose sums have another order, are off.
+    In this mode matrix products sum in a fixed order: those of the C++ backend on the CPU, a Triton kernel on
+    a GPU. Single-pass shortcuts, and schedules whose sums have another order, are off.
 
     Args:
-        mode: whether calls are batch-invariant. False at first.
+        mode: whether calls are batch-invariant. A process starts with False.
 
     Raises:
         TypeError: ``mode`` is no bool.
@@ -51,23 +51,23 @@ class set_batch_invariant:
         _enabled = checks.flag("mode", mode)
 
     def __enter__(self) -> None:
-        """Leave the mode as it was set."""
+        """Keep the mode that the call has set."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Bring back what was before."""
+        """Restore the mode from before the call."""
         global _enabled
         _enabled = self._before
 
 
 def is_batch_invariant() -> bool:
-    """Whether calls that don't say otherwise are batch-invariant."""
+    """Return whether calls are batch-invariant, unless they pass ``batch_invariant=``."""
     return _enabled
 
 
 def in_force(asked: bool | None) -> bool:
-    """What a call's ``batch_invariant`` argument comes to; None: as the process is set."""
+    """Return whether a call is batch-invariant: its argument or, if that is None, the process's mode."""
     return _enabled if asked is None else checks.flag("batch_invariant", asked)
 
 
@@ -86,7 +86,7 @@ def refuse_groups(invariant: bool, **groups: Any) -> None:
 
 
 def refuse_backend(backend: str) -> None:
-    """Refuse rows by PyTorch's own operations, in a batch-invariant call.
+    """Refuse the backend "reference", PyTorch's own operations, in a batch-invariant call.
 
     Raises:
         ValueError: with the reason.

@@ -5,8 +5,8 @@ Packed tensors keep a leading dimension of 1 inside the package, so that tokens 
 
 Sums over sequences are the only reductions that a sequence-level loss needs. They are deterministic on every
 device: no atomics, and the adjoint of ``expand`` is ``sum`` instead of an ``index_add``. On the CPU they run
-from a sequence's first token to its last, so that neither zeros of tokens that don't count nor the layout
-leave a trace.
+from a sequence's first token to its last, so that neither the zeros of tokens that don't count nor the layout
+change a bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo_kernels.exact import exact_sum, segment_reduce
 
 
 class Layout(ABC):
-    """Which sequence a token belongs to, and who has the tokens."""
+    """Which sequence a token belongs to, and which ranks have the tokens."""
 
     @property
     @abstractmethod
@@ -31,18 +31,18 @@ class Layout(ABC):
 
     @abstractmethod
     def sum(self, tokens: Tensor) -> Tensor:
-        """Tokens -> [B]: sums over sequences."""
+        """Sum over each sequence: tokens -> [B]."""
 
     @abstractmethod
     def expand(self, values: Tensor) -> Tensor:
-        """[B] -> tokens: each token gets its sequence's value."""
+        """Give each token the value of its sequence: [B] -> tokens."""
 
     def over_ranks(self, sums: Tensor) -> Tensor:
-        """The sums over all tokens from those over the tokens that are here; any shape."""
+        """Turn sums over this rank's tokens, of any shape, into sums over the tokens of all ranks."""
         return sums
 
     def largest(self, values: Tensor) -> Tensor:
-        """The same for largest values; without a gradient."""
+        """Turn this rank's largest values into the largest of all ranks; without a gradient."""
         return values
 
 
@@ -60,7 +60,7 @@ class Padded(Layout):
 
     def sum(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B]."""
-        # where autograd does not look on, its function would take longer than a small sum
+        # the autograd function takes longer than a small sum, so it runs only if a gradient is needed
         if tokens.requires_grad and torch.is_grad_enabled():
             return _Sum.apply(tokens, self)
         if not tokens.is_cpu or not tokens.numel():
@@ -101,30 +101,30 @@ class Packed(Layout):
 
 
 def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
-    """The layout of a token tensor: [B, T] without ``cu_seqlens``, [1, N] with it."""
+    """Return the layout of a token tensor: [B, T] without ``cu_seqlens``, [1, N] with it."""
     if cu_seqlens is None:
         return Padded(tokens.shape[0], tokens.shape[1])
     return Packed(cu_seqlens.to(torch.int64), segment_ids(cu_seqlens, tokens.numel()))
 
 
 def as_rows(tokens: Tensor, packed: bool) -> Tensor:
-    """[N] -> [1, N] where packed."""
+    """Add the leading dimension of packed tokens: [N] -> [1, N]; padded tokens stay as they are."""
     return tokens.unsqueeze(0) if packed else tokens
 
 
 def from_rows(tokens: Tensor, packed: bool) -> Tensor:
-    """[1, N] -> [N] where packed."""
+    """Remove the leading dimension of packed tokens: [1, N] -> [N]; padded tokens stay as they are."""
     return tokens.squeeze(0) if packed else tokens
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """[B + 1] offsets -> [N] index of each token's sequence; int64, no host synchronisation."""
+    """Return the index of each token's sequence, int64 [N], from offsets [B + 1]; no host synchronisation."""
     positions = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
 
 class _Sum(torch.autograd.Function):
-    """``Layout.sum``, whose gradient is what ``expand`` makes of the sums'."""
+    """``Layout.sum``; its backward is ``Layout.expand``."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, layout: Layout) -> Tensor:
@@ -137,7 +137,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Expand(torch.autograd.Function):
-    """``Layout.expand``, whose gradient is the tokens', summed up."""
+    """``Layout.expand``; its backward is ``Layout.sum``."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, layout: Layout) -> Tensor:

@@ -1,4 +1,4 @@
-"""The arguments of functions that take logits, or make them: checks, and options as operators take them."""
+"""The arguments of functions that take or compute logits: checks, and options in the operators' form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo_kernels.types import LogitTransform, RowOptions, Shard, stats_dtype
 
 
 class LogitArguments(NamedTuple):
-    """How logits become log-probs and who computes them, as the caller passed it."""
+    """How logits become log-probs and which backend computes them, as the caller passed it."""
 
     temperature: float | Tensor = 1.0
     logit_scale: float = 1.0
@@ -39,11 +39,11 @@ class LogitArguments(NamedTuple):
         """Check the options and bring them into the operators' form.
 
         Args:
-            labels: [B, T] or [N], or anything of their shape and device.
-            cu_seqlens: checked; where given, a temperature is one per sequence of packed labels.
+            labels: [B, T] or [N], or any tensor of their shape and device.
+            cu_seqlens: checked offsets; with them a tensor ``temperature`` has one value per sequence.
             dtype: of the logits.
             width: how many columns of logits this process has.
-            parallel: who has the others.
+            parallel: which ranks have the other columns.
 
         Raises:
             TypeError, ValueError: a wrong argument, named in the message.
@@ -78,7 +78,7 @@ class LogitArguments(NamedTuple):
         return RowOptions(transform, self.ignore_index, backend, shard)
 
     def _kept(self, labels: Tensor, width: int, shard: Shard) -> Tensor:
-        """The sampling mask of this process's columns, in rows."""
+        """Return the sampling mask of this process's columns, in rows."""
         shape, device, ids, mask = tuple(labels.shape), labels.device, self.kept_ids, self.kept_mask
         if ids is not None:
             if mask is not None:
@@ -114,7 +114,7 @@ class LogitArguments(NamedTuple):
 
 
 def _shard(parallel: Parallel, width: int) -> Shard:
-    """Which of the vocabulary's columns are this process's ``width``."""
+    """Return which columns of the whole vocabulary this process's ``width`` columns are."""
     name = group_name("tp_group", parallel.tp_group)
     if parallel.vocab_range is None:
         return Shard(name)
@@ -128,9 +128,9 @@ def _shard(parallel: Parallel, width: int) -> Shard:
 
 
 def check_scores(name: str, scores: Tensor, labels: Tensor, width: str, scattered: bool = False) -> None:
-    """Labels [B, T] with scores [B, T, ``width``], or [N] with [N, ``width``].
+    """Check labels [B, T] with scores [B, T, ``width``], or labels [N] with scores [N, ``width``].
 
-    ``scattered``: scores are those of some columns of the labels.
+    ``scattered``: the scores belong to some of the tokens only, so that T or N may differ.
     """
     checks.tensor("labels", labels, None, "[B, T] or [N]", None, checks.INTEGERS)
     if labels.ndim not in (1, 2):
@@ -149,7 +149,7 @@ def check_scores(name: str, scores: Tensor, labels: Tensor, width: str, scattere
 
 
 def check_inplace(logits: Tensor, inplace_backward: bool) -> None:
-    """Refuse logits that can't hold their own gradient."""
+    """For ``inplace_backward``, refuse logits that can't hold their own gradient."""
     if not checks.flag("inplace_backward", inplace_backward):
         return
     if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
@@ -161,7 +161,7 @@ def check_inplace(logits: Tensor, inplace_backward: bool) -> None:
 
 
 def wants_entropy(return_entropy: bool, entropy_coef: float | Tensor | None, objective: Objective) -> bool:
-    """Whether the entropy must be computed: asked for, in the loss, or looked at by the objective."""
+    """Return whether the entropy is needed: by the caller, by an entropy bonus, or by the objective."""
     checks.flag("return_entropy", return_entropy)
     checks.objective(objective, Objective)
     in_the_loss = isinstance(entropy_coef, Tensor) or entropy_coef != 0

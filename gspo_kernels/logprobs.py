@@ -43,16 +43,18 @@ def token_logprobs(
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed logits: one per token).
         logit_scale: factor on the logits.
         softcap: bound of the tanh soft-capping, or None.
-        kept_ids: the ids that the sampler could have drawn, the labels' shape and K, int64 or int32, -100
-            where there are fewer; in any order, any number of times. The log-prob and the entropy are those
-            of the softmax over these ids alone; other logits have no part in anything, whatever they hold,
-            and a gradient of exactly 0. None: all.
-        kept_mask: the same as a bitmask, int32, the labels' shape and ceil(V / 32), as ``sampling_mask``
-            returns it: bit v % 32 of word v // 32 for id v. Only one of the two may be given.
-        ignore_index: positions with this label are left out: 0.0, no gradient, their logits are never read.
+        kept_ids: the ids that the sampler could have drawn, int64 or int32 [B, T, K] or [N, K], in any order
+            and any number of times, -100 where there are fewer than K. Log-prob and entropy are those of the
+            softmax over these ids alone. All other logits have no effect, whatever they hold, and a gradient
+            of exactly 0. None: all ids.
+        kept_mask: the same as a bitmask, int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)], as
+            ``sampling_mask`` returns it: bit v % 32 of word v // 32 is for id v. Pass ``kept_ids`` or
+            ``kept_mask``, not both.
+        ignore_index: positions with this label are left out: their log-prob and entropy are 0.0, they have no
+            gradient, and their logits are never read.
         return_entropy: also return the differentiable entropy.
-        inplace_backward: the backward overwrites the logits with their gradient instead of allocating one.
-            They must not be needed afterwards; a second backward raises.
+        inplace_backward: the backward overwrites the logits with their gradient instead of allocating it.
+            Nothing else may need the logits afterwards; a second backward raises.
         backend: "auto", "triton", "cpp" or "reference".
         parallel: ``tp_group`` and ``vocab_range`` of ``Parallel`` where ranks share the vocabulary.
 
@@ -60,9 +62,9 @@ def token_logprobs(
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 logits).
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message; a label that its own ``kept_ids`` or
-            ``kept_mask`` leaves out, with its position (where values are not looked at, on GPUs without
-            GSPO_KERNELS_VALIDATE=1, its log-prob is NaN).
+        TypeError, ValueError: a wrong argument, named in the message; or a label that is not in the
+            ``kept_ids`` or ``kept_mask`` of its position, which the message names. On GPUs values are checked
+            only with GSPO_KERNELS_VALIDATE=1; without it the log-prob of such a label is NaN.
         RuntimeError: the backend can't serve the tensors' device.
     """
     how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
@@ -111,7 +113,7 @@ def linear_token_logprobs(
 
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
-        weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
+        weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         bias: [V] or None.
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed hidden states: one per
@@ -119,18 +121,19 @@ def linear_token_logprobs(
         logit_scale: factor on the logits, bias included.
         softcap: bound of the tanh soft-capping, or None.
         kept_ids, kept_mask: as in ``token_logprobs``.
-        ignore_index: positions with this label are left out: 0.0, no gradient, never projected.
+        ignore_index: positions with this label are left out: their log-prob and entropy are 0.0, they have no
+            gradient, and they are never projected.
         return_entropy: also return the differentiable entropy.
-        logits_dtype: "float32": products of 16-bit inputs leave the matrix product in fp32. "input": they are
+        logits_dtype: "float32": matrix products of 16-bit inputs give fp32 logits. "input": logits are
             rounded to the inputs' dtype, as other trainers do.
-        max_chunk_bytes: bytes of logits that exist at once, at least a row; by default 4,096 rows on a
-            GPU and 1,024 to 2,048 on the CPU, as many as fit 256 MiB; at least 64 MiB, at most 1/16 of the
-            memory. The backend "cpp" writes no logits at all, but for rounded 16-bit logits and
-            a ``tp_group``; the bits are those that written logits give.
-        batch_invariant: whether results keep their bits whatever is computed along with them; None: as
-            ``set_batch_invariant`` says, whose documentation says what that promises.
+        max_chunk_bytes: bytes of logits that exist at once; a chunk has at least one row. The default is
+            4,096 rows on a GPU, and on the CPU 1,024 to 2,048 rows, as many as fit 256 MiB; but at least
+            64 MiB and at most 1/16 of the memory. The backend "cpp" writes no logits at all, except for
+            rounded 16-bit logits and with a ``tp_group``; its results have the bits that written logits give.
+        batch_invariant: whether results keep their bits whatever is computed along with them; None: as set by
+            ``set_batch_invariant``, whose documentation says what the mode promises.
         backend: "auto", "triton", "cpp" or "reference".
-        parallel: see ``Parallel``; all of it but ``cp_group``, for which log-probs have no use.
+        parallel: see ``Parallel``; all fields but ``cp_group``, which log-probs don't need.
 
     Returns:
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 inputs).

@@ -62,9 +62,10 @@ def policy_loss(
     is a constant.
 
     Args:
-        logprobs: [B, T], or [N] with ``cu_seqlens``; nats; fp16, bf16, fp32 or fp64.
-        old_logprobs: the same shape: log-probs under the policy that sampled. None: on-policy, the detached
-            current ones.
+        logprobs: [B, T], or [N] with ``cu_seqlens``, called the labels' shape below; nats; fp16, bf16, fp32
+            or fp64.
+        old_logprobs: labels' shape: log-probs under the policy that sampled. None: on-policy, with
+            ``logprobs``, detached, in their place.
         advantages: [B], or per token in the labels' shape where the objective takes them (packed with N == B:
             [B]).
         loss_mask: labels' shape, bool or 0/1: tokens that count, holes allowed. None: all.
@@ -74,16 +75,17 @@ def policy_loss(
         kl_estimator: "k1", "k2" or "k3", of d = logp - ref: d, d^2/2, exp(-d) + d - 1.
         kl_ratio_weighted: multiply the KL by the (undetached) importance ratio, as TRL does by default.
         entropy_coef: weight of the entropy bonus; a number, or a tensor that broadcasts to the labels.
-        rollout_weights: [B] or labels' shape (packed with N == B: [B]): off-policy corrections, multiply the
-            policy term only.
-        token_weights: labels' shape: factors on the log-probs' contributions to the objective.
+        rollout_weights: [B] or labels' shape (packed with N == B: [B]): off-policy corrections, which
+            multiply the policy term only.
+        token_weights: labels' shape: factors on the tokens' log-ratios in the objective (on the log-probs in
+            objectives that take these).
         lengths: [B], |y_i| where it is not the number of counted tokens.
-        group_ids: [B], integers: for objectives over groups.
-        turn_ids: labels' shape, integers, -1 = none: for objectives over turns.
-        normalizer: number or 0-d tensor that replaces the outer divisor (for gradient accumulation: the whole
-            batch's).
-        entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the bonus and its
-            metric.
+        group_ids: [B], integers: the group of each sequence, for objectives over groups.
+        turn_ids: labels' shape, integers: the turn of each token, -1 = none; for objectives over turns.
+        normalizer: number or 0-d tensor that replaces the count in the outer divisor (for gradient
+            accumulation: that of the whole batch).
+        entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the entropy bonus and
+            the metric of the entropy.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
         parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences.
 
@@ -93,7 +95,7 @@ def policy_loss(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
         RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
-            something else; see ``docs/parallel.md``.
+            other arguments; see ``docs/parallel.md``.
     """
     arguments: Any = (
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
@@ -129,20 +131,20 @@ def policy_coefficients(
     objective: Objective,
     parallel: Parallel = Parallel(),
 ) -> Tensor:
-    """dLoss/dlogprobs of ``policy_loss`` with the same arguments: what ``Linear`` takes as ``token_weights``.
+    """dLoss/dlogprobs of ``policy_loss`` with the same arguments, to pass to ``Linear`` as ``token_weights``.
 
     Args:
         logprobs, old_logprobs, advantages, objective, parallel, and all terms from loss_mask to normalizer:
             as in ``policy_loss``.
-        entropy: the shape of ``logprobs``; only for objectives that look at it.
+        entropy: the shape of ``logprobs``; only for objectives that look at the entropy.
 
     Returns:
         The shape of ``logprobs``, fp32 (fp64 for fp64 log-probs), exactly 0.0 where there is no gradient.
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message. ``entropy_coef`` other than 0 is
-            refused: the entropy's gradient is no coefficient of a log-prob; give it to the loss that takes
-            these coefficients.
+        TypeError, ValueError: a wrong argument, named in the message. An ``entropy_coef`` other than 0 is
+            refused, because the entropy's gradient is no coefficient of a log-prob: pass ``entropy_coef`` to
+            the loss that takes these coefficients.
     """
     if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
         raise ValueError(
@@ -172,7 +174,7 @@ def _normalize_logprobs(
     objective: Objective,
     parallel: Parallel,
 ) -> tuple[Tensor, Tensor | None, Terms]:
-    """Log-probs and entropy in rows, and validated terms; compared with other ranks'."""
+    """Return log-probs and entropy in rows and validated terms, after comparing them with other ranks'."""
     with comparing(
         function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
     ) as ranks:
@@ -232,8 +234,9 @@ def fused_policy_loss(
             ``policy_loss``; a token is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
-        kept_ids, kept_mask: as there. Old and reference log-probs must be over the same ids.
-        return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
+        kept_ids, kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalised over the
+            same ids.
+        return_entropy: also return the entropy, detached; with an entropy bonus it is returned anyway.
         parallel: ``tp_group``, ``vocab_range`` and ``cp_group`` of ``Parallel``.
 
     Returns:
@@ -285,7 +288,7 @@ def fused_policy_loss(
 def _of_scored_rows(
     scored: tuple[Tensor, Tensor], with_entropy: bool, terms: Terms, backend: str, ratio: RatioClip
 ) -> LossOutput:
-    """The loss of log-probs, and of the entropy beside them if that was computed."""
+    """Return the loss of log-probs and, if it was computed, their entropy."""
     logprobs, entropy = scored[0], scored[1] if with_entropy else None
     loss, metrics = PolicyLossFunction.apply(logprobs, entropy, terms, backend, ratio)
     return output_of(loss, metrics, logprobs, entropy, terms)
@@ -294,7 +297,7 @@ def _of_scored_rows(
 def _with_known_coefficients(
     rows: Tensor, labels: Tensor, terms: Terms, options: RowOptions, ratio: RatioClip
 ) -> LossOutput:
-    """The loss where the gradient is written in the pass that takes the log-probs."""
+    """Return a loss whose coefficients are known: one pass takes log-probs and writes the gradient."""
     zeros, alone = without_logprobs(labels, terms)
     form = ratio_of(alone, options.backend)
     coefficients = policy_step(zeros, None, alone, options.backend, form, False).grad_logprobs
@@ -346,15 +349,15 @@ def fused_linear_policy_loss(
 
     Args:
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
-        weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
+        weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         bias: [V] or None.
-        labels, old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
-            ``fused_policy_loss``.
-        temperature, kept_ids, kept_mask, return_entropy: as there.
+        labels, old_logprobs, advantages, objective, all terms from loss_mask to normalizer, temperature,
+            kept_ids, kept_mask, return_entropy: as in ``fused_policy_loss``.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``.
-        schedule, skip_inactive: how the batch is cut into chunks and products, which all give the same
-            result, and which rows without gradient enter none; see ``explain_schedule``.
+        schedule: how the batch is cut into chunks and products; all schedules give the same result. See
+            ``explain_schedule``.
+        skip_inactive: which rows without gradient stay out of products; see ``explain_schedule``.
         parallel: see ``Parallel``.
 
     Returns:
@@ -424,24 +427,25 @@ def explain_schedule(
     objective: Objective = GSPO(),
     parallel: Parallel = Parallel(),
 ) -> SchedulePlan:
-    """The plan of a ``fused_linear_policy_loss`` call with these arguments, without running it; print it to
-    read it: the schedule and the reason, matrix products, memory.
+    """Return the plan of a ``fused_linear_policy_loss`` call with these arguments, without running the call.
 
-    Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
-    call it under the same grad mode. Sequence lengths are read from the device.
+    Print the plan to read it: the schedule and the reason for it, matrix products, memory. Arguments of the
+    loss that can't change the plan are left out here. The plan depends on which inputs need a gradient, so
+    call this function in the grad mode of the loss. Sequence lengths are read from the device.
 
     Args:
-        schedule: how the batch is cut into chunks and products. All give the same result; one that can't is
-            refused with the reason. "auto" is the first of them that is exact for the call: "known" where a
-            token's coefficient is known or its own, "frozen" where the lm_head has no gradient, "aligned" for
-            sequences (groups) that fit in a chunk, "deferred" for longer ones. All but "two_pass" compute the
-            gradient along with the loss; so does "auto", but on the CPU logits of up to 1 MiB stay until the
-            backward.
-        skip_inactive: "backward": rows without gradient enter no gradient product, where the schedule knows
-            them in time ("deferred" and "frozen" don't, but for zero advantages). "all": sequences whose
+        schedule: how the batch is cut into chunks and products. All schedules give the same result; one that
+            would not is refused with the reason. "auto" takes the first that is exact for the call: "known"
+            if a token's coefficient is known beforehand or depends on that token alone, "frozen" if the
+            lm_head has no gradient, "aligned" for sequences (or groups) that fit in a chunk, "deferred" for
+            longer ones, otherwise "two_pass". All but "two_pass" compute the gradient along with the loss;
+            "auto" does, too, but on the CPU it keeps logits of up to 1 MiB until the backward instead.
+        skip_inactive: "backward": rows without gradient enter no gradient product if the schedule knows them
+            in time ("deferred" and "frozen" know only those with zero advantage). "all": sequences whose
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
-            at all; their log-probs are NaN and metrics cover the rest. "none": nothing is left out, no look
-            at the device (of packed calls, "aligned", "deferred" and "frozen" by name look at the lengths).
+            at all; their log-probs are NaN, and metrics cover the other sequences. "none": nothing is left
+            out, and nothing is read from the device, except that "aligned", "deferred" and "frozen", chosen
+            by name, read the lengths of packed sequences.
 
     Raises:
         TypeError, ValueError: as the loss itself.
@@ -476,7 +480,7 @@ def _normalize_linear(
     skip_inactive: str,
 ) -> tuple[LinearOperands, Terms, Plan, str]:
     """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule; the
-    last is the reason for it.
+    last output is the reason for the choice.
     """
     (hidden, weight, bias), parallel = local_tensors(
         parallel, passed, products.batch_invariant, hidden=hidden, weight=weight, bias=bias

@@ -26,48 +26,52 @@ def rollout_weights(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """Importance weights pi_old / mu for the ``rollout_weights`` of the losses, or a rejection instead.
+    """Importance weights pi_old / mu, or 0/1 weights that reject, for the ``rollout_weights`` of the losses.
 
-    With ``l_t = old_t - rollout_t`` and ``r_t = exp(l_t)`` a sequence's ratio is ``exp(mean_t l_t)``, the
-    geometric mean of its tokens' (``reduce="mean"``), or ``exp(sum_t l_t)``, its likelihood ratio ("sum").
-    The first does not depend on the length, and is what GSPO's own ratio is made of. The second is what
-    importance sampling asks for, and falls to 0 with the length whatever the mismatch: at thousands of tokens
-    it weakens whole batches (docs/off_policy.md). Trainers disagree. The modes, by the names in use:
+    Let ``l_t = old_t - rollout_t`` and ``r_t = exp(l_t)``. A sequence's ratio is ``exp(mean_t l_t)``, the
+    geometric mean of its tokens' ratios (``reduce="mean"``), or ``exp(sum_t l_t)``, its likelihood ratio
+    ("sum"). The mean does not depend on the length, and GSPO's own ratio is such a mean. Importance sampling
+    asks for the sum, but that ratio falls to 0 with the length whatever the mismatch: at thousands of tokens
+    it weakens whole batches (docs/off_policy.md). Trainers disagree about it. The modes, by the names in use:
 
-    - "truncate": the ratio of the token or the sequence, clamped to [low, high]. TIS.
-    - "mask": the same ratio where it lies in [low, high], else 0. MIS; of a sequence's sum Seq-MIS.
-    - "icepop": "mask" for tokens, bounded on both sides: IcePop, of Ring-1T's report (arXiv 2510.18855),
-      known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
-    - "sequence_mask": every token's own ratio, but 0 for all of a sequence whose ratio lies outside
-      [low, high]: sequence-masked importance sampling, NeMo-RL's and OpenRLHF's "seq-mask-tis", which take
-      the mean.
-    - "k1", "k2", "k3": no ratio but a rejection, 1 where an estimate of KL(mu, pi_old) lies in [low, high]
-      and 0 elsewhere: ``k1 = -l``, ``k2 = l^2 / 2``, ``k3 = r - 1 - l``, of a token, or of a sequence as the
-      mean, the sum or (k2 and k3) the largest over its tokens. verl's ``rollout_rs``: its "token_k3" is
-      ``mode="k3"``, "seq_max_k2" is ``level="sequence", reduce="max", mode="k2"``. The bounds of k1 are in
-      nats: verl's "a_b" is ``low=log(a), high=log(b)``. verl clamps l to +-20, this does not. The mean of a
-      sequence's k1 is minus the log of its geometric mean: Geo-Mask between a and b is ``low=-log(b),
-      high=-log(a)``. The largest k1 finds the least likely token: slime's veto at c is ``high=-log(c)``.
+    - "truncate": the ratio of the token or the sequence, clamped to [low, high]. Known as TIS.
+    - "mask": the same ratio where it lies in [low, high], else 0. Known as MIS, with a sequence's sum as
+      Seq-MIS.
+    - "icepop": "mask" for tokens, bounded on both sides. This is IcePop of Ring-1T's report (arXiv
+      2510.18855), known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
+    - "sequence_mask": every token's own ratio, but 0 for all tokens of a sequence whose ratio lies outside
+      [low, high]. This is sequence-masked importance sampling, "seq-mask-tis" in NeMo-RL and OpenRLHF, which
+      take the mean.
+    - "k1", "k2", "k3": a rejection instead of a ratio, 1 where an estimate of KL(mu, pi_old) lies in
+      [low, high] and 0 elsewhere: ``k1 = -l``, ``k2 = l^2 / 2``, ``k3 = r - 1 - l``. The estimate is that of
+      a token, or of a sequence: the mean, the sum or the largest over its tokens. verl calls this
+      ``rollout_rs``: its "token_k3" is ``mode="k3"``, its "seq_max_k2" is ``level="sequence", reduce="max",
+      mode="k2"``. The bounds of k1 are in nats: verl's "a_b" is ``low=log(a), high=log(b)``. verl clamps l to
+      +-20, this function does not. The mean of a sequence's k1 is minus the log of its geometric mean:
+      Geo-Mask between a and b is ``low=-log(b), high=-log(a)``. The largest k1 is that of the token with the
+      smallest ratio: slime's veto at c is ``high=-log(c)``.
 
-    Weights multiply the policy term and leave divisors alone: what has weight 0 still counts there. verl and
-    slime take what they reject out of the mask, and so out of the divisor: ``without_rejected`` does that.
-    Several corrections are multiplied, as a rejection times truncated ratios.
+    Weights multiply the policy term and leave divisors alone: tokens and sequences of weight 0 still count
+    there. verl and slime take rejected tokens out of the mask, and so out of the divisor:
+    ``without_rejected`` does that. To combine corrections, multiply them, such as a rejection and truncated
+    ratios.
 
     Args:
         old_logprobs: [B, T], or [N] with ``cu_seqlens``: log-probs by the trainer, nats.
         rollout_logprobs: the same shape: log-probs by the engine that sampled.
-        loss_mask: labels' shape: tokens that count; None: all.
+        loss_mask: the same shape: tokens that count; None: all.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
-        level: "token": one weight per token. "sequence": one per sequence. "icepop" and "sequence_mask" give
-            one per token.
-        reduce: how a sequence's tokens become one: "mean", "sum" or "max". Only where there is one number per
-            sequence; "max" only for k1, k2 and k3.
+        level: "token": one weight per token. "sequence": one per sequence. The modes "icepop" and
+            "sequence_mask" need "token".
+        reduce: how the tokens of a sequence become one number: "mean", "sum" or "max". Only for
+            ``level="sequence"`` and ``mode="sequence_mask"``; "max" only for k1, k2 and k3.
         mode: see above.
-        low, high: bounds; None: no bound, and for "icepop" 0.5 and 5.0, which are OpenRLHF's. At least one is
+        low, high: bounds; None: no bound, or for "icepop" OpenRLHF's bounds, 0.5 and 5.0. At least one is
             needed.
 
     Returns:
-        Labels' shape or [B], fp32 (fp64 for fp64 inputs), without gradient; 1.0 where nothing is counted.
+        [B] or the shape of ``old_logprobs``, fp32 (fp64 for fp64 inputs), without gradient; 1.0 where nothing
+        is counted.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -101,10 +105,10 @@ def rollout_weights(
 
 
 def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The mask without tokens of weight 0, so that what a correction rejects leaves every divisor.
+    """The mask without tokens of weight 0, so that rejected tokens leave every divisor.
 
-    As a ``loss_mask`` it takes them out of KL terms and entropy bonuses, too. Without it rejected tokens and
-    sequences count as zeros, and the gradient is smaller by their share.
+    As a ``loss_mask`` the result takes these tokens out of KL terms and entropy bonuses, too. With the
+    original mask rejected tokens and sequences count as zeros, and the gradient is smaller by their share.
 
     Args:
         loss_mask: [B, T], or [N] with ``cu_seqlens``: tokens that count.
@@ -129,18 +133,18 @@ def weight_metrics(
     loss_mask: Tensor,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What weights do to a batch: how many samples it is still worth, and how long its gradient still is.
+    """Measure what weights do to a batch: how many samples it is still worth, how long its gradient still is.
 
-    Over the sequences with a counted token, or the counted tokens where weights are per token:
+    The metrics cover the sequences with a counted token or, for weights per token, the counted tokens:
 
     - "weights/mean", "weights/min", "weights/max": a mean of 1/17 weakens the batch 17-fold,
-    - "weights/zero": the share of weights that are 0: of what a correction rejected,
+    - "weights/zero": the share of weights that are 0, the rejected ones,
     - "weights/ess": the effective sample size ``(sum w)^2 / (n sum w^2)`` as a share of n (Kish, as verl has
       it); blind to a common factor, which the mean and the norm show,
     - "weights/gradient_norm": the norm of the policy gradient's coefficients ``w_t A_t / |y_i|`` (at a ratio
-      of 1, in a mean over sequences) over that of the same without weights; 1 where all advantages are 0.
+      of 1, in a mean over sequences) divided by their norm without weights; 1 if all advantages are 0.
 
-    ``GSPO`` acts on the mean of a sequence's weights per token: give that mean, [B], for its gradient.
+    ``GSPO`` takes the mean of a sequence's weights per token: pass that mean, [B], to measure its gradient.
 
     Args:
         weights: [B], or per token in the shape of ``loss_mask``, as ``rollout_weights`` returns them.
@@ -165,7 +169,7 @@ def weight_metrics(
     kept = kept if kept.numel() else kept.new_ones(1)  # nothing is counted, and nothing changed
     squares = kept.square().sum()
     plain = tokens(advantages) / layout.expand(counts.clamp(min=1.0))
-    # selected, not multiplied: a weight without a bound may be inf
+    # torch.where, as multiplying by 0 is not enough: a weight without a bound may be inf
     norm, weighted = plain.norm(), torch.where(plain != 0, tokens(weights) * plain, 0.0).norm()
     return {
         "weights/mean": kept.mean(),
@@ -188,13 +192,14 @@ def off_policy_mask(
     loss_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Weights that drop negative advantages of sequences that went far off policy: 0 where ``A < 0`` and
+    """Weights that drop negative advantages of sequences far off policy: 0 where ``A < 0`` and
     ``mean_t(old_t - logp_t) > delta``, else 1. From DeepSeek-V3.2's report and TRL's code.
 
-    The result belongs in ``rollout_weights`` (times others, where there are any), not into ``loss_mask``:
-    a dropped sequence keeps its place in every divisor. It multiplies the policy term only, so a KL term or
-    an entropy bonus still holds for it. All losses take it. From logits or hidden states the current
-    log-probs come from ``token_logprobs`` or ``linear_token_logprobs`` without gradient.
+    Pass the result as ``rollout_weights`` (times other weights, if there are any), not as ``loss_mask``: a
+    dropped sequence still counts in every divisor. The weights multiply the policy term only, so a KL term or
+    an entropy bonus still applies to dropped sequences. All policy losses take them. If you have logits or
+    hidden states, compute the current log-probs by ``token_logprobs`` or ``linear_token_logprobs`` without
+    gradient.
 
     Args:
         logprobs: [B, T], or [N] with ``cu_seqlens``: current log-probs, nats.
@@ -202,7 +207,7 @@ def off_policy_mask(
         advantages: [B], or per token in the shape of ``logprobs`` (packed with N == B: [B]): then tokens are
             dropped one by one, by their own advantage and their sequence's mean.
         delta: how far off policy a sequence may be, in nats per token.
-        loss_mask: labels' shape: tokens that count; None: all.
+        loss_mask: the shape of ``logprobs``: tokens that count; None: all.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
 
     Returns:
@@ -255,7 +260,7 @@ def _validate_options(
 
 
 def _reduced(layout: Layout, values: Tensor, counted: Tensor, reduce: str) -> Tensor:
-    """Tokens to sequences, from values that are 0 where not counted."""
+    """Reduce tokens to sequences; values must be 0 for tokens that don't count."""
     if reduce == "max":
         rows = layout.expand(torch.arange(layout.sequences, device=values.device)).flatten()
         values = torch.where(counted, values, -torch.inf).flatten()
@@ -275,8 +280,8 @@ def _log_ratio(
     """Check log-probs, their mask and offsets.
 
     Returns:
-        ``tokens - other`` in fp64, 0 where not counted, and the mask of what counts, both [B, T] or [1, N];
-        and their layout.
+        ``tokens - other`` in fp64, 0 where not counted, and the mask of counted tokens, both [B, T] or
+        [1, N]; and their layout.
     """
     checks.floats(name, tokens, None, "[B, T], or [N] with cu_seqlens", None)
     checks.layout(name, tokens, cu_seqlens)
@@ -303,7 +308,7 @@ def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None, **values: Tensor) -> 
 
 
 def _per_sequence(name: str, values: Tensor, layout: Layout, tokens_name: str, tokens: Tensor) -> bool:
-    """Whether values are [B]; a ValueError if they are neither that nor of the tokens' shape."""
+    """Return whether values are [B]; raise ValueError if they have neither that nor the tokens' shape."""
     checks.floats(name, values, None, f"[B] or the shape of {tokens_name}", tokens.device)
     shape = tuple(values.shape)
     if shape not in ((layout.sequences,), tuple(tokens.shape)):
@@ -315,6 +320,6 @@ def _per_sequence(name: str, values: Tensor, layout: Layout, tokens_name: str, t
 
 
 def _per_token(values: Tensor, counted: Tensor, layout: Layout) -> Tensor:
-    """Values, [B] or per token, as fp64 tokens in the shape of ``counted``."""
+    """Return values, [B] or per token, as fp64 tokens in the shape of ``counted``."""
     values = exact(values.detach())
     return layout.expand(values) if values.shape == (layout.sequences,) else values.reshape(counted.shape)

@@ -1,4 +1,4 @@
-"""What a loss decides once, at its start, and hands down to everything that works on the call."""
+"""What a loss decides once, at its start, for everything that works on the call."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from gspo_kernels.types import NO_RATIO, RatioClip
 
 
 class RequiresGrad(NamedTuple):
-    """Which inputs of a call get a gradient; from log-probs and logits, none of these does."""
+    """Which inputs of a call over hidden states get a gradient; all are False for log-probs and logits."""
 
     hidden: bool = False
     weight: bool = False
     bias: bool = False
 
     def select(self, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Those of hidden, weight and bias, None for each that nobody needs."""
+        """Return the gradients of hidden, weight and bias, with None for those that are not needed."""
         return tuple(grad if needed else None for grad, needed in zip(gradients, self, strict=True))
 
 
 class Plan(NamedTuple):
-    """Made once, from ``coefficients_depend_on`` and ``ratio_of`` of a call's normalized terms.
+    """The decisions of a call, made once, from ``coefficients_depend_on`` and ``ratio_of`` of its terms.
 
-    Strings, numbers and flags alone: a plan crosses the operators' boundary as it is.
+    A plan holds only strings, numbers and flags, so that operators take it as it is.
 
     Attributes:
-        backend: serves the tensors' device.
+        backend: the name of a backend that serves the tensors' device.
         depends_on: what dLoss/dlogprob of one token depends on besides masks, lengths, weights and
             advantages: "nothing" (the coefficient is known beforehand), "token", "turn", "sequence", "group"
             or "batch".
-        ratio: the form in which the backend evaluates the loss in one launch; ``NO_RATIO`` where it can't,
-            and the objective is evaluated in PyTorch.
-        requires_grad: which inputs over hidden states get a gradient.
-        leaves_out: rows without a gradient stay out of gradient products.
-        entropy: hidden states also give the entropy.
-        schedule: how hidden states are worked through: a name of ``linear.schedule``, or "auto": groups that
-            fit in a chunk are aligned, longer ones go by themselves.
-        defers: whether those may be deferred.
+        ratio: the form in which the backend evaluates the loss in one launch; with ``NO_RATIO`` PyTorch
+            evaluates the objective instead.
+        requires_grad: which of hidden states, weight and bias get a gradient.
+        leaves_out: whether rows without a gradient stay out of gradient products.
+        entropy: whether the entropy is computed, too.
+        schedule: the schedule of a call over hidden states: a name of ``linear.schedule.SCHEDULES``, or
+            "auto": groups that fit in a chunk are "aligned", longer ones "deferred" or else "two_pass".
+        defers: whether "deferred" is exact for the call.
     """
 
     backend: str
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
-    """What a token's coefficient depends on in a call; see ``Plan.depends_on``."""
+    """Return what a token's coefficient depends on in a call; see ``Plan.depends_on``."""
     scope = objective.coefficient_scope
     if terms.kl_beta is not None and terms.kl_ratio_weighted and scope != "token":
         return scope
@@ -70,23 +70,23 @@ def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
 
 
 def ratio_of(terms: Terms, backend: str) -> RatioClip:
-    """The form in which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
+    """Return the form in which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
 
-    For the terms of a whole call this is decided once, in its plan; a schedule that evaluates other terms
-    (those of known coefficients, or of a chunk) asks for theirs.
+    A call decides this once for its terms. A schedule that evaluates other terms (for known coefficients, or
+    of a chunk) calls this again for them.
     """
     beyond = (terms.token_weights, terms.entropy_coef, terms.token_shares)
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
     if weighted_kl or terms.cp_group or any(term is not None for term in beyond):
         return NO_RATIO
-    # the compiler would leave the cache out, and warn
+    # the compiler would ignore the cache, and warn
     declared = _declared_ratio if torch.compiler.is_compiling() else _cached_ratio
     return declared(terms.objective, backend)
 
 
 @constant_when_traced
 def _declared_ratio(objective: str, backend: str) -> RatioClip:
-    """The objective's form, where the backend is a ``RatioBackend``."""
+    """Return the objective's form if the backend is a ``RatioBackend``, otherwise ``NO_RATIO``."""
     served = hasattr(load(backend), "sequence_ratio_forward")
     return (from_spec(objective).ratio_form() if served else None) or NO_RATIO
 

@@ -1,8 +1,8 @@
-"""What the ranks of a call must agree on, and how a public function compares it where it is asked to.
+"""What the ranks of a call must agree on, and how public functions compare it on request.
 
-With GSPO_KERNELS_VALIDATE=1 each rank looks at its arguments, and then all compare them in one gather per
-process group, before any other work. Without it a wrong argument is an error on its rank, and the others wait
-for that rank as in any collective.
+With GSPO_KERNELS_VALIDATE=1 each rank checks its arguments, and then all ranks compare them in one gather per
+process group, before any other work. Without it a wrong argument is an error on its rank, and the other ranks
+wait for that rank as in any collective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gspo_kernels.terms import SPECS, Terms, check_values
 from gspo_kernels.types import RowOptions
 
 _VOCABULARY = {**VOCABULARY, "B": 0}  # B: of a LoRAHead
-"""Arguments of which ranks may have parts of the vocabulary, and the dimension that this is."""
+"""Arguments whose vocabulary may be split among ranks, and the dimension of the vocabulary in each."""
 _HIDDEN = ("hidden", "teacher_hidden")
 _OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask")
 _TRAINABLE = ("logits", "hidden", "weight", "bias")
@@ -36,13 +36,13 @@ _GROUPS = ("tp_group", "cp_group", "group")
 
 
 def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[RankComparison | None]:
-    """What is raised inside, before ``RankComparison.compare``, is raised on all ranks of the call's groups.
+    """Return a context: an error in it before ``RankComparison.compare`` raises on all ranks of the call.
 
-    Without GSPO_KERNELS_VALIDATE=1, and while code is compiled, the context is empty and holds None.
+    Without GSPO_KERNELS_VALIDATE=1, and while code is compiled, the context does nothing and yields None.
 
     Args:
         name: of the public function.
-        arguments: of the call, by their names; those of named tuples and of ``Parallel`` by their fields'.
+        arguments: of the call, by name; named tuples and ``Parallel`` are compared field by field.
     """
     if torch.compiler.is_compiling() or os.environ.get("GSPO_KERNELS_VALIDATE") != "1":
         return contextlib.nullcontext()
@@ -55,8 +55,8 @@ class RankComparison:
     Attributes:
         arguments: as the caller passed them.
         device: of the tokens.
-        groups: the name of each group by what messages call it, along with what its ranks share.
-        compared: whether that has been done.
+        groups: for each group, by its name in messages, its process group's name and what its ranks share.
+        compared: whether the comparison has been made.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any]):
@@ -82,19 +82,19 @@ class RankComparison:
         scattered: int | None = None,
         teacher_temperature: Tensor | None = None,
     ) -> None:
-        """Look at the values of this rank's arguments, and compare all with other ranks', before any work.
+        """Check the values of this rank's arguments, and compare all with other ranks', before any work.
 
         Args:
-            labels: [B, T]; for a call without labels anything of their shape.
+            labels: [B, T]; for a call without labels any tensor of their shape, such as the log-probs.
             terms: of a loss, validated.
             options: of logits, normalized.
             width: how many columns of logits this rank has.
-            scattered: how many columns of the labels this rank has hidden states of, where ranks share them.
+            scattered: of how many tokens of a row this rank has the hidden states, where ranks share them.
             teacher_temperature: of a teacher's rows.
 
         Raises:
-            TypeError, ValueError: what is wrong on this rank, or with all of them together.
-            RanksDisagreeError: another rank refused the call, or was called with something else.
+            TypeError, ValueError: an argument is wrong on this rank, or all ranks' don't fit together.
+            RanksDisagreeError: another rank refused the call, or was called with other arguments.
         """
         if not self.groups:
             return
@@ -124,10 +124,10 @@ class RankComparison:
         numbers: tuple[int, ...] = (),
         check_numbers: Callable[[list[tuple[int, ...]]], None] | None = None,
     ) -> None:
-        """Compare with the other ranks of each group, in the same order on all of them.
+        """Compare with the other ranks of each group; all ranks take the groups in the same order.
 
-        All ranks go on, or all raise. An error in one group is passed on to the next one, so that in a grid
-        of ranks all learn of it, whichever rank has it.
+        All ranks go on, or all raise. An error in one group is passed on to the next group, so that all ranks
+        of a grid learn of it.
 
         Args:
             refused: why this rank refuses the call; it is not raised here.
@@ -150,11 +150,11 @@ class RankComparison:
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, with those of named tuples and of ``Parallel`` by their names."""
+    """Return the arguments with named tuples and ``Parallel`` replaced by their fields."""
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            fields = value._asdict().items()  # a LoRAHead, passed as ``weight``, has one of that name
+            fields = value._asdict().items()  # a LoRAHead, passed as ``weight``, has a field ``weight``
             flat |= {key: each for key, each in fields if key == name or key not in arguments}
         else:
             flat[name] = value
@@ -164,18 +164,18 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(arguments: Mapping[str, Any]) -> Any:
-    """The first argument whose leading dimensions are those of tokens."""
+    """Return the first argument whose leading dimensions are those of tokens."""
     names = ("labels", "logprobs", "ids", "logits", "hidden", "loss_mask")
     return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
 def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """The groups that the arguments name, or their DTensors' meshes have; the vocabulary's come first."""
+    """Return the groups of the arguments and of their DTensors' meshes, those of the vocabulary first."""
     shares = dict(zip(_GROUPS, ("vocabulary", "tokens", "batch"), strict=True))
     facts: dict[str, tuple[str, str]] = {}
     for argument, share in shares.items():
         if arguments.get(argument) not in (None, ""):
-            with contextlib.suppress(TypeError, ValueError):  # the call says what is wrong with it
+            with contextlib.suppress(TypeError, ValueError):  # the call itself raises for a wrong group
                 facts[argument] = group_name(argument, arguments[argument]), share
     placed = {name: value for name, value in arguments.items() if hasattr(value, "device_mesh")}
     if placed:
@@ -188,7 +188,7 @@ def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def _value(value: Any) -> str:
-    """What stands for an argument; a number and a tensor of it are the same."""
+    """Return a text that stands for an argument; a number and a 0-d tensor of it have the same text."""
     if isinstance(value, Tensor):
         if value.ndim == 0 and not value.is_complex():
             return repr(float(value))
@@ -205,7 +205,7 @@ def _kind(value: Tensor) -> str:
 
 
 def _sizes(value: Any, open_dims: tuple[int, ...] = ()) -> str:
-    """Dtype and shape of a tensor, "..." for dimensions that may differ."""
+    """Return dtype and shape of a tensor as a text, with "..." for dimensions that may differ."""
     if not isinstance(value, Tensor):
         return _value(value)
     sizes = [str(size) for size in value.shape]
@@ -220,7 +220,7 @@ def _presence(value: Any) -> str:
 
 
 def _placements(arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """How tensors that may be DTensors lie on their meshes, and the name of the call."""
+    """Return the placements of tensors that may be DTensors, and the name of the call."""
     facts: dict[str, str | None] = {"call": arguments["call"]}
     for name in (*_VOCABULARY, *_HIDDEN):
         value: Any = arguments.get(name)
@@ -234,7 +234,9 @@ def _placements(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _same_always(arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """What every group must agree on: which gradients and groups there are, and the batch-invariant mode."""
+    """Return what ranks that share vocabulary or sequences must agree on whatever else the call takes: which
+    inputs need a gradient, which groups there are, and the batch-invariant mode.
+    """
     facts: dict[str, str | None] = {}
     for name in _TRAINABLE:
         if isinstance(arguments.get(name), Tensor):
@@ -247,7 +249,7 @@ def _same_always(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _same_rows(arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """What is the same on ranks that share the vocabulary: all but their columns."""
+    """Return what must be the same on ranks that share the vocabulary: all but their columns."""
     facts = _same_always(arguments)
     for name, value in arguments.items():
         if name in (*_GROUPS, "call", "vocab_range", "batch_invariant"):
@@ -264,7 +266,7 @@ def _same_rows(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """What is the same on ranks that have parts of the same sequences: all but what is one per token.
+    """Return what must be the same on ranks with parts of the same sequences: all but values per token.
 
     A function without an argument ``cu_seqlens`` takes tokens, whichever sequences they belong to.
     """
@@ -294,7 +296,7 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _of_sequences(arguments: Mapping[str, Any], name: str, form: str, sequences: int) -> str | None:
-    """A term as ranks with parts of the same sequences have it; None where its shape says too little."""
+    """Return a term's text for ranks with parts of the same sequences; None if its shape is ambiguous."""
     value, packed = arguments[name], arguments.get("cu_seqlens") is not None
     if not isinstance(value, Tensor) or value.ndim == 0 or form == "sequences":
         return _value(value)
@@ -314,4 +316,4 @@ _SAME: dict[str, Callable[[Mapping[str, Any]], dict[str, str | None]]] = {
     "batch": lambda arguments: {"objective": _value(arguments["objective"])},
     "": lambda arguments: {},
 }
-"""What is the same on the ranks of a group, by what these share."""
+"""Functions that return what must be the same on the ranks of a group, by what the ranks share."""

@@ -1,9 +1,9 @@
 r"""Ready-made reward functions, in the form that the bundled trainer and TRL's trainers call them.
 
-Each is a plain function of lists with one entry per completion and returns as many rewards. Options are
-keyword arguments: bind them with `functools.partial`, or where a configuration names the function, in
-parentheses: ``gspo_kernels.rewards:regex_format(pattern=r'.*\d')``. A completion is text, or a list of
-messages of which the last counts.
+Each is a plain function of lists with one entry per completion and returns one reward per completion. Options
+are keyword arguments: bind them with `functools.partial` or, where a configuration names the function, write
+them in parentheses: ``gspo_kernels.rewards:regex_format(pattern=r'.*\d')``. A completion is text, or a list
+of messages, of which the last one counts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def exact_match(
     ignore_case: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the completion is the answer, white space at both ends aside, otherwise 0.
+    """Return 1 where the completion equals the answer, ignoring white space at both ends, otherwise 0.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
-        column: the column that holds the answer; None in it: the reward does not apply.
+        column: the column that holds the answer; where it is None, the reward is None: it does not apply.
         ignore_case: compare without regard to case.
     """
 
@@ -59,12 +59,12 @@ def regex_format(
     pattern: str,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the whole completion has the form of a regular expression, otherwise 0.
+    """Return 1 where the whole completion matches a regular expression, otherwise 0.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion; only completions are used.
-        pattern: what `re.fullmatch` takes; ``.`` also stands for the end of a line. Nested repetitions
-            (``(a+)+``) can take forever on a text that a model makes up.
+        pattern: a regular expression for `re.fullmatch`; ``.`` also matches the end of a line. Nested
+            repetitions (``(a+)+``) can take forever on a text that a model makes up.
     """
     form = re.compile(pattern, re.DOTALL)
     return [float(form.fullmatch(_text(completion)) is not None) for completion in completions]
@@ -79,22 +79,22 @@ def math_answer(
     seconds: int = 5,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    r"""1 where the completion's final answer has the value of the right one, by math-verify; otherwise 0.
+    r"""Return 1 where math-verify finds the completion's final answer equal to the right answer, otherwise 0.
 
     The final answer is what math-verify extracts: ``\boxed{}`` first, then LaTeX in ``$``, then the last
     expression. Models write expressions that take forever to compute (9^9^9^9). math-verify stops them by a
-    signal, which only a main thread gets; so it runs in a process of its own, which is started with the first
-    call, and started again where a signal does not stop it.
+    signal, which only a main thread gets. So math-verify runs in a process of its own, which the first call
+    starts. A process that a signal does not stop is killed, and the next completion starts another.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
-        column: the column that holds the right answer, LaTeX or a number; the reward does not apply where it
-            is None or nothing that math-verify can read.
-        seconds: what parsing or comparing may take; a completion that takes longer gets 0.
+        column: the column that holds the right answer, LaTeX or a number; the reward does not apply where the
+            answer is None or math-verify cannot read it.
+        seconds: how long parsing or comparing may take; a completion that takes longer gets 0.
 
     Raises:
         ModuleNotFoundError: math-verify is not installed.
-        RuntimeError: its process cannot be started.
+        RuntimeError: the process that compares answers cannot be started.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
@@ -114,10 +114,10 @@ class _Verifier:
         self.owner, self.lock = 0, threading.Lock()
 
     def ask(self, completion: str, answer: str, seconds: int) -> float | None:
-        """Return the reward; 0 where the process does not answer in time, and is killed."""
+        """Return the reward; if the process does not answer in time, kill it and return 0."""
         with self.lock:
             if self.process is None or self.process.poll() is not None or self.owner != os.getpid():
-                self._start()  # a fork has a process of its own as well
+                self._start()  # a forked process starts its own
             self.process.stdin.write(json.dumps([completion, answer, seconds]).encode() + b"\n")
             # Two texts are parsed and their values compared, each within its seconds.
             reward: float | None = self._answer(4 * seconds)
@@ -143,15 +143,15 @@ _verifier = _Verifier()
 
 
 def _verify() -> None:
-    """Answer questions of a `_Verifier` until its end."""
+    """Answer the questions of a `_Verifier`, until it closes the pipe."""
     from math_verify import parse, verify
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # math-verify warns at every completion that it gives up, and wherever there is no limit
+    # math-verify warns at every completion that it gives up on, and wherever there is no time limit
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # It reads its grammars now, on no completion's time.
+    # math-verify reads its grammars in this first call, so that no completion's time limit pays for it.
     verify(
         parse(r"$\frac{1}{2}$", parsing_timeout=None),
         parse("0.5", parsing_timeout=None),
@@ -160,7 +160,7 @@ def _verify() -> None:
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         completion, answer, seconds = json.loads(line)
-        # Without a sign of LaTeX math-verify would take "\frac{a}{2}" for the number 2.
+        # Without "$" math-verify would take "\frac{a}{2}" for the number 2.
         right = parse(answer if "$" in answer else f"${answer}$", parsing_timeout=seconds)
         found = parse(completion, parsing_timeout=seconds) if right else []
         reward = float(verify(right, found, timeout_seconds=seconds)) if right else None

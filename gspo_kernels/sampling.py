@@ -18,7 +18,7 @@ ENGINES = ("transformers", "vllm")
 _CANDIDATES = 1024
 """How many of the most likely tokens top-p looks at first."""
 _GROWTH = 16
-"""It looks at so many times as many where those do not reach its share."""
+"""Top-p looks at this many times more tokens where the first ones do not reach its share."""
 _ELEMENTS = 2**24
 """How many logits are looked at in one chunk of rows."""
 
@@ -41,32 +41,33 @@ def sampling_mask(
     labels: Tensor | None = None,
     engine: str = "transformers",
 ) -> Tensor:
-    """The ids that a sampler could have drawn from logits, as ``kept_mask`` takes them.
+    """The ids that a sampler could have drawn from logits, as a bitmask to pass as ``kept_mask``.
 
     The rules are those of transformers' warpers and of vLLM's sampler, which divide logits by the temperature
-    first. Top-k keeps the k most likely ids and all that tie with the last of them. Top-p keeps an id if
-    those that are more likely have less than ``top_p`` of what top-k left, so the most likely always; of
-    ids that tie at its edge engines keep some, by the order of their sort, and here all are kept. Min-p
-    keeps ids with at least ``min_p`` times the probability of the most likely. The engines differ in one
-    thing: vLLM applies min-p before top-k and top-p, transformers after them, so that top-p counts less.
+    first. Top-k keeps the k most likely ids and all that tie with the last of them. Top-p keeps an id if all
+    more likely ids together have less than ``top_p`` of the probability that top-k left, so it always keeps
+    the most likely id. Of ids that tie at the edge, engines keep some, by the order of their sort; this
+    function keeps all. Min-p keeps ids with at least ``min_p`` times the probability of the most likely id.
+    The engines differ in one thing: transformers applies min-p after top-k and top-p, vLLM before them, so
+    that its top-p is a share of what min-p and top-k left.
 
-    Sums are in fp64. An engine that rounds otherwise, or whose logits differ, may draw an id just beyond the
-    edge of a set: give ``labels``, and each set holds what was drawn.
+    Sums are in fp64. An engine that rounds differently, or whose logits differ, may draw an id just beyond
+    the edge of a set: pass ``labels``, and each set holds the id that was drawn.
 
     Args:
-        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, before the temperature: those that were sampled
-            from, so of the old policy.
+        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, before the temperature: the logits that were
+            sampled from, so those of the old policy.
         temperature: a positive number, or a tensor [B] ([N] for packed logits).
         top_k: how many ids are kept; 0: all.
         top_p: the share of probability that is kept, in (0, 1]; 1: all.
         min_p: the least probability, relative to the most likely id's, in [0, 1); 0: none.
         labels: [B, T] or [N], int64 or int32, or None: ids that are kept whatever the rules say; -100 where
-            there is none. Rows without one may hold anything.
+            no id was drawn. Logits of rows with label -100 may hold anything.
         engine: "transformers" or "vllm".
 
     Returns:
-        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 for id v. A row that has
-        no softmax, with NaN or +inf among its logits, keeps all ids.
+        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v. A row without
+        a softmax (NaN or +inf among its logits) keeps all ids.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
@@ -105,7 +106,7 @@ def sampling_mask(
         chunk = slice(start, start + step)
         z = rows[chunk].to(stats_dtype(logits.dtype))
         z = z / (divisors if divisors.ndim == 0 else divisors[chunk]).to(z.dtype)
-        defined = z.amax(-1, keepdim=True) < torch.inf  # of a row with NaN that is NaN
+        defined = z.amax(-1, keepdim=True) < torch.inf  # False for NaN, the largest of a row with NaN
         if validating and not bool(defined.all()):
             drawn = None if labels is None else labels.reshape(-1)[chunk] != bits.NO_ID
             _check_defined(defined.squeeze(-1), drawn, start, shape)
@@ -125,7 +126,7 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
 
 
 def _check_defined(defined: Tensor, drawn: Tensor | None, start: int, shape: torch.Size) -> None:
-    """Rows [n] from ``start`` on, in which something was drawn (None: in all), must have a softmax."""
+    """Check that rows [n] from ``start`` on have a softmax, if an id was ``drawn`` there (None: in all)."""
     wrong = ~defined if drawn is None else ~defined & drawn
     if bool(wrong.any()):
         place = start + int(wrong.nonzero()[0])
@@ -137,7 +138,7 @@ def _check_defined(defined: Tensor, drawn: Tensor | None, start: int, shape: tor
 
 
 def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
-    """[n, 1], the least of the [n, V] logits that are kept."""
+    """Return the least kept logit of each row, [n, 1], of logits [n, V]."""
     highest = z.amax(-1, keepdim=True)
     least_by_min_p = highest + rules.log_min_p
     bound = least_by_min_p if rules.min_p_first else torch.full_like(highest, -math.inf)
@@ -149,12 +150,12 @@ def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
 
 
 def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) -> Tensor:
-    """The least logit that top-p keeps of those from ``bound`` on."""
+    """Return the least logit that top-p keeps among those that are at least ``bound``, [n, 1]."""
     left = exact(torch.where(z >= bound, (z - highest).exp(), 0.0)).sum(-1, keepdim=True)
     V, wanted = z.shape[-1], rules.top_p * left
     count = rules.top_k or min(_CANDIDATES, V)
     least, decided = _last_within(z.topk(count, sorted=True).values, highest, wanted)
-    # beyond the first k are none but ties with the last
+    # with top-k, logits beyond the first k lie below the bound or tie with the last of the k
     while not rules.top_k and count < V and not bool(decided.all()):
         count = _GROWTH * count if 4 * _GROWTH * count <= V else V
         rows = (~decided).nonzero().squeeze(1)
@@ -167,7 +168,9 @@ def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) ->
 
 
 def _last_within(descending: Tensor, highest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, 1], the last of some logits before which there is less than a mass; [n], whether one is beyond."""
+    """Return the last of the descending logits before which there is less than ``mass``, [n, 1]; and whether
+    other logits follow it here, [n]: then no more logits need to be looked at.
+    """
     weights = exact(descending - highest).exp()
     inside = weights.cumsum(-1) - weights < mass
     count = inside.sum(-1, keepdim=True)

@@ -18,7 +18,7 @@ from gspo_kernels.types import LoRAHead, SelectedLogprobs
 
 
 def _tokens_of(ids: Tensor) -> Tensor:
-    """[...] for ids [..., K]: what has the shape that labels would have."""
+    """Check ids [..., K]; return a tensor [...], the shape that labels would have."""
     checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None, checks.INTEGERS)
     if ids.ndim not in (2, 3) or ids.shape[-1] == 0:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, T, K] or [N, K] with K >= 1")
@@ -43,22 +43,22 @@ def selected_logprobs(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> SelectedLogprobs:
-    """Log-probabilities of K ids per token and the log of the mass that they leave, differentiable in both.
+    """Log-probabilities of K ids per token, and the log of the mass that these leave; both differentiable.
 
-    Each logit is read once in the forward, and read and written once in the backward, whatever K.
-    Equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in ``token_logprobs``, and to
-    ``log(1 - the sum over different ids of their probabilities)``, but without its cancellation: a mass of
-    1e-8 that is left, or of 1e-100, is as exact as one of 1/2.
+    Each logit is read once in the forward, and read and written once in the backward, whatever K. The
+    log-probs are equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in
+    ``token_logprobs``. The tail is equivalent to ``log(1 - sum of the different ids' probabilities)``, but
+    without its cancellation: a remaining mass of 1e-8 or 1e-100 is as exact as one of 1/2.
 
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
-        ids: [B, T, K] or [N, K], int64 or int32, -100 where there are fewer. An id may be there several
-            times: each place has its own log-prob, their gradients add, and its mass counts once.
-        normalize_within: the log-probs are those of a softmax over each token's ids alone; of the logits only
-            theirs are read, and there is no tail.
+        ids: [B, T, K] or [N, K], int64 or int32, -100 where a token has fewer. An id may occur several times:
+            each place has its own log-prob, the gradients of its places add, and its mass counts once.
+        normalize_within: the log-probs are those of a softmax over each token's ids alone; only the logits of
+            these ids are read, and there is no tail.
         temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.
-        kept_ids, kept_mask: as there. Ids must be among the kept.
-        parallel: as there. Ids are the same on all ranks.
+        kept_ids, kept_mask: as in ``token_logprobs``. All ``ids`` must be among the kept ids.
+        parallel: as in ``token_logprobs``. Ids are the same on all ranks.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 logits).
@@ -114,13 +114,12 @@ def linear_selected_logprobs(
 
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
-        weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
+        weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
             never projected.
         bias: [V] or None.
-        temperature, logit_scale, softcap, logits_dtype, backend: as in ``linear_token_logprobs``.
-        max_chunk_bytes, batch_invariant: as there.
-        parallel: as there.
+        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, batch_invariant, backend, parallel:
+            as in ``linear_token_logprobs``.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 inputs).
@@ -147,7 +146,7 @@ def linear_selected_logprobs(
         checks.flag("normalize_within", normalize_within)
         options = how.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
         row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
-        # the largest is one of them, or says that there is none
+        # a token's largest id serves as its label; it is -100 if the token has no id
         labels = row_ids.amax(-1)
         operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking, base)
         if ranks is not None:

@@ -1,6 +1,6 @@
-"""A clipped ratio in one launch of the backend: what it takes, and the loss of sequence ratios from logits.
+"""A clipped ratio in one launch of the backend: its operands, and the loss of sequence ratios from logits.
 
-Which losses are of this form, ``plan`` says.
+``plan.ratio_of`` says which losses have this form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gspo_kernels.types import (
 
 
 def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> RatioOperands:
-    """What a clipped ratio of a level takes of the terms of a call; ``tokens`` gives shape and device."""
+    """Return the operands of a clipped ratio from a call's terms; ``tokens`` gives shape and device."""
     weights, normalizer = terms.rollout_weights, terms.normalizer
     assert terms.advantages is not None
     if level == "sequence" and weights is not None and weights.ndim == 2:
@@ -43,7 +43,7 @@ def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> Rat
         counts = layout.sum(exact(counted)).clamp(min=1)
         weights = layout.sum(torch.where(counted, exact(weights), 0.0)) / counts
     if terms.skipped is not None:
-        # they have no log-probs, but they are in the divisor
+        # skipped sequences have no log-probs, but the divisor counts them
         normalizer = Aggregation(tokens, terms).total
     if normalizer is not None:
         normalizer = normalizer.to(tokens.device)
@@ -59,7 +59,7 @@ _RATIO_MEAN = METRICS.index("ratio/mean")
 def sequence_ratio(
     logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, form: RatioClip
 ) -> SequenceRatioStats:
-    """From logits to loss; see ``ops.backends.RatioBackend``."""
+    """Compute the loss of sequence ratios from logits; see ``ops.backends.RatioBackend``."""
     if options.transform.row_temperature is not None:
         check_temperature(options.transform.row_temperature)
     if operands.cu_seqlens is not None:
@@ -73,14 +73,14 @@ def sequence_ratio(
     doubt = functools.partial(_check_logprobs, labels, operands, options) if looks else None
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(rows, operands, form, doubt)
-    # the log-prob of a label that is no column is NaN: where no ratio is, no label needs a look
+    # a label outside the vocabulary has a NaN log-prob: labels are checked only if the mean ratio is NaN
     if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
     return stats
 
 
 def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
-    """``terms.check_logprobs``: what all losses of this form ask of values, GSPO asks."""
+    """Run ``terms.check_logprobs`` for GSPO: all losses of this form ask the same of values."""
     terms = Terms(
         operands.old_logprobs,
         operands.advantages,
@@ -106,7 +106,7 @@ def _(
 
 
 class SequenceRatioFunction(torch.autograd.Function):
-    """Loss of a clipped sequence ratio; the backward needs one scalar per sequence."""
+    """Loss of a clipped sequence ratio from logits; its backward needs one scalar per sequence."""
 
     @staticmethod
     def forward(

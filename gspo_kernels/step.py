@@ -30,13 +30,13 @@ def evaluate_objective(
     want_metrics: bool = True,
     doubt: Doubt = None,
 ) -> PolicyStep:
-    """Loss, coefficients and metrics of these terms; only in operators, which have checked values.
+    """Compute loss, coefficients and metrics of these terms; only for operators that have checked the values.
 
     Args:
         logprobs: [B, T] or [1, N].
         entropy: the same shape, or None.
         terms: validated.
-        backend: evaluates ``ratio``.
+        backend: the name of the backend that evaluates ``ratio``.
         ratio: see ``plan.ratio_of``; with ``NO_RATIO`` the objective is evaluated in PyTorch.
         want_metrics: False may leave the metrics out.
         doubt: see ``RatioBackend.ratio_step``.
@@ -68,14 +68,14 @@ def policy_step(
     ratio: RatioClip,
     want_metrics: bool,
 ) -> PolicyStep:
-    """``evaluate_objective`` after checking values that only the device knows."""
+    """Check values, which only the device knows, and then run ``evaluate_objective``."""
     launch, doubt, reads_mask = ratio != NO_RATIO, None, False
     others = (entropy, terms.lengths, terms.skipped)
     if launch and terms.loss_mask is not None and all(x is None for x in others):
-        # then nothing but the launch looks at the mask, and it may check what it reads
+        # here only the launch reads the mask, so it may check the mask as it reads it
         serving = load(backend)
         reads_mask = hasattr(serving, "reads_mask") and serving.reads_mask(terms.loss_mask)
-    # a launch also looks at log-probs and advantages as it reads them, and reports what is doubtful
+    # a launch also checks log-probs and advantages as it reads them, and calls ``doubt`` if some look wrong
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
     if launch and checked_values(logprobs.device):
         doubt = functools.partial(check_logprobs, logprobs, terms, logprobs)
@@ -103,8 +103,8 @@ def _(
 
 
 class PolicyLossFunction(torch.autograd.Function):
-    """Loss of log-probs (and entropy); the backward multiplies what the forward already knows, in its memory
-    where no other backward will ask for it.
+    """Loss of log-probs (and entropy). The backward multiplies the gradients that the forward has computed,
+    in place where no other backward will need them.
     """
 
     @staticmethod
@@ -132,7 +132,7 @@ class PolicyLossFunction(torch.autograd.Function):
 def output_of(
     loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, terms: Terms
 ) -> LossOutput:
-    """What the public losses return, from rows; NaN where nothing was looked at."""
+    """Make the output of a public loss from rows; values of skipped sequences are NaN."""
     names = metric_names(terms, entropy)
     packed = terms.cu_seqlens is not None
     per_token = []

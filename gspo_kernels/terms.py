@@ -1,5 +1,5 @@
-"""What enters a loss besides log-probs: one table. Checks, operators' schemas, slices and the pass from the
-public functions down to the objective all derive from its fields.
+"""One table of what enters a loss besides log-probs. Checks, operators' schemas, slices and the path from the
+public functions to the objective all derive from its fields.
 
 Inside the package token tensors are [B, T] padded or [1, N] packed, so that the number of dimensions tells
 tokens from [B].
@@ -28,7 +28,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 class CallShape(NamedTuple):
-    """Where the terms of a call belong: the labels' shape and device, and how many sequences they hold."""
+    """What the terms of a call must fit: the labels' shape and device, and how many sequences they hold."""
 
     shape: tuple[int, ...]
     device: torch.device
@@ -38,25 +38,25 @@ class CallShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ArgSpec:
-    """What a term looks like.
+    """The specification of a term.
 
     Attributes:
         shape: "tokens" (the labels' shape), "sequences" ([B]), "either", "broadcast" (a number, or what
             broadcasts to the labels), "number" (or a 0-d tensor) or "offsets" ([B + 1]).
-        dtypes: allowed ones; None: any but complex.
+        dtypes: allowed dtypes; None: any but complex.
     """
 
     shape: Literal["tokens", "sequences", "either", "broadcast", "number", "offsets"]
     dtypes: tuple[torch.dtype, ...] | None = checks.FLOATS
 
     def normalize(self, name: str, value: Any, call: CallShape, only: str = "") -> Tensor | None:
-        """The value as the operators take it; None where it changes nothing.
+        """Check a value and return it as the operators take it, or None if it changes nothing.
 
         Args:
             name: of the argument.
             value: as the caller passed it, not None.
-            call: what it belongs to.
-            only: for "either": who takes it one per sequence alone, or "".
+            call: the shape of the call.
+            only: for "either": the name of an objective that takes one value per sequence only, or "".
 
         Raises:
             TypeError, ValueError: naming the argument, what was got, and what is expected.
@@ -97,11 +97,11 @@ SEQUENCE_IDS, TOKEN_IDS = ArgSpec("sequences", checks.INTEGERS), ArgSpec("tokens
 
 
 class Terms(NamedTuple):
-    """Everything that enters a loss besides log-probs and entropy; the public arguments of the same names.
+    """Everything that enters a loss besides log-probs and entropy: the public arguments of the same names.
 
     ``normalize_terms`` turns what a caller passed into what operators take: tensors in rows without a
     gradient, and numbers as 0-d fp64 tensors, or None where they change nothing. The fields from
-    ``cp_group`` on are no arguments.
+    ``cp_group`` on are not arguments.
     """
 
     old_logprobs: Annotated[Tensor | None, TOKENS] = None  # None: on-policy
@@ -119,23 +119,23 @@ class Terms(NamedTuple):
     normalizer: Annotated[Tensor | None, NUMBER] = None
     kl_estimator: str = "k3"
     kl_ratio_weighted: bool = False
-    cp_group: str = ""  # the process group that has the sequences' tokens together; "": they are here
+    cp_group: str = ""  # the process group whose ranks share the sequences' tokens; "": all are here
     objective: str = ""  # ``Objective.spec``
-    skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: without log-probs; in divisors, in no metric
+    skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: no log-probs; in divisors, in no metric
     token_shares: Annotated[Tensor | None, TOKENS] = None  # loss = sum(share * value) instead of aggregating
 
     def layout(self, tokens: Tensor) -> Layout:
-        """Where the sequences of ``tokens`` begin and end."""
+        """Return where the sequences of ``tokens`` begin and end."""
         return layout_of(tokens, self.cu_seqlens)
 
     def counted(self, tokens: Tensor) -> Tensor:
-        """Bool, the shape of ``tokens``: those that count."""
+        """Return which of the tokens count, bool, the shape of ``tokens``."""
         if self.loss_mask is None:
             return torch.ones_like(tokens, dtype=torch.bool)
         return self.loss_mask if self.loss_mask.dtype == torch.bool else self.loss_mask != 0
 
     def each(self, change: Callable[[ArgSpec, Tensor], Tensor | None]) -> Terms:
-        """The same terms, every tensor among them changed as its specification asks for."""
+        """Return the terms with ``change(specification, tensor)`` in the place of every tensor."""
         changed: dict[str, Any] = {}
         for name, form in SPECS.items():
             tensor = getattr(self, name)
@@ -149,7 +149,7 @@ SPECS: dict[str, ArgSpec] = {
     for name, hint in typing.get_type_hints(Terms, include_extras=True).items()
     for form in getattr(hint, "__metadata__", ())
 }
-"""What every tensor among the terms looks like."""
+"""The specification of every tensor among the terms."""
 _ARGUMENTS = {
     name: SPECS[name] for name in Terms._fields[: Terms._fields.index("objective")] if name in SPECS
 }
@@ -191,14 +191,14 @@ def normalize_terms(
 def validate_terms(
     passed: Terms, tokens: Tensor, objective: Objective, has_entropy: bool, parallel: Parallel
 ) -> Terms:
-    """Normalized terms, after refusing what doesn't fit the objective, or what it would ignore.
+    """Return normalized terms; refuse terms that don't fit the objective, or that it would ignore.
 
-    ``has_entropy`` says whether the entropy is there, or will be.
+    ``has_entropy`` says whether the entropy was passed or will be computed.
     """
     checks.objective(objective, Objective)
     for label in _BROADCAST_TERMS:
         if getattr(passed, label) is None:
-            checks.number(label, None)  # refuses it: 0 is what leaves the term out
+            checks.number(label, None)  # refuses None: 0 leaves the term out
     terms, name = normalize_terms(passed, tokens, objective, parallel), type(objective).__name__
     if terms.kl_estimator not in KL_ESTIMATORS:
         checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
@@ -242,10 +242,10 @@ def check_values(
     logprobs_too: bool = True,
     logprobs: Tensor | None = None,
 ) -> Terms:
-    """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
+    """Check values, as ``ops.values`` says; return the terms with their mask as bool.
 
-    Without ``mask`` that is left as it is, for whoever reads it to check; without ``logprobs_too`` so are
-    log-probs and advantages. ``logprobs`` are the current ones, if there are any yet.
+    Without ``mask`` the mask stays as it is and its reader checks it; without ``logprobs_too`` the same holds
+    for log-probs and advantages. ``logprobs`` are the current ones, if there are any yet.
     """
     if terms.cu_seqlens is not None:
         values.check_cu_seqlens(terms.cu_seqlens, tokens)
@@ -264,8 +264,8 @@ def check_values(
 
 
 def _agree_on_token_terms(tokens: Tensor, terms: Terms) -> Terms:
-    """Ranks of a ``cp_group`` tell each other what each of them has per token, where packed tokens may by
-    chance be as many as sequences.
+    """Agree with the other ranks of ``cp_group`` on which terms are per token: on a rank whose packed tokens
+    are by chance as many as its sequences the shape doesn't tell.
     """
     either = [name for name, spec in SPECS.items() if spec is EITHER and getattr(terms, name) is not None]
     if not from_spec(terms.objective).takes_token_advantages:
@@ -286,15 +286,15 @@ def _agree_on_token_terms(tokens: Tensor, terms: Terms) -> Terms:
 
 
 _HIGHEST = 1.0
-"""Nats. Log-probs are at most 0; those that were rounded to 16 bits may pass it by a little."""
+"""The highest accepted log-prob in nats: log-probs are at most 0, but rounded to 16 bits a little more."""
 
 
 def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
-    """Refuse log-probs above 1 nat, and NaN among advantages and among other policies' log-probs.
+    """Refuse log-probs above 1 nat, and NaN among advantages and among old and reference log-probs.
 
     Tokens that don't count may hold anything. Old log-probs may be NaN where no gradient depends on them,
-    reference ones where no KL asks for them. What NaN among the current ``logprobs`` does,
-    ``docs/precision.md`` says.
+    reference log-probs where neither the KL term nor the objective needs them. ``docs/precision.md`` says
+    what NaN among the current ``logprobs`` does.
     """
     if not checked_values(tokens.device):
         return
@@ -337,9 +337,10 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
 
 
 def may_move(tokens: Tensor, terms: Terms) -> Tensor:
-    """Bool, tokens: those that count, less those whose gradient is zero whatever the log-probs are, even NaN.
+    """Return which counted tokens may have a gradient, as bool tokens.
 
-    These have no advantage, or no rollout weight, and neither a KL term nor an entropy bonus.
+    The gradient of all others is zero whatever the log-probs are, even NaN: their advantage or rollout weight
+    is zero, and there is neither a KL term nor an entropy bonus.
     """
     moving, objective = terms.counted(tokens), from_spec(terms.objective)
     if any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
@@ -355,14 +356,14 @@ def may_move(tokens: Tensor, terms: Terms) -> Tensor:
             moving = moving & layout.expand(factor != 0)
         elif scope == "token":
             moving = moving & (factor != 0)
-        elif not terms.cp_group:  # there its other tokens are elsewhere
+        elif not terms.cp_group:  # in a cp_group other ranks have tokens of the same sequence
             some = layout.sum(exact(moving & (factor != 0))) > 0
             moving = moving & layout.expand(some)
     return moving
 
 
 def _first_place(where: Tensor, terms: Terms) -> str:
-    """The first place that is true, in the caller's layout."""
+    """Return the first place that is true, in the caller's layout."""
     place = where.nonzero()[0].tolist()
     if where.ndim == 1:
         return f"sequence {place[0]}"
@@ -370,7 +371,7 @@ def _first_place(where: Tensor, terms: Terms) -> str:
 
 
 def _check_groups(group_ids: Tensor) -> None:
-    """Refuse a group of one sequence: where groups are cut into micro-batches, these are what shows."""
+    """Refuse a group of one sequence, as cutting groups into micro-batches leaves them."""
     ids, counts = torch.unique(group_ids, return_counts=True)
     alone = ids[counts == 1]
     if alone.numel():
@@ -382,7 +383,7 @@ def _check_groups(group_ids: Tensor) -> None:
 
 
 def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
-    """One mask for both: labels are ``ignore_index`` exactly where ``loss_mask`` is 0."""
+    """Merge mask and labels, so that labels are ``ignore_index`` exactly where ``loss_mask`` is 0."""
     if terms.loss_mask is None and terms.cu_seqlens is None:
         return row_labels, terms._replace(loss_mask=row_labels != ignore_index)
     row_labels, counted = values.mask_labels(row_labels, terms.loss_mask, terms.cu_seqlens, ignore_index)
@@ -394,11 +395,11 @@ _OTHER_GRADIENTS = ("kl_beta", "entropy_coef")
 
 
 def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
-    """[B] bool: sequences whose gradient is zero whatever the forward finds; None where none can be known.
+    """Return which sequences have a zero gradient whatever the forward gives, [B] bool; None if unknown.
 
-    They are those whose counted tokens all have a zero advantage, for an objective to which that means a
-    zero gradient, without a KL term or an entropy bonus. Advantages per token may be others on
-    other ranks.
+    All counted tokens of such a sequence have a zero advantage, which gives a zero gradient in the objective,
+    and there is neither a KL term nor an entropy bonus. With a ``cp_group`` advantages per token don't tell:
+    other ranks may have others.
     """
     beyond = any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS)
     if terms.advantages is None or beyond or not from_spec(terms.objective).zero_advantage_is_inactive:
@@ -412,7 +413,7 @@ def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
 
 
 def leave_out_inactive(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
-    """Inactive sequences are not looked at: their labels become ``ignore_index``.
+    """Skip inactive sequences: set their labels to ``ignore_index`` and mark them as ``skipped``.
 
     Raises:
         ValueError: no sequence of the call can be known to be inactive.

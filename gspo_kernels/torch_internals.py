@@ -1,4 +1,4 @@
-"""What PyTorch has no public way for: autograd inside operators, and hints to its compiler."""
+"""Uses of PyTorch that have no public interface: autograd inside operators, and hints to its compiler."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant_when_traced(function: F) -> F:
-    """Have the compiler call a function of plain constants instead of looking into it.
+    """Make the compiler call a function of plain constants instead of tracing it.
 
-    The mark of ``torch.compiler.assume_constant_result``, which would import the compiler and Triton with it:
-    seconds that nobody owes who doesn't compile. Arguments must be plain constants (strings, numbers,
-    classes): those are guarded, whereas an object made in compiled code would be seen without its fields.
+    This sets the mark of ``torch.compiler.assume_constant_result`` without calling it: the call would import
+    the compiler and Triton, which takes seconds even for users who don't compile. Arguments must be plain
+    constants (strings, numbers, classes), which the compiler guards. It would see an object made in compiled
+    code without its fields.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def plain_constant(value: Any) -> Any:
-    """Return the value; traced, a number that has become a symbol turns back into a guarded constant."""
-    # of the traceable functions it is groupby that looks at values, and guards them, instead of symbols
+    """Return the value; when traced, turn a number that has become a symbol into a guarded constant again."""
+    # groupby is traceable, and looks at values and guards them instead of passing symbols on
     (constant,) = [key for key, _ in itertools.groupby([value])]
     return constant
 
 
 @functools.cache
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether products of a 16-bit dtype on the CPU are oneDNN's on this processor; PyTorch has loops of its
-    own for those that oneDNN doesn't know there, many times slower.
+    """Return whether oneDNN computes products of a 16-bit dtype on this CPU. If it can't, PyTorch's own loops
+    do, many times slower.
     """
     known = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -46,7 +47,7 @@ def inner_autograd() -> Iterator[None]:
     """Let autograd work inside an operator's implementation.
 
     A compiled graph calls operators with autograd's dispatch keys excluded, and ``enable_grad`` doesn't bring
-    them back. PyTorch has no public way to do it.
+    them back. PyTorch has no public way to do this.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView):
@@ -61,9 +62,9 @@ def inner_autograd() -> Iterator[None]:
 
 
 def is_last_backward() -> bool:
-    """In a function's backward: whether what it saved is freed afterwards, so that it may write there.
+    """Return, in a function's backward, whether its saved tensors are freed afterwards and may be changed.
 
-    Never where the backward is traced, or followed itself by autograd (``create_graph``).
+    False where the backward is traced, or itself recorded by autograd (``create_graph``).
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False

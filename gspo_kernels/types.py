@@ -1,5 +1,4 @@
-"""Words that every layer shares: shape letters, the logit transform, the row statistics, the two named
-outputs.
+"""Types that every layer shares: the logit transform, rows and their statistics, named outputs.
 
 Shape letters: B sequences, T padded length, N tokens, V vocabulary, H width. Inside the package rows are
 always laid out as [B, T] (padded) or as [1, N] with ``cu_seqlens`` (packed); a suffix such as ``logits_BTV``
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 Doubt = Callable[[], None] | None
-"""A look at values that callers pass, which raises where one is wrong; None where values aren't looked at."""
+"""A check of values that callers pass, which raises if one is wrong; None where values aren't checked."""
 
 METRICS = (
     "ratio/mean",
@@ -31,14 +30,14 @@ METRICS = (
 
 
 MASK_VALUES = "loss_mask: expected only 0 and 1 (or bool)"
-"""The error message for a mask that holds anything else."""
+"""The error message for a mask with other values."""
 
 
 class LoRAHead(NamedTuple):
     """An lm_head with a low-rank adapter, to be passed as ``weight``: ``weight + scale * B @ A``.
 
-    ``weight`` has no gradient; A and B have. The product with B is one of its own, and nothing of the size of
-    ``weight`` is made.
+    ``weight`` has no gradient; A and B have. B gets a matrix product of its own, so that nothing of the size
+    of ``weight`` is allocated.
 
     Attributes:
         weight: [V, H], frozen; hidden's dtype, or any under autocast.
@@ -58,8 +57,8 @@ class TokenLogprobs(NamedTuple):
 
     Attributes:
         logprobs: log pi(label) in nats, the labels' shape, fp32 (fp64 for fp64 inputs); 0.0 where ignored.
-        entropy: entropy of the distribution in nats, same shape and dtype, 0.0 where ignored; None unless
-            asked for.
+        entropy: entropy of the distribution in nats, same shape and dtype, 0.0 where ignored; None without
+            ``return_entropy``.
     """
 
     logprobs: Tensor
@@ -67,7 +66,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """What every loss returns.
+    """What every policy loss returns.
 
     Attributes:
         loss: 0-d tensor that carries the gradient, fp32 (fp64 for fp64 inputs).
@@ -87,7 +86,8 @@ class DistillationOutput(NamedTuple):
 
     Attributes:
         loss: 0-d tensor that carries the student's gradient, fp32 (fp64 for fp64 inputs).
-        divergence: detached, of each token in nats, the tokens' shape, same dtype; 0.0 where not counted.
+        divergence: detached divergence of each token in nats, the tokens' shape, same dtype; 0.0 where a
+            token does not count.
     """
 
     loss: Tensor
@@ -95,12 +95,12 @@ class DistillationOutput(NamedTuple):
 
 
 class SelectedLogprobs(NamedTuple):
-    """Log-probabilities of several ids per token, and what they leave.
+    """Log-probabilities of several ids per token, and the log of the probability mass that these leave.
 
     Attributes:
         logprobs: log pi(id) in nats, the ids' shape, fp32 (fp64 for fp64 inputs); 0.0 where there is no id.
-        tail: log of the probability of all other ids, the ids' shape without K, same dtype: 0.0 where there
-            is no id, -inf where there is no other. None where log-probs are normalised within the set.
+        tail: log of the probability of all other ids, the ids' shape without K, same dtype; 0.0 for tokens
+            without ids, -inf where there are no other ids. None with ``normalize_within``.
     """
 
     logprobs: Tensor
@@ -123,7 +123,7 @@ class RowStats(NamedTuple):
     entropy: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> RowStats:
-        """The same statistics, reshaped or selected."""
+        """Return the statistics with ``change``, which reshapes or selects rows, applied to each tensor."""
         entropy = None if self.entropy is None else change(self.entropy)
         return RowStats(change(self.logprobs), change(self.lse), entropy)
 
@@ -133,10 +133,11 @@ class PairStats(NamedTuple):
 
     Attributes:
         lse: as in ``RowStats``, of the student's rows.
-        teacher_lse: of the teacher's.
+        teacher_lse: the same of the teacher's rows.
         divergences: of the student's rows from the teacher's in nats, statistics' dtype.
-        centres: what the slope of each column is relative to in the gradient, the same dtype: of the reverse
-            KL the divergence, of Jensen-Shannon KL(p || m), of the forward KL nothing, 0.0.
+        centres: the number that the gradient subtracts from each column's log-ratio, the same dtype: the
+            divergence for the reverse KL, KL(p || m) for Jensen-Shannon, 0.0 for the forward KL, which
+            subtracts none; see ``divergences``.
     """
 
     lse: Tensor
@@ -146,25 +147,25 @@ class PairStats(NamedTuple):
 
 
 class Normalizers(NamedTuple):
-    """The first two of ``PairStats``, where the rest is wanted."""
+    """The first two fields of ``PairStats``, passed if they are known and the others are to be computed."""
 
     lse: Tensor
     teacher_lse: Tensor
 
 
 class LogitTransform(NamedTuple):
-    """From raw logits x to the z that enters the softmax.
+    """How raw logits x become the z that enters the softmax.
 
     ``z = logit_scale * x; z = softcap * tanh(z / softcap); z = z / temperature``
 
     Attributes:
         logit_scale: factor on the raw logits.
         softcap: bound of the tanh soft-capping; 0.0 means none.
-        temperature: the same for all rows; 1.0 where ``row_temperature`` is given.
+        temperature: the same for all rows; 1.0 where there is a ``row_temperature``.
         row_temperature: [B, T] in the statistics' dtype, any strides, or None.
         kept: the sampling mask, int32 [B, T, ceil(V / 32)] with a vocabulary stride of 1, or None: bit v % 32
-            of word v // 32 says whether column v is in the softmax. A column that is cut has no part in
-            anything, whatever its logit holds, and a gradient of exactly 0.
+            of word v // 32 says whether column v is in the softmax. A column that is cut has no effect,
+            whatever its logit holds, and a gradient of exactly 0.
     """
 
     logit_scale: float = 1.0
@@ -174,7 +175,7 @@ class LogitTransform(NamedTuple):
     kept: Tensor | None = None
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> LogitTransform:
-        """The same transform of rows that are reshaped or selected."""
+        """Return the transform of the rows that ``change`` reshapes or selects."""
         temperature, kept = (x if x is None else change(x) for x in (self.row_temperature, self.kept))
         return self._replace(row_temperature=temperature, kept=kept)
 
@@ -187,7 +188,7 @@ class LogitRows(NamedTuple):
             come as [1, N, V].
         labels: int64 or int32 [B, T], any strides.
         transform: from the logits to z.
-        ignore_index: the label of *ignored* rows: their logits are never read.
+        ignore_index: the label of *ignored* rows, whose logits are never read.
     """
 
     logits: Tensor
@@ -197,7 +198,7 @@ class LogitRows(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What multiplies d logprob/dlogits and d entropy/dlogits of each row.
+    """The factors on d logprob/dlogits and d entropy/dlogits of each row.
 
     Attributes:
         grad_logprobs: [B, T], any float dtype and strides.
@@ -211,13 +212,14 @@ class RowGradients(NamedTuple):
 
 
 class RowPair(NamedTuple):
-    """Rows of a student and of a teacher over the same columns, whose divergences are asked for.
+    """Rows of a student and of a teacher over the same columns, to compute their divergences.
 
     Attributes:
-        logits, teacher_logits: [B, T, V], each with strides and a dtype of its own.
-        labels: [B, T], which only say by ``ignore_index`` which rows are ignored.
-        transform, teacher_transform: of either side; what ``transform.kept`` cuts is cut on both.
-        beta: which divergence: see ``divergences``.
+        logits, teacher_logits: [B, T, V]; strides and dtypes of the two may differ.
+        labels: [B, T]; ``ignore_index`` marks ignored rows, other values don't matter.
+        transform, teacher_transform: of the student's and the teacher's logits; columns that
+            ``transform.kept`` cuts are cut on both sides.
+        beta: selects the divergence: see ``divergences``.
         ignore_index: the label of ignored rows.
     """
 
@@ -234,8 +236,9 @@ class Shard(NamedTuple):
     """Which columns of the whole logits a process has.
 
     Attributes:
-        group: the name of the process group whose ranks have them all together; "" where they are here.
-        start: the token id of the first of them; -1: every rank has as many, in the order of ranks.
+        group: the name of the process group whose ranks share the columns; "" if this process has all.
+        start: the token id of this process's first column; -1: every rank has as many columns, in the order
+            of ranks.
     """
 
     group: str = ""
@@ -243,13 +246,13 @@ class Shard(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """How logits become log-probs and who computes them: the options of every entry that has labels, checked.
+    """How logits become log-probs, and by which backend: the checked options of all functions with labels.
 
     Attributes:
         transform: from raw logits to z.
         ignore_index: the label of rows that are left out.
-        backend: the name of one that can serve the tensors' device.
-        shard: which columns there are; labels are ids of the whole vocabulary.
+        backend: the name of a backend that can serve the tensors' device.
+        shard: which columns this process has; labels are ids of the whole vocabulary.
     """
 
     transform: LogitTransform
@@ -259,22 +262,22 @@ class RowOptions(NamedTuple):
 
 
 class RatioClip(NamedTuple):
-    """A form that fused forwards and steps can serve: PPO's clip on importance ratios.
+    """PPO's clip on importance ratios: the form of losses that fused forwards and steps can compute.
 
-    ``loss = -w min(r A, clip(r, low, high) A)``, for A < 0 bounded above by ``-w dual A``, of each sequence
-    with ``log r = sum_t (logp_t - old_t) / L``, or of each token with ``log r = logp - old``. The bounds are
+    ``loss = -w min(r A, clip(r, low, high) A)``, for A < 0 at most ``-w dual A``. There is one ratio per
+    sequence, ``log r = sum_t (logp_t - old_t) / L``, or one per token, ``log r = logp - old``. The bounds are
     log-ratios, because clip decisions are taken on log r.
 
     Attributes:
         log_low: log of the lower clip bound, <= 0.
         log_high: log of the upper clip bound, >= 0.
         log_dual: log of the dual clip's bound, above ``log_high``; +inf means none.
-        count_tokens: a sequence's loss enters L times, and a token's once ("token_mean" and its kin), instead
-            of once and 1 / L times.
-        divisor: what the outer divisor counts where no normalizer is given: "sequences" with a counted token,
-            "tokens" (the sum of L over them) or "one".
+        count_tokens: True: a sequence's loss counts L times and a token's loss once ("token_mean" and similar
+            ones). False: a sequence's loss counts once and a token's loss 1 / L times.
+        divisor: what the outer divisor counts without a normalizer: "sequences" with a counted token,
+            "tokens" (the sum of L over these sequences) or "one".
         divisor_scale: constant factor on that divisor, or on the normalizer.
-        level: whose ratio and loss it is, "sequence" or "token".
+        level: "sequence" or "token": what has one ratio and one loss.
     """
 
     log_low: float
@@ -287,17 +290,17 @@ class RatioClip(NamedTuple):
 
 
 NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
-"""Says that a loss has no such form; its ``level`` is empty."""
+"""The value for losses without this form; its ``level`` is empty."""
 
 
 class RatioOperands(NamedTuple):
-    """What a clipped ratio takes besides log-probs and the tokens that count.
+    """The inputs of a clipped ratio besides log-probs and the tokens that count.
 
     Attributes:
-        old_logprobs: like the log-probs, any strides and float dtype; None where they are the log-probs
-            themselves.
-        advantages: [B], or like the log-probs for ratios of tokens.
-        weights: of policy terms, the same shapes, or None for 1.
+        old_logprobs: the shape of the log-probs, any strides and float dtype; None where the log-probs
+            themselves take their place.
+        advantages: [B], or for ratios of tokens [B] or the shape of the log-probs.
+        weights: factors on policy terms, the same shapes, or None for 1.
         lengths: [B], L of each sequence; None: its number of counted tokens.
         normalizer: 0-d on the device, replaces what ``RatioClip.divisor`` counts, or None.
         cu_seqlens: int32 or int64 [B + 1] of packed tokens, or None.
@@ -312,11 +315,11 @@ class RatioOperands(NamedTuple):
 
 
 class KLPenalty(NamedTuple):
-    """A KL penalty to a reference, added to a clipped ratio; each token's enters like a token's loss.
+    """A KL penalty to a reference, added to the loss of a clipped ratio and aggregated like losses of tokens.
 
     Attributes:
-        ref_logprobs: like the log-probs, any strides and float dtype.
-        beta: its weight, broadcast to the shape of the log-probs; None: only the metric is wanted.
+        ref_logprobs: the shape of the log-probs, any strides and float dtype.
+        beta: the penalty's weight, broadcast to the shape of the log-probs; None: only the metric is wanted.
         estimator: "k1", "k2" or "k3".
     """
 
@@ -326,14 +329,14 @@ class KLPenalty(NamedTuple):
 
 
 class RatioStep(NamedTuple):
-    """A clipped ratio's loss and what follows from it, in the statistics' dtype.
+    """Loss, metrics and gradient of a clipped ratio, in the statistics' dtype.
 
     Attributes:
         loss: 0-d.
         metrics: [len(METRICS)], in the order of ``METRICS``, and after them "kl/ref" where there is a
             ``KLPenalty``.
-        grad_logprobs: like the log-probs: dLoss/dlogprobs, 0.0 where tokens don't count; exactly 0.0 without
-            a penalty where the ratio is clipped, or advantage or weight are zero.
+        grad_logprobs: dLoss/dlogprobs in the shape of the log-probs, 0.0 where tokens don't count; without a
+            penalty also exactly 0.0 where the ratio is clipped, or advantage or weight is zero.
     """
 
     loss: Tensor
@@ -350,7 +353,7 @@ class SequenceRatioStats(NamedTuple):
         lse: the same shape, fp64.
         coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
             for clipped and empty sequences and for those with zero advantage or weight.
-        divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).
+        divisor: 0-d, the divisor of the coefficients, which the caller applies; includes ``divisor_scale``.
     """
 
     loss: Tensor
@@ -365,17 +368,17 @@ STATS_DTYPES = (torch.float32, torch.float64)
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, ratios and losses for inputs of ``dtype``: fp64 for fp64, otherwise fp32."""
+    """Return the dtype of statistics, ratios and losses for inputs of ``dtype``: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def pair_dtypes(dtype: torch.dtype, exact: torch.dtype = torch.float64) -> tuple[torch.dtype, ...]:
-    """Of the fields of ``PairStats``, where statistics are of ``dtype``."""
+    """Return the dtypes of the fields of ``PairStats`` for statistics of ``dtype``."""
     return exact, exact, dtype, dtype
 
 
 def allocate_pair_stats(logits: Tensor, known: Normalizers | PairStats | None = None) -> PairStats:
-    """What is known of rows of logits [B, T, V], contiguous and in its dtypes, and memory for the rest."""
+    """Return known statistics of logits [B, T, V], contiguous in their dtypes, and memory for the others."""
     given = () if known is None else known
     kinds = pair_dtypes(stats_dtype(logits.dtype))
     return PairStats(

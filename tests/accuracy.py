@@ -1,16 +1,16 @@
-"""How exact a result must be, judged so that no lucky rounding decides.
+"""Budgets of errors: how exact a result must be, judged so that no lucky rounding decides.
 
-Plain PyTorch in the kernel's dtype errs too. Its errors against fp64 over several draws say how large errors
-are here (``Spread``), and a kernel may have twice that, plus one rounding of its result. Two norms count:
+Plain PyTorch in the kernel's dtype errs, too. Its errors against fp64 are measured over several draws
+(``Spread``). A kernel's may be twice as large, plus one rounding of its result. Two norms count:
 
 - the root of the sum of squares, which every systematic error moves:
   ``|error| <= (2 + SURE * sqrt(1 / n + 1 / m)) * plain + eps * |exact|``, where ``n`` rows share the error
   and plain PyTorch's comes from ``m``. The norm of n independent errors of spread 1 exceeds sqrt(n) + t with
-  a probability below exp(-t^2 / 2), so SURE times the root is what chance may add: nothing for many rows,
-  and more the fewer share the error, so that no test hangs on how many these happen to be.
+  a probability below exp(-t^2 / 2), so SURE times the root is what chance may add: almost nothing for many
+  rows, more for few. So no test depends on how many rows happen to share the error.
 - the largest single error, which one wrong element moves:
-  ``max |error| <= 2 * max |plain| + SURE * spread of the least exact element + eps * max |exact|``. Where one
-  error shows in all elements (``rows`` is 1) its largest is as much a matter of chance as its norm is.
+  ``max |error| <= 2 * max |plain| + SURE * spread of the least exact element + eps * max |exact|``. Where a
+  single error shows in all elements (``rows`` is 1), the largest gets the same allowance for chance.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Spread:
     draws: int
     largest: float
     least_exact: float
-    """Root mean square over the draws of the error of the element that has the most."""
+    """Root mean square over the draws of the error of the least exact element."""
     element: float
-    """Root mean square over draws and elements."""
+    """Root mean square of all errors, over draws and elements."""
 
     @staticmethod
     def of(errors: Sequence[Tensor], *, by_row: bool) -> Spread:
-        """``by_row``: the last dimension shares its error, as a row of a gradient does its log-sum-exp."""
+        """Summarize errors, a tensor per draw. ``by_row``: rows (last dimension) share an error each."""
         squares = torch.stack([each.detach().double() for each in errors]).square()
         if squares[0].numel() == 0:
             return Spread(0.0, 1.0, 1, 0.0, 0.0, 0.0)
@@ -50,14 +50,14 @@ class Spread:
         total = float(rows.sum())
         carried_by = float(rows.numel())
         if total:
-            # a normal number's square varies by twice its squared mean, the mean of k squares by 2 / k of it
+            # a normal number's square has variance 2 mean^2, the mean of k squares has variance 2 mean^2 / k
             carried_by = min(carried_by, (1 + 2 / len(errors)) * total**2 / float(rows.square().sum()))
         peaks = squares.max(), mean.max(), mean.mean()
         largest, least_exact, element = (float(each) ** 0.5 for each in peaks)
         return Spread(total**0.5, carried_by, len(errors), largest, least_exact, element)
 
     def at_least(self, norm: float, largest: float, numbers: float) -> Spread:
-        """No less than what a derivation gives, which rests on as many independent ``numbers``."""
+        """Return at least ``norm`` and ``largest``, which derive from ``numbers`` independent numbers."""
         if norm <= self.norm:
             return self
         return Spread(
@@ -78,7 +78,7 @@ def assert_as_exact(
     eps: float,
     times: float = 2.0,
 ) -> None:
-    """Errors of one or more draws against plain PyTorch's; ``exact`` are the values themselves."""
+    """Check errors of one or more draws against plain PyTorch's; ``exact`` are the exact values."""
     got, norm, largest = (_norms(errors), *_norms(exact))
     assert got[0] == got[0], f"{name}: NaN"
     draws = len(errors)
@@ -104,12 +104,12 @@ def _norms(values: Sequence[Tensor]) -> tuple[float, float]:
 def assert_draws_as_exact(
     draws: Iterable[tuple[Callable, Callable]], dtype: torch.dtype, compared: int | None = None
 ) -> None:
-    """Results of calls in ``dtype`` are as exact as formulas in plain PyTorch are in its dtype of statistics.
+    """Check that calls in ``dtype`` are as exact as formulas in plain PyTorch in its dtype of statistics.
 
-    A draw is ``formulas``, which takes the dtype to compute in, and ``ours``; both return tensors by name. In
-    fp64 the formulas' errors in fp32 are scaled. What is -inf in fp64 must be -inf. All draws give the
-    formulas' errors, the first ``compared`` of them ours: where a few draws have most of the error, a budget
-    takes more draws than a comparison.
+    A draw is a pair: ``formulas`` takes the dtype to compute in, ``ours`` takes nothing; both return tensors
+    by name. For fp64 the formulas' errors in fp32 are scaled. Values that are -inf in fp64 must be -inf. All
+    draws measure the formulas' errors, only the first ``compared`` measure ours: where a few draws have most
+    of the error, a budget needs more draws than a comparison.
     """
     double = dtype == torch.float64
     scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0

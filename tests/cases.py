@@ -1,4 +1,4 @@
-"""Calls to compare with the oracle: how they are built, and run through an entry point."""
+"""Build calls to compare with the oracle, and run them through an entry point."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ HEAD = ("weight", "bias", "A", "B")
 """Inputs that all tokens share."""
 ADAPTER_SCALE = 0.5
 
-# Short and long, none, one; every clip branch of GSPO meets both signs of the advantage and zero.
+# Sequences of several tokens, of one and of none. They meet every clip branch of GSPO, both signs of the
+# advantage, and zero.
 LENGTHS = (3, 0, 1, 4, 2, 1)
 LOG_S = (5e-3, 0.0, -2e-4, -5e-3, 0.4, 1e-4)
 ADVANTAGES = (1.0, -0.4, -0.7, -1.3, -0.5, 0.0)
@@ -48,7 +49,7 @@ LOGIT_OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {"kept_ids": 9},
     "kept and the rest": {"logit_scale": -0.6, "softcap": 4.0, "temperature": TEMPERATURES, "kept_ids": 30},
 }
-"""``kept_ids`` says how many are drawn."""
+"""Options of logits by name; ``kept_ids`` is the number of ids to draw."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +70,10 @@ class Case:
     frozen: tuple[str, ...] = ()
     """Inputs that need no gradient."""
     needs_entropy: bool = False
-    """Whether the objective looks at it."""
+    """Whether the objective reads the entropy."""
 
     def each(self, change: Callable[[str, Tensor], Tensor]) -> Case:
-        """Every tensor changed, given its name."""
+        """Return the case with ``change(name, tensor)`` in place of every tensor."""
 
         def changed(name: str, value: Any) -> Any:
             if isinstance(value, dict):
@@ -127,7 +128,7 @@ def stats(dtype: torch.dtype) -> torch.dtype:
 
 
 def scores_of(inputs: dict[str, Tensor], rounded: bool = False) -> Tensor:
-    """Logits from the inputs: themselves, or the product."""
+    """Return the logits among the inputs, or the product of hidden states and head."""
     if "logits" in inputs:
         return inputs["logits"]
     hidden, weight, bias = inputs["hidden"], inputs["weight"], inputs.get("bias")
@@ -160,7 +161,9 @@ def make_case(
     label_dtype: torch.dtype = torch.int64,
     masked: bool = True,
 ) -> Case:
-    """A case whose sequences have the given log s, up to rounding: old log-probs are the true ones less that.
+    """Build a case whose sequences have the given log s, up to rounding.
+
+    Old log-probs are the true ones minus log s and minus a noise whose mean over counted tokens is 0.
 
     ``adapter`` is the rank of a LoRA on a frozen head. The packed and the padded case of one seed hold the
     same sequences. Cases are shared between tests.
@@ -238,7 +241,7 @@ def make_case(
 
 
 def draw_kept(labels: Tensor, vocabulary: int, count: int, rng: torch.Generator) -> Tensor:
-    """Sets of ids that the labels are in, some of them twice, and fewer than others here and there."""
+    """Draw a set of ids for each label, with the label in it. Ids may repeat; about a fifth are -100."""
     ids = torch.randint(0, vocabulary, (*labels.shape, count), generator=rng)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=rng) < 0.2, -100)
     ids[..., int(torch.randint(0, count, (), generator=rng))] = labels
@@ -257,7 +260,7 @@ TERMS = {
     "rollout_token": ("rollout_token", "loss_mask"),
     "on_policy_terms": ("on_policy", "k3", "entropy", "rollout_token"),
 }
-"""What a case carries besides log-probs and advantages: these, or single parts of them, with + between."""
+"""Groups of terms by name. A case has some of these groups or single parts of them, joined by +."""
 
 
 def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: int) -> dict[str, Any]:
@@ -265,7 +268,7 @@ def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: in
         return 0.5 + torch.rand(*shape, generator=rng, dtype=torch.float64).float()
 
     def holes() -> Tensor:
-        """One in the middle of the first sequence, and no counted token in the last."""
+        """Mask a token in the middle of the first sequence, and all of the last sequence."""
         mask = torch.ones(tokens, dtype=torch.bool)
         mask[1 : min(2, lengths[0])] = False
         mask[tokens - lengths[-1] :] = False
@@ -299,7 +302,7 @@ def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: in
 
 @functools.cache
 def for_objective(case: Case, objective: gk.objectives.base.Objective) -> Case:
-    """The same case for an objective that has no advantages but token weights."""
+    """Return the case. For ``Linear``, token weights take the place of advantages."""
     if type(objective).__name__ != "Linear":
         return case
     weights = torch.linspace(-1.5, 1.0, case.labels.numel()).reshape(case.labels.shape)
@@ -308,7 +311,7 @@ def for_objective(case: Case, objective: gk.objectives.base.Objective) -> Case:
 
 
 def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
-    """A packed case as [B, T], ``padding`` columns wider than its longest sequence.
+    """Return a packed case as [B, T], ``padding`` columns wider than its longest sequence.
 
     Padding is left out by ``loss_mask``, or by ``ignore_index`` labels with ``masked=False``.
     """
@@ -332,8 +335,8 @@ def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
 
 
 def strided(value: Tensor, kind: str) -> Tensor:
-    """The same values in memory of another order ("reversed axes"), between others ("gaps"), or from an
-    address on that is no multiple of 16 ("off by three").
+    """Copy the values into another order of memory ("reversed axes"), between other values ("gaps"), or to an
+    address that is no multiple of 16 ("off by three"). Any other ``kind`` returns them as they are.
     """
     if kind == "reversed axes":
         axes = tuple(reversed(range(value.ndim)))
@@ -347,14 +350,14 @@ def strided(value: Tensor, kind: str) -> Tensor:
 
 
 def poisoned(case: Case) -> Case:
-    """NaN and infinities in turn at tokens that don't count, and in [B] terms of sequences without any."""
+    """Put NaN and infinities at tokens that don't count, and in [B] terms of sequences where none counts."""
     tokens = case.counted
     counts = [sequence.count for sequence in oracle.sequences(tokens, case.cu_seqlens)]
     some = torch.tensor(counts, dtype=torch.int64) > 0
     kinds = torch.tensor([math.nan, math.inf, -math.inf])
 
     def spoil(name: str, value: Tensor) -> Tensor:
-        # an expanded tensor has the numbers of other tokens
+        # in an expanded tensor a token's numbers are those of other tokens, too
         shared = name in (*HEAD, "temperature", "loss_mask") or 0 in value.stride()
         if shared or not value.is_floating_point():
             return value
@@ -371,14 +374,14 @@ def poisoned(case: Case) -> Case:
 
 
 def device_of(backend: str) -> torch.device:
-    """Triton runs on a GPU where there is one, otherwise on the CPU by its interpreter."""
+    """Return a backend's device: for Triton a GPU if there is one, otherwise the CPU (its interpreter)."""
     return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
 
 
 def forward(
     case: Case, entry: str, objective: Any, backend: str = "auto", strides: str = "contiguous", **options: Any
 ) -> tuple[dict[str, Tensor], gk.LossOutput]:
-    """Leaves and output where the backend runs; for the frozen schedule the head needs no gradient."""
+    """Return leaves and output on the backend's device. For schedule "frozen" the head needs no gradient."""
     here = case.each(lambda _, value: strided(value, strides).to(device_of(backend)))
     frozen = HEAD if options.get("schedule") == "frozen" else case.frozen
     leaves = {name: value.detach().requires_grad_(name not in frozen) for name, value in here.inputs.items()}
@@ -395,18 +398,18 @@ def run(
     strides: str = "contiguous",
     **options: Any,
 ) -> Result:
-    """Forward and backward of a case through one entry point; the loss times ``factor``.
+    """Run forward and backward of a case through one entry point, with the loss times ``factor``.
 
-    What doesn't count is NaN or infinite, and nothing may show of it. ``strides`` are those of every tensor.
+    Values that don't count are NaN or infinite; no result may show it. ``strides`` holds for every tensor.
     """
     leaves, output = forward(poisoned(case), entry, objective, backend, strides, **options)
     (output.loss * factor).backward()
     logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
-    if entry == "policy_loss":  # they come back as they were passed
+    if entry == "policy_loss":  # log-probs and entropy come back as they were passed
         logprobs = torch.where(case.counted, logprobs, case.inputs["logprobs"])
         entropy = None if entropy is None else torch.where(case.counted, entropy, case.inputs["entropy"])
     elif entry in ("token_logprobs", "linear_token_logprobs"):
-        # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
+        # only the loss knows loss_mask here, so masked tokens still have log-probs
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
     frozen = tuple(name for name, leaf in leaves.items() if not leaf.requires_grad)
@@ -417,7 +420,7 @@ def run(
 
 
 def over_ranks(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a call, with those that are fields of ``gk.Parallel`` put into ``parallel``."""
+    """Return a call's options, with fields of ``gk.Parallel`` moved into ``parallel``."""
     fields = {name: options[name] for name in gk.Parallel.__dataclass_fields__ if name in options}
     others = {name: value for name, value in options.items() if name not in fields}
     return others | ({"parallel": gk.Parallel(**fields)} if fields else {})
@@ -431,7 +434,7 @@ def call(
     backend: str = "auto",
     **options: Any,
 ) -> gk.LossOutput:
-    """The forward of a case through one entry point, on inputs given separately."""
+    """Run the forward of a case through one entry point, with ``leaves`` as its inputs."""
     options = over_ranks(options)
     labels, old, advantages = case.labels, case.old_logprobs, case.advantages
     shared = {

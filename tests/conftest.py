@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 def fuse_interpreted_fma():
     """Let ``tl.fma`` of the interpreter round once, as hardware does; before Triton 3.9 it rounds twice.
 
-    The product of two fp32 numbers is exact in fp64. fp64 itself stays as it is.
+    The product of two fp32 numbers is exact in fp64. Operands of other dtypes keep Triton's way.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -52,7 +52,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """The variable reaches data made at import, workers of pytest-xdist, and processes that tests start."""
+    """Apply the options. The seed shift becomes an environment variable, which reaches data made at import,
+    workers of pytest-xdist, and processes that tests start.
+    """
     if (shift := config.getoption("--seed-shift")) is not None:
         os.environ[VARIABLE] = str(shift)
     if (file := config.getoption("--extension")) is not None:
@@ -71,13 +73,13 @@ NOT_QUICK = [
 
 
 def pytest_ignore_collect(collection_path, config):
-    """What ``-m quick`` leaves out is not even imported."""
+    """Do not even import what ``-m quick`` leaves out."""
     left_out = config.option.markexpr == "quick" and collection_path in NOT_QUICK
     return True if left_out else None
 
 
 def pytest_collection_modifyitems(items):
-    """``-m quick`` is the first example of every test of the library that is not slow by itself."""
+    """Mark the first example of every test outside of NOT_QUICK as quick, unless it is slow."""
     seen = set()
     for item in items:
         test = item.nodeid.split("[")[0]
@@ -89,7 +91,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """What draws without a seed of its own."""
+    """Seed the global generators of PyTorch, Python and NumPy before every test."""
     torch.manual_seed(shifted_seed(0))
     random.seed(shifted_seed(0))
     np.random.seed(shifted_seed(0))
@@ -97,7 +99,7 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def forget_the_accelerator():
-    """Accelerate keeps its first device and precision for a whole process; here for a test."""
+    """Reset Accelerate after every test; it would keep its first device and precision for the process."""
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
@@ -110,7 +112,7 @@ torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))
 
 @pytest.fixture(scope="session", params=("reference", "cpp", "triton"))
 def backend(request):
-    """Every backend in turn. One that can't serve is skipped for its own reason; cpp must be there."""
+    """Return every backend in turn. Skip one that can't serve, with its reason; fail if that is cpp."""
     from gspo_kernels.ops.backends import why_not
 
     on_gpu = request.param == "triton" and torch.cuda.is_available()
@@ -124,9 +126,7 @@ def backend(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def checked_interpreter():
-    """Triton's interpreter reads and writes nothing but elements of the tensors that a launch is given, and
-    leaves out what it would do over and over.
-    """
+    """Make Triton's interpreter faster, and check that launches access elements of their tensors only."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
@@ -139,7 +139,7 @@ def checked_interpreter():
 
 @pytest.fixture
 def group_of_one():
-    """A process group of this process alone."""
+    """Yield a process group of this process alone."""
     from torch import distributed
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -1,7 +1,7 @@
-"""Random draws of the suite: ``--seed-shift N`` (GSPO_KERNELS_SEED_SHIFT) gives every one other numbers.
+"""Random draws of the suite: ``--seed-shift N`` (GSPO_KERNELS_SEED_SHIFT) changes the numbers of all of them.
 
-What holds for one seed may hold by luck; what holds for twenty does not. The environment variable reaches the
-processes that tests start and those that share the tests among them.
+A test that passes with one seed may pass by luck, one that passes with twenty does not. The environment
+variable reaches processes that tests start, and the workers of pytest-xdist.
 """
 
 import os
@@ -10,5 +10,5 @@ VARIABLE = "GSPO_KERNELS_SEED_SHIFT"
 
 
 def shifted_seed(seed: int) -> int:
-    """The seed of a draw; seeds in use are far below a million."""
+    """Return the shifted seed of a draw. Seeds in use are far below a million."""
     return seed + 1_000_000 * int(os.environ.get(VARIABLE, "0"))

@@ -1,4 +1,4 @@
-"""Processes that begin as copies of this one, and so need no imports."""
+"""Forked processes: they begin as copies of this one, and so need no imports."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import torch
 
 
 def forked(work):
-    """Run ``work`` in a forked process, which needs no imports; return its id. Exits with 1 on an error."""
+    """Run ``work`` in a forked process and return its id. On an error the process exits with 1."""
     child = os.fork()
     if child:
         return child
@@ -33,7 +33,7 @@ def exit_code(child):
 
 
 def in_processes(count, work):
-    """Run ``work(rank)`` in forked processes that can form a gloo group; all must succeed in time."""
+    """Run ``work(rank)`` in forked processes that can form a gloo group. All must succeed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -41,11 +41,11 @@ def in_processes(count, work):
     def begin(rank):
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-        # accelerate would set more threads, which wait forever in a copy of a process that has had some
+        # Accelerate would set more threads. They wait forever in a fork of a process that has had threads.
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
         work(rank)
-        if torch.distributed.is_initialized():  # rank 0 has the store that others may still look into
+        if torch.distributed.is_initialized():  # others may still read rank 0's store
             torch.distributed.barrier()
 
     children = [forked(partial(begin, rank)) for rank in range(count)]

@@ -2,8 +2,8 @@
 
     python -m tests.frames     from the project's root: the numbers and, indented, the functions
 
-A reader who follows a call pays for every name on its way. Comprehensions don't count, nor does what only
-the first call does: imports, and what is cached.
+A reader who follows a call pays for every name on its way. Comprehensions don't count. Nor do imports and
+cached work, which only the first call does.
 """
 
 import sys
@@ -18,7 +18,7 @@ COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module
 
 
 def frames(call):
-    """The functions in the order in which they are first entered, each with its depth."""
+    """Return the functions in the order in which they are first entered, each with its largest depth."""
     call()
     depth, seen = 0, {}
 
@@ -43,7 +43,7 @@ def frames(call):
 
 
 def calls():
-    """One call of each kind: several chunks, and a mask."""
+    """Return one call of each kind, with a mask. From hidden states there are several chunks."""
     generator = torch.Generator().manual_seed(0)
     B, T, H, V = 8, 64, 64, 3000
     hidden = torch.randn(B, T, H, generator=generator).requires_grad_()

@@ -2,8 +2,8 @@
 
 ``python -m tests.fuzz --backend cpp --seconds 60`` draws entries, objectives, lengths, layouts, dtypes,
 strides, terms, holes with NaN and infinities, schedules, chunks, upstream gradients, ids and teachers. The
-tests' own judgement decides what is wrong. It ends with 1 at the first failure, after the line that
-repeats it.
+tests' own checks decide what is wrong. At the first failure it prints the command that repeats the call,
+and exits with 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.judging import assert_equals_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SCHEDULES = ("auto", "known", "aligned", "deferred", "two_pass")
-# of each line at most one
+# parts of a call: at most one of each line
 PARTS = (
     ("loss_mask",),
     ("on_policy",),
@@ -49,7 +49,7 @@ PARTS = (
 
 
 def sizes(dice: random.Random, largest: int) -> tuple[torch.dtype, int]:
-    """A dtype, and a vocabulary: a small one of fp16, whose gradients are normal numbers then."""
+    """Draw a dtype and a vocabulary. For fp16 it is small, so that gradients are normal numbers."""
     dtype = dice.choice(DTYPES)
     largest = min(largest, 61) if dtype == torch.float16 else largest
     return dtype, max(1, round(math.exp(dice.uniform(0.0, math.log(largest)))))
@@ -66,7 +66,7 @@ def draw_objective(dice: random.Random) -> Any:
 
 
 def policy_call(seed: int, largest: int) -> tuple[str, partial[bool]]:
-    """A call of an entry that takes labels, or log-probs."""
+    """Draw a call of an entry that takes labels or log-probs. Return its description and the attempt."""
     dice = random.Random(seed)
     entry, objective, (dtype, vocabulary) = (
         dice.choice(list(KIND)),
@@ -79,7 +79,7 @@ def policy_call(seed: int, largest: int) -> tuple[str, partial[bool]]:
     if not isinstance(objective, gk.GSPO | gk.Linear) and dice.random() < 0.3:
         terms.append("token_advantages")
     lengths = [dice.choice((0, 0, 1, 1, 2, 3, 5, 8)) for _ in range(6)]
-    lengths[-1] += sum(lengths) == 6  # one number per sequence, or one per token: the shape must tell
+    lengths[-1] += sum(lengths) == 6  # were N = B, shapes would not tell sequences from tokens
     arguments = {
         "kind": KIND[entry],
         "layout": dice.choice(LAYOUTS),
@@ -107,7 +107,7 @@ def policy_call(seed: int, largest: int) -> tuple[str, partial[bool]]:
 def attempt_policy(
     arguments: dict[str, Any], entry: str, objective: Any, options: dict[str, Any], backend: str
 ) -> bool:
-    """Run and judge; False where the package refused a schedule that can't serve the call."""
+    """Run and judge a call. Return False if the package refuses a schedule that can't serve it."""
     case = for_objective(make_case.__wrapped__(**arguments), objective)
     try:
         result = run(case, entry, objective, backend, **options)
@@ -120,7 +120,7 @@ def attempt_policy(
 
 
 def other_call(seed: int, largest: int) -> tuple[str, partial[None]]:
-    """A problem of the tests of selected ids, or of distillation."""
+    """Draw a problem of test_selected.py or test_distillation.py. Return description and attempt."""
     dice = random.Random(seed)
     (dtype, V), linear = sizes(dice, largest), dice.random() < 0.5
     V, dtype = max(V, 2), torch.float32 if dtype == torch.float64 else dtype
@@ -131,7 +131,7 @@ def other_call(seed: int, largest: int) -> tuple[str, partial[None]]:
         given |= {"K": min(V, dice.choice((1, 2, 5, 20, V))), "within": dice.random() < 0.3}
         return f"selected ids {given}", partial(test_selected.check, **given)
     form: dict[str, Any] = {"beta": dice.choice((0.0, 0.1, 0.5, 1.0))}
-    # rounding turns the choice of ids where two logits are alike
+    # rounding may change the choice of ids where two logits are close
     if not linear and dtype == torch.float32 and dice.random() < 0.4:
         form |= {"top_k": min(V, dice.choice((1, 3, 30))), "add_tail": dice.random() < 0.5}
         form["top_k_of"] = dice.choice(("teacher", "student"))

@@ -1,7 +1,7 @@
-"""What a call must answer, and whether it does.
+"""The expected result of a call, and the check that a call returns it.
 
-The budget is the data's own: plain PyTorch (the oracle in the kernel's dtype of statistics) has some error
-against fp64, measured over a few neighbours of the case, and a kernel may have twice that (``accuracy``).
+The budget comes from the data. The error of plain PyTorch (the oracle in the kernel's dtype of statistics)
+against fp64 is measured over a few neighbours of the case. A kernel may have twice that (``accuracy``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DRAWS = 8
 
 
 def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64) -> Result:
-    """The oracle's answer in fp64, or plain PyTorch's: ``None`` takes the inputs' dtype of statistics."""
+    """Return the oracle's result in fp64, or for ``None`` plain PyTorch's in the dtype of statistics."""
     leaves = {
         name: value.detach().to(dtype or value.dtype).clone().requires_grad_()
         for name, value in case.inputs.items()
@@ -47,7 +47,7 @@ def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64
         entropy=entropy if case.wants_entropy else None,
         **case.terms,
     )
-    # where no token counts no input has been looked at
+    # where no token counts, this connects the loss with its inputs
     loss = loss + sum(leaf[:0].sum() for leaf in leaves.values())
     between = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
     between = {name: value for name, value in between.items() if value.requires_grad}
@@ -66,7 +66,7 @@ def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64
 
 
 def neighbour(case: Case, draw: int) -> Case:
-    """The same case with inputs moved by up to a part in 128: as ill-conditioned, with roundings of its own.
+    """Return the case with inputs moved by up to a part in 128: as ill-conditioned, but with other roundings.
 
     Old and reference log-probs move along, so that every ratio and clip decision stays.
     """
@@ -89,7 +89,7 @@ def neighbour(case: Case, draw: int) -> Case:
 
 
 def true_logprobs(case: Case) -> Tensor:
-    """What the case's log-probs are in fp64, 0 where not counted."""
+    """Return the case's log-probs in fp64; from logits or hidden states they are 0 where not counted."""
     inputs = {name: value.detach().double() for name, value in case.inputs.items()}
     if case.kind == "logprobs":
         return inputs["logprobs"]
@@ -100,11 +100,11 @@ def true_logprobs(case: Case) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
-    """The fp64 answer and the spread of plain PyTorch's errors."""
+    """Return the fp64 result and the spread of plain PyTorch's errors."""
     reference = expect(case, objective)
     errors: dict[str, list[Tensor]] = {}
     in_double = next(iter(case.inputs.values())).dtype == torch.float64
-    # fp64 has no finer truth: fp32's errors, scaled, say how it rounds, and half as much is the truth's own
+    # Nothing finer than fp64 is at hand: its errors are fp32's, scaled, plus half as much for the truth's own
     scale = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
     for draw in range(_DRAWS):
         there = neighbour(case, draw)
@@ -119,13 +119,13 @@ def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
         name: Spread.of(each, by_row=name in ("grad logits", "grad hidden", "grad weight"))
         for name, each in errors.items()
     }
-    # errors of tokens cancel in a sum by luck only
+    # errors of tokens cancel in a sum only by luck
     moved_by = reference.sensitivity.items()
     carried = sum(spreads[name].element * weight for name, weight in moved_by if name in spreads)
     tokens = int(case.counted.sum()) * _DRAWS
     spreads["loss"] = spreads["loss"].at_least(carried, carried, tokens)
     if case.kind != "logprobs" and type(objective).__name__ != "Linear":
-        # a ratio's relative error is the error of the log-probs that it is the exponential of
+        # a ratio is an exponential: its relative error is the error of its log-probs
         ratio = spreads["logprobs"].element
         for name, value in reference.values().items():
             if name.startswith("grad ") and value.numel():
@@ -135,7 +135,7 @@ def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
 
 
 def assert_equals_oracle(actual: Result, case: Case, objective: Any) -> None:
-    """Every output of a call is as exact as plain PyTorch's."""
+    """Check that every output of a call is as exact as plain PyTorch's."""
     reference, plain = _judged(case, objective)
     answers = actual.values()
     for name, expected in reference.values().items():

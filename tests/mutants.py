@@ -4,7 +4,7 @@
     python -m tests.mutants --again before.jsonl --out after.jsonl    # the same ones, in another commit
     python -m tests.mutants --compare before.jsonl after.jsonl
 
-A run that was stopped goes on where it was. A mutant that survives need not be a fault.
+A stopped run continues where it was. A mutant that survives need not be a fault.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MORE_CALLS = "tests/test_selected.py tests/test_batch_invariance.py tests/test_c
 TEACHERS = "tests/test_distillation.py"
 UPDATES = "tests/trainer/test_updates.py tests/trainer/test_batch.py"
 ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
-# The tests that touch what begins like this, quick ones first. The longest beginning counts.
+# Beginnings of paths, and the tests of these files, quick ones first. The longest beginning counts.
 TESTS = {
     "gspo_kernels/": f"tests/test_errors.py {CALLS} tests/test_batch_invariance.py tests/test_compile.py",
     "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_distillation.py",
@@ -61,7 +61,7 @@ TESTS = {
     "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",
     "csrc/": f"{ROWS} tests/test_selected.py {TEACHERS} {CALLS} tests/cpp",
 }
-SPACED = {  # with spaces around
+SPACED = {  # operators with spaces around them
     "sign": "+:- -:+ *:/",
     "comparison": "<:<= <=:< >:>= >=:> ==:!= !=:== is:is_not",
     "mask": "&:| |:& and:or or:and &&:|| ||:&&",
@@ -86,7 +86,7 @@ for kind, pairs in SPACED.items():
 
 
 def code_lines(path: Path) -> list[str]:
-    """The lines with comments, text, imports and directives blanked out."""
+    """Return a file's lines with comments, strings, imports and directives blanked out."""
     text = path.read_text()
     if path.suffix != ".py":
         blank = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|^ *#[^\n]*|template ?<[^\n]*', re.M)
@@ -111,7 +111,7 @@ def code_lines(path: Path) -> list[str]:
 
 
 def without_statement(path: Path, line: str, code: str, last: str) -> str | None:
-    """What takes the place of a statement of one line that can be dropped."""
+    """Return the line that replaces a droppable statement of one line, None for any other line."""
     if path.suffix != ".py":
         whole = re.fullmatch(r"\s+[\w.\[\]>():-]+( [-+*|&]?= |\().*;", code) and last.rstrip()[-1:] in ";{}"
         return "" if whole and "return" not in code else None
@@ -129,7 +129,7 @@ def without_statement(path: Path, line: str, code: str, last: str) -> str | None
 
 
 def mutants_of(path: Path) -> dict[str, list[dict]]:
-    """The changes of one line by kind."""
+    """Return all changes of a single line of a file, by kind."""
     kinds: dict[str, list[dict]] = {}
     lines, codes = path.read_text().split("\n"), code_lines(path)
     for row, (line, code) in enumerate(zip(lines, codes, strict=True)):
@@ -149,13 +149,13 @@ def mutants_of(path: Path) -> dict[str, list[dict]]:
 
 
 def sources(tree: Path) -> list[Path]:
-    """Everything but plots."""
+    """Return all source files, except for both report.py, which plot."""
     files = [*tree.glob("gspo_kernels/**/*.py"), *tree.glob("csrc/*")]
     return sorted(path for path in files if path.name != "report.py")
 
 
 def draw(seed: int, count: int) -> list[dict]:
-    """Files by their length, then kinds alike, then lines alike."""
+    """Draw mutants: a file in proportion to its length, then a kind and a change of it, both uniformly."""
     random.seed(seed)
     every = {path: mutants_of(path) for path in sources(ROOT)}
     weights = {path: len(path.read_text().split("\n")) for path, kinds in every.items() if kinds}
@@ -169,7 +169,7 @@ def draw(seed: int, count: int) -> list[dict]:
 
 
 def place(tree: Path, mutant: dict) -> tuple[Path, int] | None:
-    """File and row of the line; where it left its file, those of the only line like it."""
+    """Return file and row of a mutant's line, or of the only equal line elsewhere, or None."""
     found = [
         (path, row)
         for path in sources(tree)
@@ -181,7 +181,7 @@ def place(tree: Path, mutant: dict) -> tuple[Path, int] | None:
 
 
 def run(tree: Path, seconds: float, *arguments: str) -> tuple[int | None, str]:
-    """Exit status, None where the time was over, and the output."""
+    """Run Python in a tree. Return its exit status, None after ``seconds``, and the output."""
     ninja = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # compiles what changed
     environment = os.environ | {"PYTHONPATH": str(tree), "PATH": ninja}
     with tempfile.TemporaryFile("w+") as output:
@@ -206,7 +206,7 @@ def run(tree: Path, seconds: float, *arguments: str) -> tuple[int | None, str]:
 
 
 def attempt(mutant: dict, tree: Path, seconds: float) -> dict:
-    """What becomes of a mutant, and the first test that failed."""
+    """Plant a mutant and run its tests. Return the outcome and the first test that failed."""
     if (found := place(tree, mutant)) is None:
         return {"outcome": "code gone"}
     path, row = found
@@ -220,7 +220,7 @@ def attempt(mutant: dict, tree: Path, seconds: float) -> dict:
     ):
         return {"outcome": "does not compile"}
     tests = TESTS[max((start for start in TESTS if name.startswith(start)), key=len)].split()
-    # file by file: beside their folder, pytest would take files in the folder's order
+    # files alone: if their folder were passed, too, pytest would run them in the folder's order
     files = [file for test in tests for file in sorted((tree / test).rglob("test_*.py")) or [tree / test]]
     tests = [str(file) for file in dict.fromkeys(files) if file.exists()]
     status, output = run(tree, seconds, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *tests)

@@ -1,8 +1,8 @@
-"""What every loss must equal, written the obvious way: loops over sequences and tokens, plain autograd.
+"""The reference for every loss, written the obvious way: loops over sequences and tokens, plain autograd.
 
 The oracle knows nothing of the package. An objective is any object with the option names of the formula
-sheet, told apart by its class's name. It computes in the dtype of the scores it is given: fp64 makes it the
-reference, fp32 makes it the plain PyTorch whose own error the kernels are allowed twice.
+sheet, told apart by its class's name. The oracle computes in the dtype of its scores. In fp64 it is the
+reference, in fp32 it is plain PyTorch, of whose error the kernels may have twice as much.
 """
 
 import math
@@ -45,7 +45,7 @@ def transformed(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Raw logits of sequence ``index`` as z."""
+    """Return z, the transformed logits, of sequence ``index``."""
     z = logit_scale * logits
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -63,7 +63,7 @@ def token_logprobs(
     kept_ids: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy, 0 where not counted; a tensor ``temperature`` has one value per sequence."""
+    """Return log-probs and entropy, 0 where not counted. A tensor ``temperature`` is per sequence."""
     logprobs = torch.zeros(labels.shape, dtype=logits.dtype)
     entropy = torch.zeros(labels.shape, dtype=logits.dtype)
     for sequence in sequences(counted, cu_seqlens):
@@ -77,7 +77,7 @@ def token_logprobs(
             z = z.masked_fill(cut, -math.inf)
         logp = torch.log_softmax(z, dim=-1)
         chosen = logp.gather(-1, sequence.pick(labels).long().unsqueeze(-1)).squeeze(-1)
-        possible = logp.masked_fill(logp == -math.inf, 0.0)  # p log p is 0 where p is
+        possible = logp.masked_fill(logp == -math.inf, 0.0)  # p log p is 0 where p is 0
         here = torch.zeros_like(counted)
         here[sequence.where] = sequence.counted
         logprobs = logprobs.masked_scatter(here, chosen)
@@ -86,8 +86,8 @@ def token_logprobs(
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Of a student's p from a teacher's q over the last dimension: KL(q || p) with beta 0, KL(p || q) with 1,
-    and between them what both are from their mixture.
+    """Return the divergence of p (student) from q (teacher) over the last dimension: KL(q || p) for beta 0,
+    KL(p || q) for 1, else beta KL(q || m) + (1 - beta) KL(p || m) with m = (1 - beta) p + beta q.
     """
 
     def kl(log_a, log_b):
@@ -104,9 +104,10 @@ def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 def divergence_over_ids(
     z: Tensor, theirs: Tensor, ids: Tensor, beta: float, tail: bool, scored: bool = False
 ) -> Tensor:
-    """The same over some ids [.., K], each of them once, and what they leave (``tail``); 0 without any.
+    """Return the divergence over ids [.., K] and, with ``tail``, all others as one id; 0 without any ids.
 
-    ``theirs`` is the teacher's z, or (``scored``) the ids' log-probs, which leave 2^-24 at least.
+    Repeated ids count once. ``theirs`` is the teacher's z, or with ``scored`` its log-probs of the ids; then
+    at least 2^-24 is left for the other ids.
     """
     earlier = torch.ones(ids.shape[-1:] * 2, dtype=torch.bool).tril(-1)
     repeated = ((ids.unsqueeze(-1) == ids.unsqueeze(-2)) & earlier).any(-1)
@@ -127,7 +128,7 @@ def divergence_over_ids(
 
     own, other = columns(z), (said if scored else columns)(theirs)
     counts = torch.cat([first, some], -1) if tail else first
-    # a column that doesn't count is one that both sides are sure of
+    # a column that doesn't count gets probability 1 on both sides, and so adds 0
     log_p, log_q = (
         torch.where(counts, torch.cat(each, -1) if tail else each[0], 0.0) for each in (own, other)
     )
@@ -135,7 +136,7 @@ def divergence_over_ids(
 
 
 def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual: float | None) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -dual A; one value, branch by branch."""
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -dual A, branch by branch."""
     zero = 0.0 * torch.where(log_ratio.isfinite(), log_ratio, 0.0)
     if advantage == 0:
         return zero
@@ -149,7 +150,7 @@ def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual:
 
 
 def clipped_sequence(objective, log_s: float, advantage: float) -> tuple[float, float]:
-    """GSPO's loss of a sequence, and its derivative by log s; with fp32's infinities."""
+    """Return GSPO's loss of a sequence and its derivative by log s. Beyond fp32's range they are infinite."""
     leaf = torch.tensor(log_s, dtype=torch.float64, requires_grad=True)
     bounds = objective.clip_low, objective.clip_high, objective.dual_clip
     value = ppo_clip(leaf, advantage, *bounds)
@@ -190,7 +191,7 @@ def policy_loss(
     turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
 ) -> Tensor:
-    """The objective's formula, the KL term and the entropy bonus as a 0-d tensor, differentiable in
+    """Return the objective's formula, KL term and entropy bonus as a 0-d tensor, differentiable in
     ``logprobs`` and ``entropy``.
     """
     counted, qs, beyond = loss_mask != 0, [], []

@@ -1,8 +1,7 @@
-"""A GPU that is none: tensors say that they are on one, and what would be asked of it is written down.
+"""A pretended GPU: tensors say that they are on one, and what they would ask of it is recorded.
 
-Whatever follows from being on a GPU (which products are called, which branches are taken) is then seen, and
-computed, on any machine. Counted are launches, what the host would have to wait for, and the bytes alive at
-once. Nothing is said about time.
+So any machine takes the branches and calls the products of a GPU, and computes their results. Launches, waits
+of the host and the bytes alive at once are recorded. Times are not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gspo_kernels.ops import library
 
 DEVICE = torch.device("cuda", 0)
 LOOKS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "repeat_interleave"}
-"""Operations that the host waits for: the answer is a number, or a tensor of a size that the device knows."""
+"""Operations that the host waits for: the result is a number, or its size is known on the device alone."""
 COPIES_TO_HOST = {"tolist", "cpu", "numpy"}
 FACTORIES = {"empty", "zeros", "ones", "full", "arange", "tensor", "linspace"}
 MEMORY_ALONE = {
@@ -38,15 +37,15 @@ PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
 
 
 class PretendedGpu:
-    """A context in which every tensor is on the GPU but those made without a device.
+    """A context in which every tensor says that it is on the GPU, unless made without a device.
 
     Attributes:
         products: matrix products in order: operation and overload, and whether it adds to its own output.
-        inexact: those among them for which PyTorch may round operands or sums.
+        inexact: names of the products in which PyTorch may round operands or sums.
         kernels: launches of the package's kernels, by name.
         small: launches of anything else, by operation: at least one kernel each.
-        looks: what the host had to wait for, by name.
-        peak: the most bytes that were alive at once of what was made inside.
+        looks: operations that the host had to wait for, by name.
+        peak: the most bytes alive at once, of tensors made inside.
     """
 
     def __init__(self, monkeypatch: Any):
@@ -61,7 +60,7 @@ class PretendedGpu:
     def __enter__(self) -> PretendedGpu:
         self._context = self._monkeypatch.context()
         context = self._context.__enter__()
-        # operators are what they do: seen from within, instead of as one opaque call
+        # an operator runs as plain calls, which are seen, instead of as one opaque call
         context.setattr(library, "can_bypass_dispatcher", lambda _: True)
         context.setattr(Tensor, "device", property(self._device_of), raising=False)
         context.setattr(Tensor, "is_cuda", property(lambda x: not _on_host(x)), raising=False)
@@ -82,7 +81,7 @@ class PretendedGpu:
         return torch.device("cpu") if _on_host(tensor) else DEVICE
 
     def _interpret(self, context: Any) -> None:
-        """Triton's interpreter works behind the pretence."""
+        """Count launches, and let Triton's interpreter see tensors as they are."""
         from triton.runtime import interpreter
 
         run = interpreter.GridExecutor.__call__
@@ -131,7 +130,7 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 class _Asked(TorchFunctionMode):
-    """What Python asks of torch: where things are made, and what is looked at."""
+    """Calls of torch from Python: where tensors are made, and what the host reads."""
 
     def __init__(self, gpu: PretendedGpu):
         super().__init__()
@@ -147,7 +146,7 @@ class _Asked(TorchFunctionMode):
                 self.gpu.looks["copy to the device"] += 1
             return func(*args, **kwargs)
         if func is Tensor.backward:
-            # torch's own would ask this mode once more, and not within
+            # Tensor.backward would come here once more, so the engine is called, with this mode on
             loss = args[0]
             ones = torch.ones_like(loss)
             with self:
@@ -166,7 +165,7 @@ class _Asked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``Tensor.to``, whose device is taken out."""
+        """Run ``Tensor.to`` without its device, and record the copy that it stands for."""
         tensor, *rest = args
         devices = [x for x in (*rest, kwargs.pop("device", None)) if isinstance(x, torch.device | str)]
         rest = [x for x in rest if not isinstance(x, torch.device | str)]
@@ -184,7 +183,7 @@ class _Asked(TorchFunctionMode):
 
 
 class _Launched(TorchDispatchMode):
-    """What reaches the device."""
+    """Operations that reach the device."""
 
     def __init__(self, gpu: PretendedGpu):
         super().__init__()
@@ -223,7 +222,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _wide(func: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Products of 16-bit operands in fp32, refused as PyTorch's CUDA code refuses them (2.10 to 2.13)."""
+    """Multiply 16-bit operands into fp32. Refuse what PyTorch's CUDA code refuses (2.10 to 2.13)."""
     name = func.overloadpacket.__name__
     if name not in PRODUCTS:
         return None

@@ -25,7 +25,7 @@ def mean_and_variance(values, weights=None):
 
 
 def by_groups(rewards, ids, advantage):
-    """``advantage`` takes the indices of a group's rewards, of two at least, and one of them."""
+    """Return ``advantage(members, i)`` for reward i in a group of two at least, else 0; NaN stays NaN."""
     out = [NAN if math.isnan(reward) else 0.0 for reward in rewards]
     for group in set(ids):
         members = [i for i, other in enumerate(ids) if other == group and not math.isnan(rewards[i])]
@@ -48,7 +48,7 @@ def normalized_loop(rewards, ids, scale="group", eps=1e-4):
 
 
 def whitened(values, lengths=None, divisor=lambda variance: math.sqrt(variance + 1e-8)):
-    """Less their mean, by what ``divisor`` makes of their variance; over tokens with ``lengths``."""
+    """Subtract the mean and divide by ``divisor(variance)``; with ``lengths`` both are over tokens."""
     there = [i for i, value in enumerate(values) if not math.isnan(value)]
     lengths = None if lengths is None else [lengths[i] for i in there]
     mean, variance = mean_and_variance([values[i] for i in there], lengths)
@@ -153,7 +153,7 @@ def test_class_normalized_takes_the_classes_for_a_group():
         assert torch.equal(class_normalized(rewards, **options), expected)
 
 
-# --- what all of them promise
+# --- what holds for all estimators
 
 ESTIMATORS = {
     "by its group": lambda r, w, **g: group_normalized(r, **g),
@@ -164,7 +164,7 @@ ESTIMATORS = {
     "gdpo": lambda r, w, **g: gdpo(r.unsqueeze(1), **g),
     "reinforce_plus_plus": lambda r, w, **g: gk.advantages.reinforce_plus_plus(r, **g),
 }
-"""Of rewards, lengths and groups."""
+"""Estimators as functions of rewards, lengths and groups."""
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -177,11 +177,11 @@ def test_nan_loners_and_equal_rewards_have_no_advantage(name):
         group_ids=torch.tensor([0, 0, 0, 1, 2, 1, 2, 3]),
     )
     assert got.isfinite().all() and got[1] == 0 and got[4] == 0 and (got[[0, 2, 3, 5]] != 0).all()
-    if name not in ("gdpo", "reinforce_plus_plus"):  # whitening moves loners
+    if name not in ("gdpo", "reinforce_plus_plus"):  # whitening gives an advantage to groups of one
         assert got[6] == 0 and got[7] == 0
     assert estimate(torch.tensor([3.0]), group_size=1).tolist() == [0.0]
     for value in (NAN, 0.0, 0.1, 1.0, -3.3, 1e30):
-        same = torch.full((14,), value, dtype=torch.float64)  # whose sums round
+        same = torch.full((14,), value, dtype=torch.float64)  # sums of these round
         assert (estimate(same, group_size=7) == 0).all()
         assert (gk.advantages.reinforce_plus_plus(same) == 0).all()
         if name not in ("gdpo", "reinforce_plus_plus"):

@@ -27,7 +27,7 @@ GSPO = gk.GSPO(0.3, 0.3)
 
 @functools.cache
 def problem(terms: str = "plain", dtype: torch.dtype = torch.float32) -> Case:
-    """Packed sequences, each with a temperature."""
+    """Return packed sequences, each with its own temperature."""
     case = make_case("linear", "packed", terms, lengths=LENGTHS, vocabulary=V, width=H, dtype=dtype)
     # logits of a language model's size
     inputs = case.inputs | {"weight": (case.inputs["weight"].float() / 6).to(dtype)}
@@ -36,7 +36,7 @@ def problem(terms: str = "plain", dtype: torch.dtype = torch.float32) -> Case:
         old = gk.linear_token_logprobs(**inputs, labels=case.labels).logprobs
         old = old + 0.1 * torch.randn(old.shape, generator=generator(1))
     mask = torch.rand(case.labels.shape, generator=generator(2)) > 1 / 7
-    mask[-sum(LENGTHS[-3:]) :] = True  # calls without a hole may take another way
+    mask[-sum(LENGTHS[-3:]) :] = True  # calls without masked tokens may take another path
     return replace(
         case, inputs=inputs, old_logprobs=old, loss_mask=mask, terms=case.terms | {"normalizer": 5.0},
         logit_options={"temperature": 0.7 + 0.1 * torch.arange(len(LENGTHS))},
@@ -44,7 +44,7 @@ def problem(terms: str = "plain", dtype: torch.dtype = torch.float32) -> Case:
 
 
 def part(case: Case, members: tuple[int, ...]) -> Case:
-    """Some sequences of the problem, in this order."""
+    """Return the sequences ``members`` of a case, in this order."""
     if members == ALL:
         return case
     spans = [range(*case.cu_seqlens[i : i + 2].tolist()) for i in members]
@@ -71,28 +71,29 @@ def threads(count: int):
 
 def compute(
     case: Case, objective=GSPO, entry="fused_linear_policy_loss", backend=BACKEND, *, members=ALL, splits=1,
-    padding=None, rows=1000, count=1, **options,
+    padding=None, rows=1000, count=1, mode=True, **options,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Log-probs and gradients of tokens in the order of the problem; of all at once the head's, too.
+    """Return log-probs and gradients of tokens in the problem's order, and the head's of a single call.
 
     Args:
-        members: the sequences in their order.
-        splits: into how many calls they go.
-        padding: columns behind the longest sequence; None: packed.
-        rows: of a chunk.
-        count: threads.
+        members: the sequences, in the order of the calls.
+        splits: the number of calls that share the sequences.
+        padding: columns after the longest sequence; None: packed.
+        rows: rows of a chunk.
+        count: number of threads.
+        mode: whether batch-invariant mode is on.
     """
     found, size = {}, -(-len(members) // splits)
     if "linear" in entry:
         options["max_chunk_bytes"] = rows * V * 4
     result: Result | None = None
-    with threads(count), gk.set_batch_invariant(True):
+    with threads(count), gk.set_batch_invariant(mode):
         for first in range(0, len(members), size):
             some = members[first : first + size]
             here = part(case, some)
             lengths = here.cu_seqlens.diff().tolist()
             here = here if padding is None else pad(here, padding)
-            # no power of two: it must multiply at the same place
+            # no power of two, so that the place where it is multiplied shows in the bits
             result = run(here, entry, objective, backend, factor=0.3, **options)
             tokens = [result.logprobs, *(grad for name, grad in result.grads.items() if name not in HEAD)]
             pieces = [
@@ -169,7 +170,7 @@ def test_a_frozen_head():
 
 
 def test_other_backends_rows():
-    """Triton's kernels under the interpreter, where they are."""
+    """Triton's kernels under the interpreter keep their bits, too."""
     if why_not("triton", torch.device("cpu")) is not None:
         pytest.skip("Triton has no interpreter here")
     few = functools.partial(
@@ -182,7 +183,7 @@ def test_other_backends_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scoring_is_the_losses_own(dtype):
-    """Token log-probs, entropies and selected ids of any rows together; log-probs are those of the losses."""
+    """Scores of a row have the same bits among any other rows; log-probs have those of the losses."""
     case = problem(dtype=dtype)
     here = case.each(lambda _, value: value.to(device_of(BACKEND)))
     (hidden, weight, bias), labels, mask = here.inputs.values(), here.labels, case.loss_mask
@@ -210,14 +211,15 @@ def test_scoring_is_the_losses_own(dtype):
     assert torch.equal(alone.logprobs.cpu()[mask], compute(case)["logprobs"][mask])
 
 
+@pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("objective", [GSPO, gk.CISPO(), gk.GRPO()])
-def test_from_logits_rows_are_so_in_every_mode(objective):
-    """Whatever memory a row begins at, and whatever rows and threads there are; coefficients, too."""
+def test_from_logits_rows_are_so_in_every_mode(objective, mode):
+    """Bits of log-probs and gradients do not depend on a row's address, other rows or threads."""
     case = problem()
     hidden, weight, _ = case.inputs.values()
     case = replace(case, kind="logits", inputs={"logits": (hidden @ weight.t()).round(decimals=2)})
     expected, *others = (
-        compute(case, objective, "fused_policy_loss", **way)
+        compute(case, objective, "fused_policy_loss", mode=mode, **way)
         for way in (
             {"padding": 0},
             {"count": 2, "strides": "off by three"},

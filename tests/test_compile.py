@@ -9,12 +9,12 @@ import gspo_kernels as gk
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from tests.cases import KIND, call, generator, make_case
 
-pytestmark = pytest.mark.filterwarnings("error:Dynamo detected")  # nobody who compiles a loss can act on it
+pytestmark = pytest.mark.filterwarnings("error:Dynamo detected")  # users could not act on this warning
 POLICY, ROWS, FUSED, LINEAR_ROWS, LINEAR = KIND
 
 
 def assert_compiles(function, inputs, compiler="aot_eager", **tolerance):
-    """``function`` takes leaves in place of the inputs, and returns a loss and tensors by name."""
+    """Compare compiled and eager ``function``, which takes leaves and returns a loss and tensors by name."""
     torch._dynamo.reset()
     results = []
     for each in (function, torch.compile(function, fullgraph=True, backend=compiler)):
@@ -35,7 +35,7 @@ def check(case, entry, objective, backend="auto", compiler="aot_eager", **option
         assert isinstance(output, gk.LossOutput)
         return output.loss, {"logprobs": output.logprobs, **output.metrics}
 
-    # on-policy eager takes the one-pass kernel from logits, a compiled graph the two separate ones
+    # on-policy from logits, an eager call takes the one-pass kernel, a compiled one two separate kernels
     exact = compiler != "inductor" and (entry != FUSED or case.old_logprobs is not None)
     assert_compiles(step, case.inputs, compiler, **({} if exact else {"rtol": 1e-6, "atol": 1e-7}))
 
@@ -102,7 +102,7 @@ def test_selected_ids_and_a_teacher():
 
 @dataclass(frozen=True)
 class Squared(Objective):
-    """(log r - target)^2 / 2, in ten lines."""
+    """An objective in ten lines: (log r - target)^2 / 2."""
 
     target: float = 0.1
 
@@ -153,7 +153,7 @@ def test_one_graph_serves_any_number_of_sequences_and_tokens(entry):
 
 
 def test_objectives_made_in_compiled_code_keep_their_options():
-    """Also where an option has become a symbol: a stale or default value would be silent."""
+    """So do those whose options have become symbols. A stale or default value would raise no error."""
     logprobs = torch.tensor([[-1.0, -2.0]])
 
     def with_objective(objective):
@@ -173,7 +173,7 @@ def test_objectives_made_in_compiled_code_keep_their_options():
 
 
 def test_compiled_calls_follow_the_switch_of_batch_invariance():
-    """A graph belongs to the mode that it was traced in, and has its bits."""
+    """In either mode a compiled call has the bits of the eager one."""
     rng = generator(0)
     leaves = [torch.randn(*shape, 90, generator=rng).requires_grad_() for shape in ((3, 60), (70,))]
     labels, old = torch.randint(70, (3, 60), generator=rng), torch.randn(3, 60, generator=rng) - 5

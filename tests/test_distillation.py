@@ -1,4 +1,4 @@
-"""Distillation losses against their definitions in fp64, and what must hold of them."""
+"""Distillation losses against their definitions in fp64, and properties that must hold."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def transformed(x, options):
 
 
 class Problem:
-    """Two sequences of three tokens, two of which count in each; ``draw`` gives other inputs of the size."""
+    """Two sequences of three tokens, two of which count; ``draw`` selects other inputs of the same size."""
 
     def __init__(
         self, *, dtype=torch.float32, teacher_dtype=None, linear=False, options="plain", draw=0, V=613,
@@ -60,7 +60,7 @@ class Problem:
         self.weights = torch.randn(2, 3, generator=generator(1)).abs()
 
     def formulas(self, dtype, beta=0.5, top_k=0, top_k_of="teacher", add_tail=True):
-        """What a user would write in PyTorch, and its gradients."""
+        """Return loss, divergences and gradients by what a user would write in PyTorch."""
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
         theirs = {name.removeprefix("teacher_"): value.to(dtype) for name, value in self.teacher.items()}
         sides = ({}, {})
@@ -81,7 +81,7 @@ class Problem:
         return {"loss": loss.detach(), "divergence": found.detach(), **named}
 
     def ours(self, backend, packed=False, call=None, **form):
-        """Of inputs that are NaN where they don't count."""
+        """Return the package's results, from inputs that are NaN where they don't count."""
         device, by_row = device_of(backend), ("hidden", "logits", "teacher_hidden", "teacher_logits")
 
         def moved(values):
@@ -109,9 +109,9 @@ class Problem:
 
 
 def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, **kind):
-    """As exact as plain PyTorch in the statistics' dtype, over a few draws."""
+    """Check that results are as exact as plain PyTorch's in the dtype of statistics, over a few draws."""
     for form in [{"beta": beta} for beta in BETAS] if forms is None else forms:
-        # in one draw of about twenty a row's rounding is ten times its usual size
+        # in one of about twenty draws a row is rounded ten times as much as usual
         draws = range(8 if "top_k" in form else 32)
         problems = [Problem(dtype=dtype, draw=i, **kind) for i in draws]
         pairs = [
@@ -129,7 +129,7 @@ LOW = [{"beta": 0.3}, OVER_IDS[-2]]
 CASES = {
     "logits": {},
     "logits transformed, packed": {"options": "transformed", "V": 640, "packed": True},
-    # the divergence is a thousandth of what its terms are, and below
+    # the divergence is a thousandth of its terms or less
     "a student near its teacher": {"near": True},
     "hidden": {"linear": True, "call": CHUNKS},
     "hidden transformed": {"linear": True, "call": CHUNKS, "options": "transformed"},
@@ -154,13 +154,13 @@ CASES = {
 def test_equals_the_formulas(name, backend):
     case = dict(CASES[name])
     if name == "ids" and backend == "triton":
-        case["forms"] = OVER_IDS[::5]  # the interpreter takes its time
+        case["forms"] = OVER_IDS[::5]  # the interpreter is slow
     check(backend, **case)
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["with the tail", "within"])
 def test_ids_that_an_engine_has_scored(tail, backend):
-    """As the teacher's own top k; ids that are missing, repeated, or all that there are."""
+    """Scored ids give the results of the teacher's own top k; missing and repeated ids change nothing."""
     device = device_of(backend)
     for linear, beta in zip((tail, not tail, tail), BETAS, strict=True):
         problem = Problem(linear=linear)
@@ -178,7 +178,7 @@ def test_ids_that_an_engine_has_scored(tail, backend):
 
 
 def test_a_sure_engine_leaves_a_little(backend):
-    """Where its log-prob rounds to 0, 2^-24 is left for all other ids."""
+    """If an id's log-prob rounds to 0, a probability of 2^-24 is left for all other ids."""
     logits, ids = torch.randn(1, 2, 5, generator=generator(6)), torch.tensor([[[1], [3]]])
     scored = torch.tensor([[[0.0], [-1e-9]]])
     for beta in BETAS:
@@ -192,9 +192,9 @@ def test_a_sure_engine_leaves_a_little(backend):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_aggregations(aggregation):
-    """Those of the objectives: the loss is Linear's of the negative divergences as log-probs."""
+    """They are those of the objectives: the loss is Linear's, with divergences in place of log-probs."""
     problem = Problem()
-    problem.weights[0, 0] = 2.0  # along with the normalizer a share of 1
+    problem.weights[0, 0] = 2.0  # with a normalizer of 2 its share is 1
     how = {"aggregation": aggregation, "aggregation_constant": 9 if aggregation == "constant" else None}
     tokens = {**problem.inputs, **problem.teacher, "loss_mask": COUNTED, "token_weights": problem.weights}
     flat = {name: value.flatten(0, 1) for name, value in tokens.items()} | {"cu_seqlens": offsets((3, 3))}
@@ -206,7 +206,7 @@ def test_aggregations(aggregation):
         torch.testing.assert_close(out.loss, same.loss, rtol=1e-6, atol=0.0)
 
 
-# --- what must hold
+# --- properties
 
 
 # Rows of the student and of the teacher; for betas 0, 0.3 and 1 whether the value is finite, infinite or NaN,
@@ -227,7 +227,7 @@ SPECIAL = {
 
 
 def test_banned_tokens_infinities_and_nan(backend):
-    """All rows in one call: what is undefined stays in its row."""
+    """An undefined result stays in its row, even if all rows are in one call."""
     students, teachers, kinds, smooth = zip(*SPECIAL.values(), strict=True)
     start, theirs = (torch.tensor(rows).unsqueeze(1).to(device_of(backend)) for rows in (students, teachers))
     z, zt = (rows[:, 0].cpu().double() for rows in (start, theirs))
@@ -260,7 +260,7 @@ def test_the_backward_may_overwrite_the_logits(backend):
         out = gk.distillation_loss(logits, theirs, **form, inplace_backward=True, backend=backend)
         out.loss.backward()
         assert torch.equal(leaf.grad, logits.detach())
-        # here statistics are kept until the backward, there they are still what the row was folded to
+        # the in-place backward reads saved statistics; the other call computes loss and gradient in one pass
         exact = problem.formulas(torch.float64, **form)["grad logits"]
         errors = [float((each.cpu() - exact).norm()) for each in (leaf.grad, grad)]
         assert max(errors) <= 2 * min(errors) + 1e-7 * float(exact.norm())
@@ -357,7 +357,7 @@ def test_wrong_arguments():
 
 
 def test_gradients_keep_their_bits_in_batch_invariant_mode():
-    """Whatever the chunks, and of each row whatever rows there are."""
+    """All bits are the same for any chunks, and those of a row among any other rows."""
     rng = generator(3)
     hidden, teacher, weight, teacher_weight = (
         torch.randn(*shape, generator=rng) for shape in ((200, 70), (200, 90), (60, 70), (60, 90))
@@ -413,7 +413,7 @@ def test_advantages_are_teacher_minus_student():
 
 
 def test_their_policy_gradient_is_the_reverse_kls_in_expectation():
-    """Every token of a small vocabulary as a sample, weighted by its probability."""
+    """Every token of a small vocabulary is a sample, weighted by its probability."""
     V, rng = 11, generator(0)
     logits = torch.randn(1, 1, V, generator=rng, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(1, 1, V, generator=rng, dtype=torch.float64)

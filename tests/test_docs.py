@@ -1,8 +1,8 @@
 """The README and docs/: their Python runs as a reader would paste it, their commands run, their links hold.
 
-Commands run in a folder with a tiny model, in the order of their page. A forked copy of this process runs
-each, so that nothing is imported twice; options behind a command make its run short. What scripts write into
-docs/ is up to date; the site has every page, and the reference every public name.
+Commands run in a folder with a tiny model, in the order of their page. Each runs in a forked copy of this
+process, so that nothing is imported twice; added options make it short. What scripts write into docs/ is
+up to date. The site has every page, and the reference every public name.
 """
 
 import importlib
@@ -58,7 +58,7 @@ def run(page):
 
 
 def test_the_readme_does_what_it_says():
-    """Its three lines do what its plain code does: the same loss and the same gradients."""
+    """The three lines and the plain code have the same loss and the same gradients."""
     names = run("README.md")
     inputs = (names["hidden"], names["lm_head"].weight)
     torch.testing.assert_close(names["out"].loss, names["naive"])
@@ -69,7 +69,7 @@ def test_the_readme_does_what_it_says():
 
 
 def test_the_readme_comes_to_the_point():
-    """Its first screen answers what a reader asks, with figures that stand below as they were measured."""
+    """The first screen answers a reader's questions; its figures are in the table of measurements below."""
     text = text_of("README.md")
     assert len(text.splitlines()) <= 85
     first = "\n".join(text.splitlines()[:40])
@@ -93,14 +93,14 @@ def test_every_page_runs(page):
 
 
 def anchors(path):
-    """What the headings of a page can be linked by."""
+    """Return the anchors of a page's headings."""
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_opens_with_a_snippet_and_its_links_lead_somewhere():
-    """Python or a command that is run, within the first screen; the index, which has every page, has none."""
+    """The snippet is on the first screen; index and benchmarks need none. The index links all pages."""
     linked = {}
     for page in PAGES:
         path = ROOT / page
@@ -117,7 +117,7 @@ def test_every_page_opens_with_a_snippet_and_its_links_lead_somewhere():
 
 
 def test_objectives_of_the_page():
-    """The ratio of turns is TL-GRPO's, and schedules that a declaration allows have the same gradients."""
+    """The page's ratio of turns is TL-GRPO's. Schedules that ``Damped`` allows have the same gradients."""
     page, case = run("docs/objectives.md"), make_case("linear", "packed", "holes")
     labels = case.labels.numel()
 
@@ -152,7 +152,7 @@ VLLM = {
 
 
 def commands(page):
-    """Every line of a page's shell blocks, with what is continued put together, without comments."""
+    """Return a page's commands: joined lines of shell blocks without comments, and those in running text."""
     text, found = text_of(page), []
     for block in re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", text, flags=re.DOTALL):
         lines = block.replace("\\\n", " ").splitlines()
@@ -163,7 +163,7 @@ def commands(page):
 
 
 def shortened(command):
-    """The command, with what makes a run short behind it: all options but these are the page's."""
+    """Return the command, with options that make its run short. All other options are the page's."""
     if re.search(r"gspo train (?!--help)|gspo_kernels.cli train|examples.recipes", command):
         if "config.yaml" not in command and "--resume" not in command:
             command += " --update.steps 1 --update.minibatches 1 --rollout.prompts_per_rollout 2"
@@ -183,7 +183,7 @@ EVERY = {page: commands(page) for page in (*PAGES, "CONTRIBUTING.md")}
 
 
 def first_pages():
-    """The commands to run by the first page that has them, in whatever order of their options."""
+    """Return the commands to run by the first page that has each; the order of options does not matter."""
     run_by, known = {}, set()
     for page, each in EVERY.items():
         for command in each:
@@ -217,7 +217,7 @@ def higher_or_lower(completions):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the pages take for granted: DIR, FILE.jsonl, rewards.py, config.yaml, examples/, and kept runs."""
+    """Make what the pages assume: DIR, FILE.jsonl, rewards.py, config.yaml, examples/, and saved rollouts."""
     from gspo_kernels.trainer import demo
 
     path = tmp_path_factory.mktemp("reader")
@@ -241,7 +241,7 @@ def folder(tmp_path_factory):
 
 
 def parse(words):
-    """Commands that need eight GPUs: every option is one that the command has."""
+    """Check that all options exist in a command for vLLM, or for six or eight GPUs."""
     from accelerate.commands.launch import launch_command_parser
 
     from gspo_kernels.cli import parse_arguments
@@ -262,7 +262,7 @@ def parse(words):
 
 
 def execute(words):
-    """What the shell would start, in this process."""
+    """Run a command in this process."""
     from gspo_kernels import cli
 
     if words[0] == "gspo":
@@ -278,7 +278,7 @@ def test_commands_of_a_page_run(page, folder, monkeypatch):
     from torch.distributed.run import get_args_parser as torchrun
 
     for module in ("gspo_kernels.cli", "gspo_kernels.mismatch.command_line", "matplotlib.figure"):
-        importlib.import_module(module)  # the copies of this process then have it, and all that it imports
+        importlib.import_module(module)  # forked copies then have this module and all that it imports
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)
     log = folder / "log"
@@ -301,14 +301,14 @@ def test_commands_of_a_page_run(page, folder, monkeypatch):
             arguments = ["gspo", *options.training_script_args]
             in_processes(int(options.nproc_per_node), lambda rank, arguments=arguments: copy(arguments))
         elif "runs/seven_billion" not in words:
-            if command.endswith("--resume --output runs/own_model"):  # as if it had been interrupted
+            if command.endswith("--resume --output runs/own_model"):  # as if the run had been interrupted
                 config = folder / "runs" / "own_model" / "config.yaml"
                 config.write_text(config.read_text().replace("  steps: 1\n", "  steps: 2\n"))
             assert exit_code(forked(partial(copy, words))) == 0, f"{command}\n{log.read_text()[-3000:]}"
 
 
 def test_what_is_not_run_says_why():
-    """The list above has no reason without a command, and what a user types first is run."""
+    """Every pattern of NOT_RUN matches a command, and the commands that a user types first are run."""
     every = [command for each in EVERY.values() for command in each]
     for pattern in NOT_RUN:
         assert any(re.search(pattern, command) for command in every), pattern
@@ -325,7 +325,7 @@ def test_what_is_not_run_says_why():
 
 
 def script(name):
-    """A script of docs/ as a module."""
+    """Return a script of docs/ as a module."""
     spec = spec_from_file_location(name, DOCS / f"{name}.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -344,7 +344,7 @@ def test_pages_are_up_to_date():
 
 
 def test_the_plot_shows_coefficients():
-    """GRPO's push is r A where not clipped, DPO's beta sigmoid(-h) with the better level at -1."""
+    """GRPO's push is r A where not clipped, DPO's 2 beta sigmoid(-h) where the better one has level -1."""
     push, ratios = OBJECTIVES.push, torch.tensor([0.5, 1.0, 1.5])
     assert OBJECTIVES.PLOT.exists()
     assert push(gk.GRPO(), ratios, 1.0) == pytest.approx([0.5, 1.0, 0.0])
@@ -372,7 +372,7 @@ def test_models_are_counted_and_fit_as_the_page_says():
 
 
 def test_weights_gradients_and_moments_are_those_of_a_run(tmp_path, rows, tokenizer):
-    """16 bytes for each parameter, all in fp32; Adam's counters aside."""
+    """They take 16 bytes for each parameter, all in fp32. Adam's counters are not included."""
     config = small_config(tmp_path, update={"precision": "bf16"})
     trainer = make_trainer(tokenizer, rows, odd_share, config, eval_dataset=None)
     gradients = {}
@@ -423,7 +423,7 @@ def test_the_table_is_about_the_example():
 
 
 def test_every_page_is_in_the_navigation_once():
-    """What lies outside of docs/ is there and takes no page's place; nothing is loaded from elsewhere."""
+    """Files from outside of docs/ exist and hide none of its pages. The site loads nothing from elsewhere."""
     text = text_of("mkdocs.yml")
     config = yaml.safe_load(text)
 
@@ -467,7 +467,7 @@ def test_links_are_turned_to_the_site(place, written, shown):
 
 
 def test_the_hooks_turn_pages_and_leave_the_reference():
-    """Files that are no pages lead into the repository once there is one."""
+    """Links to files that are no pages lead into the repository, if the site has its address."""
     written = "[results](../benchmarks/results)"
     shown = SITE.turned(written, "benchmarks.md", "https://host/repository/")
     assert shown == "[results](https://host/repository/blob/HEAD/benchmarks/results)"

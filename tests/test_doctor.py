@@ -13,7 +13,7 @@ NAMES = ("transformers", "trl", "verl", "skyrl", "openrlhf", "nemo-rl", "slime",
 
 
 def lines(monkeypatch, **versions):
-    """The frameworks' lines by name, if these are installed, by pip's name with underscores."""
+    """Return each framework's line if ``versions`` are installed (pip's names, - as _)."""
 
     def version(name):
         found = versions.get(name.replace("-", "_"))
@@ -29,7 +29,7 @@ def lines(monkeypatch, **versions):
 
 
 def test_versions_are_judged_by_the_adapter_s_own_range(monkeypatch):
-    """Each framework has a line, and each line a way to get it."""
+    """Every framework has a line; if the adapter can't serve it, the line says what to install."""
     for line in lines(monkeypatch).values():
         assert re.match(r"not installed +adapter for [><=.,0-9]+: (pip|from )", line), line
     found = lines(monkeypatch, openrlhf="0.11.2", slime="0.0.0", areal="0.9.0", prime_rl="0.8.0")

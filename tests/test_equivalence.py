@@ -35,14 +35,14 @@ CHUNK = {"max_chunk_bytes": 3 * 61 * 4}
 
 
 def check(entry, objective, layout, terms, backend="auto", max_chunk_bytes=None, **others):
-    """``others`` are arguments of ``make_case``."""
+    """Compare a call with the oracle; ``others`` are arguments of ``make_case``."""
     objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
     case = for_objective(make_case(KIND[entry], layout, terms, **others), objective)
     options = {} if max_chunk_bytes is None else {"max_chunk_bytes": max_chunk_bytes}
     assert_equals_oracle(run(case, entry, objective, backend, **options), case, objective)
 
 
-# What every backend runs. It knows rows of logits, and a GSPO loss from logits without an entropy as a whole.
+# Calls for every backend. A backend serves rows of logits, and whole GSPO losses from logits without entropy.
 EVERY_BACKEND = [
     (FUSED, "GSPO", "packed", "plain", {}),
     (FUSED, "GSPO", "padded", "weighted", {}),
@@ -68,14 +68,14 @@ EVERY_BACKEND = [
     # rounded logits could turn a clip decision, but Linear has none
     *((entry, "Linear", "packed", "plain", {**dtype, "logits_dtype": "input"})
       for entry in (LINEAR_ROWS, LINEAR) for dtype in (HALF, BFLOAT)),
-    # one column; no full vector; prime; one more than the 4,096 and 8,192 that kernels fold at a time; wide
+    # one column; no full vector; prime; one more than the 4,096 and 8,192 that kernels reduce at a time; wide
     *((FUSED, "GSPO", "packed", "plain", FEW | {"vocabulary": V}) for V in (1, 2, 1009, 4097, 8193, 32000)),
     *((ROWS, "GSPOToken", "padded", "entropy", FEW | {"vocabulary": V}) for V in (1, 8193)),
-    # one more than columns or rows of a weight that are multiplied at a time
+    # one column; one more than the columns or rows of a weight that are multiplied at a time
     (LINEAR, "GSPO", "packed", "plain", FEW | {"vocabulary": 1}),
     (LINEAR, "GSPO", "packed", "plain", FEW | {"vocabulary": 4097}),
     (LINEAR, "Linear", "packed", "plain", FEW | HALF | {"vocabulary": 8193}),
-    # the label alone says what counts
+    # only labels say which tokens count
     (FUSED, "GSPO", "padded", "plain", {"label_dtype": torch.int32, "masked": False}),
     (LINEAR, "GSPO", "padded", "plain", {"label_dtype": torch.int32, "masked": False}),
     *((FUSED, "GSPO", layout, "plain", {"logit_options": name})
@@ -93,7 +93,7 @@ def test_every_backend(entry, objective, layout, terms, others, backend):
 
 
 def in_turn(entries, objectives, terms):
-    """All combinations, each in one of the layouts."""
+    """Return all combinations, each in one of the layouts."""
     rows = enumerate(itertools.product(entries, terms, objectives))
     return [
         (entry, name, LAYOUTS[(i + i // len(objectives)) % 2], term, {}) for i, (entry, term, name) in rows
@@ -132,7 +132,7 @@ def test_on_the_cpu(entry, objective, layout, terms, others):
 
 
 def test_long_sequences(backend, monkeypatch):
-    """Longer than what is reduced at a time, by one token or more."""
+    """Sequences may be longer than what is reduced at a time, by one token or more."""
     lengths = (1025, 0, 3)
     if backend == "triton" and not torch.cuda.is_available():
         from gspo_kernels.kernels import sequence_ratio
@@ -150,7 +150,7 @@ def left_padded(case):
 
 
 def expanded(case):
-    """One number in memory for many; all sequences have the same logits."""
+    """Return the case with expanded tensors: one number in memory for many, the same logits everywhere."""
     shape = case.labels.shape
     inputs = dict(case.inputs)
     if "logits" in inputs:
@@ -169,7 +169,7 @@ def ignoring(index):
     def change(case):
         labels = case.labels.clone()
         labels[0, 0] = labels[2, 0] = index
-        # policy_loss sees no labels, so its mask says what they leave out
+        # policy_loss sees no labels, so its mask repeats which tokens they leave out
         counted = case.counted & (labels != index)
         assert counted.any() and (case.counted & ~counted).any()
         return replace(case, labels=labels, ignore_index=index, loss_mask=counted)
@@ -192,7 +192,6 @@ CHANGES = [
 
 @pytest.mark.parametrize(("entry", "change"), CHANGES)
 def test_arguments_in_another_form(entry, change, backend):
-    """The same call with the arguments in another form."""
     case = change(make_case(KIND[entry], "padded", "holes", lengths=BRIEF, padding=1))
     assert_equals_oracle(run(case, entry, gk.GSPO(), backend), case, gk.GSPO())
 
@@ -206,7 +205,7 @@ def test_arguments_of_any_strides(entry, strides, backend):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_equals_its_parts(layout, backend):
-    """The same bits, log-probs and entropy included, as the two calls that the docstring names."""
+    """Loss, log-probs and entropy have the bits of the two calls that the docstring names."""
     case = make_case("logits", layout, "holes", lengths=BRIEF)
     fused = run(case, FUSED, gk.GRPO(), backend, return_entropy=True)
     bonus = {**case.terms, "entropy_coef": torch.tensor(0.0)}

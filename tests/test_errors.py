@@ -27,8 +27,9 @@ value_error = partial(pytest.raises, ValueError)
 
 
 def arguments(function, packed=False, **changes):
-    """A right call of each public function; an objective needs no arguments. Changes of shape [B, T] are
-    packed along.
+    """Return a right call of a public function, with ``changes``; an objective needs no arguments.
+
+    With ``packed``, tensors of shape [B, T, ...] are packed, those of ``changes`` included.
     """
     rng = generator(0)
     logits, hidden = (torch.randn(B, T, size, generator=rng) for size in (V, H))
@@ -58,7 +59,7 @@ def arguments(function, packed=False, **changes):
 
 
 def assert_refused(exception, name, function, **call):
-    """The message's first words have the name, and the call wrote to no tensor."""
+    """Check that the call fails, names the argument in its first words, and writes to no tensor."""
     tensors = {key: value for key, value in call.items() if isinstance(value, torch.Tensor)}
     before = {key: (value.detach().clone(), value._version) for key, value in tensors.items()}
     with pytest.raises(exception, match=rf"^[\w., ()]*{name}"):
@@ -135,7 +136,7 @@ WRONG = [
     (rollout, "low", [-0.5, 3.0], ["none"]),
     (normalized, "rewards", [one(2, 2)], [[1.0, 2.0], one(4, dtype=ids)]),
     (normalized, "group_size", [3, 0, None], [2.0]),
-    (normalized, "group_ids", [torch.zeros(4, dtype=ids)], []),  # beside group_size
+    (normalized, "group_ids", [torch.zeros(4, dtype=ids)], []),  # group_size is passed, too
     (normalized, "scale", ["std"], []),
     (normalized, "eps", [-1e-4], [None]),
 ]  # fmt: skip
@@ -242,7 +243,7 @@ def test_wrong_offsets(function):
 
 @pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()], ids=["sequences", "tokens"])
 def test_lengths_in_the_place_of_offsets_are_blamed_on_them(objective):
-    """There seems to be one sequence less: so every term that is one per sequence has a wrong shape."""
+    """Lengths look like offsets of one sequence less, so terms per sequence seem to have a wrong shape."""
     logprobs, lengths = -torch.rand(9), torch.tensor([4, 2, 3])
     for term in ({}, {"rollout_weights": torch.ones(3)}, {"lengths": lengths}):
         for wrong in (lengths, lengths.cumsum(0)):
@@ -267,7 +268,7 @@ def test_messages_say_what_was_got_and_what_is_expected(function):
     with value_error(match=r"advantages: got shape \(4,\), expected \[B\] = \(3,\)"):
         function(**arguments(function, advantages=one(4)))
     for wrong in (-1, V):
-        call = arguments(function, advantages=torch.zeros(B))  # also where nothing is learned
+        call = arguments(function, advantages=torch.zeros(B))  # also where no token has an advantage
         call["labels"][-1, -1] = wrong
         with value_error(match=f"labels: got {wrong} in a counted position, expected 0 <= label < 11"):
             function(**call)
@@ -295,7 +296,7 @@ def test_clip_ranges_that_look_like_their_ends_are_refused(name):
     assert all(getattr(gk, other)(0.8, 1.2).clip_high == 1.2 for other in ("GRPO", "DAPO", "TLGRPO", "DHPO"))
 
 
-# Values of log-probs and advantages: by each way in which an objective may be evaluated.
+# Objectives for tests of values: one for each way in which an objective may be evaluated.
 OBJECTIVES = {
     "sequences in one launch": gk.GSPO(),
     "tokens in one launch": gk.GRPO(),
@@ -315,7 +316,7 @@ def with_value(values, value, *place):
 
 
 class Call:
-    """A right call, of which a test changes some arguments."""
+    """A right call, some of whose arguments a test changes."""
 
     def __init__(self, function, objective, packed=False):
         self.function, self.objective, self.packed = function, objective, packed
@@ -347,7 +348,7 @@ def test_values_that_no_policy_gives_are_refused_where_they_count(function, obje
         # rounding may take a log-prob above 0
         assert call(**kl | {name: with_value(call.old, 0.5, 2, 1)}).isfinite().all()
     if function in (policy, coefficients):
-        # logits in the place of both look like a ratio of 1
+        # with logits in place of both log-probs, the ratio would look like 1
         call.refuses(f"^logprobs: got 40 at {place}, .* are these logits, or negated?",
                      logprobs=with_value(call.old, 40.0, 2, 1), old_logprobs=call.old)  # fmt: skip
 
@@ -363,7 +364,7 @@ def test_values_that_no_policy_gives_are_refused_where_they_count(function, obje
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_each_of_many_log_probs_is_looked_at(dtype):
-    """In vectors, and behind the last whole one."""
+    """The check covers whole vectors and the remainder after the last one."""
     old = -one(1, 130, dtype=dtype)
     for place in (0, 63, 64, 129):
         with value_error(match=rf"old_logprobs: got 2.* at position \[0, {place}\]"):
@@ -408,7 +409,7 @@ def test_log_probs_of_skipped_sequences_come_back():
     assert old[1].isnan().all() and old[[0, 2]].isfinite().all()
     for skip in ("all", "backward", "none"):
         assert call(old_logprobs=old, advantages=advantages, skip_inactive=skip).isfinite()
-    # the sequence gets an advantage: its ratio is asked for
+    # now the sequence has an advantage, so its ratio is needed
     call.refuses(r"old_logprobs: got NaN at position \[1, 0\]", old_logprobs=old)
 
 
@@ -431,7 +432,7 @@ def test_compiled_calls_look_at_values():
 
 
 def test_elsewhere_nothing_is_looked_at(monkeypatch):
-    """As on a GPU without GSPO_KERNELS_VALIDATE=1: what comes out is NaN."""
+    """Without checks, as on a GPU without GSPO_KERNELS_VALIDATE=1, a NaN makes the result NaN."""
     for module in (step, terms):
         monkeypatch.setattr(module, "checked_values", lambda device: False)
     for objective in OBJECTIVES.values():

@@ -1,4 +1,4 @@
-"""bf16 models: log s to 1e-6, and no clip decision but that of fp64; the benchmark measures more of it."""
+"""bf16 models: log s is exact to 1e-6, and clip decisions are those of fp64. The benchmark measures more."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def report():
 def test_error_of_log_s(report):
     for errors in report.log_s.values():
         assert errors[fidelity.OURS] <= 1e-6
-        # what the default spares its users; if this were small too, the measurement would be blind
+        # errors that the default avoids; if they were small, too, the measurement would show nothing
         assert errors[NAIVE] > 1e-4 and errors["ours, 16-bit logits"] > 1e-4
 
 
@@ -31,7 +31,7 @@ def test_no_clip_decision_differs(report):
         assert line.sequences >= 250
         assert line.wrong[fidelity.OURS] == 0
     assert sum(line.wrong[NAIVE] for line in report.counted) > 0.1 * sequences
-    assert report.in_the_loss == (0, 256)  # which decides the same
+    assert report.in_the_loss == (0, 256)  # the fused loss decides like fp64
 
 
 @pytest.mark.parametrize("length", (5, 64))

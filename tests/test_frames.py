@@ -7,7 +7,7 @@ from gspo_kernels.ops.backends import why_not
 from tests.frames import calls, frames
 
 MOST = {"policy_loss": (34, 8), "logits": (54, 8), "hidden": (120, 11)}
-"""Functions, and depth."""
+"""The most functions, and the largest depth."""
 
 
 @pytest.mark.skipif(

@@ -52,7 +52,7 @@ def test_losses_have_the_bits_of_the_installed_package(kernel, backend):
         hidden, weight, labels, old, advantages = problem()
         out = package.fused_linear_policy_loss(
             hidden, weight, labels, old_logprobs=old, advantages=advantages, backend=backend,
-            objective=package.GSPO(0.999, 1e4),  # by the paper's range a draw may clip every sequence
+            objective=package.GSPO(0.999, 1e4),  # with the paper's range a draw may clip every sequence
         )  # fmt: skip
         out.loss.backward()
         results.append((out.loss, out.logprobs, hidden.grad, weight.grad))
@@ -100,7 +100,7 @@ print(tuple(logits.grad.shape), out.logprobs[0, 0].exp().item())
 
 @kernels.use_kernel_forward_from_hub("OutputLogprobs")
 class OutputLogprobs(nn.Linear):
-    """What a model might have: an output layer that gives log-probs of labels."""
+    """An output layer as a model may have it: it returns log-probs of labels."""
 
     def forward(self, hidden, labels, temperature=1.0):
         logits = super().forward(hidden) / temperature

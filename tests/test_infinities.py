@@ -1,6 +1,6 @@
 """Banned tokens, infinities and NaN do what docs/precision.md says, on every backend and in every entry.
 
-The tables are read from the page. How accurate finite values are is judged elsewhere; here each must be
+The tables are read from the page. Other tests judge how accurate finite values are; here each value must be
 recognisably the one that the page names.
 """
 
@@ -20,7 +20,7 @@ INF, NAN = math.inf, math.nan
 
 
 def table(after):
-    """Rows of the table below a heading as cells, its head first."""
+    """Return the rows of the table below a heading as lists of cells, the header first."""
     lines = PAGE.read_text().split(f"## {after}\n", 1)[1].split("\n## ")[0].splitlines()
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line.startswith("|")]
     return [cells[0], *cells[2:]]
@@ -30,7 +30,7 @@ HEAD, *LINES = table("The log-prob of a token")
 ROWS = {name: dict(zip(HEAD[1:], cells, strict=True)) for name, *cells in LINES}
 
 
-# Several rows of logits for each line of the table: the columns that are not banned, and values of some.
+# Rows of logits for each line of the table: the columns that are not banned, and values of some columns.
 EVERY = slice(None)
 MAKERS = {
     "nothing is banned": [(EVERY, {})],
@@ -68,8 +68,8 @@ def test_the_table_has_these_rows():
 
 
 def of_page(line, logits, options):
-    """What a line says of a row: log-prob, entropy, and their gradients on the logits; in fp64, without an
-    infinity in any operation.
+    """Return what a line of the page says of a row of logits: log-prob, entropy and their gradients, in fp64.
+    No operation has an infinite operand.
     """
     cells, slope = ROWS[line], options.get("logit_scale", 1.0) / options.get("temperature", 1.0)
     z = slope * logits.double()
@@ -100,7 +100,7 @@ def assert_is(got, want, dtype):
 
 
 def score(entry, inputs, labels, **options):
-    """Log-probs and entropies, and what to differentiate for the gradients of either."""
+    """Return log-probs and entropies, and the sums to differentiate."""
     options["return_entropy"] = True
     if entry.endswith("logprobs"):
         out = getattr(gk, entry)(*inputs, labels, **options)
@@ -120,7 +120,7 @@ def score(entry, inputs, labels, **options):
     ],
 )
 def test_rows_of_logits(entry, vocabulary, dtype, backend):
-    """All in one call; of 9,001 columns whole blocks are banned."""
+    """All rows are in one call. Of 9,001 columns whole blocks are banned."""
     made = [
         (line, make_row(*maker, vocabulary, dtype)) for line, makers in MAKERS.items() for maker in makers
     ]
@@ -137,7 +137,7 @@ def test_rows_of_logits(entry, vocabulary, dtype, backend):
 
 
 def test_an_infinite_upstream_gradient_leaves_zeros_of_the_reference_alone():
-    """Of a banned token, and of a token that is certain."""
+    """They are the gradient at a banned token, and all gradients of a row whose label is certain."""
     rows = torch.tensor([[[1.0, -INF, 0.5], [0.0, -INF, -INF]]], requires_grad=True)
     logprobs = gk.token_logprobs(rows, torch.zeros(1, 2, dtype=torch.int64), backend="reference").logprobs
     logprobs.backward(torch.full((1, 2), INF))
@@ -154,7 +154,7 @@ def test_an_infinite_upstream_gradient_leaves_zeros_of_the_reference_alone():
 )
 @pytest.mark.parametrize("line", MAKERS)
 def test_rows_of_products(line, entry, dtype, backend):
-    """The row is a bias."""
+    """The row is passed as a bias."""
     device, labels = device_of(backend), torch.tensor([[LABEL]], device=device_of(backend))
     row = make_row(*MAKERS[line][0], 37, dtype)
     hidden, weight = torch.randn(1, 1, 8).to(dtype), torch.randn(37, 8).to(dtype)
@@ -184,7 +184,7 @@ def number(cell, words):
 
 
 def check_loss(line, entry, backend, options):
-    """Two sequences of two tokens; one token of the first has the log-probs of the line."""
+    """Check two sequences of two tokens; one token of the first has the log-probs of the line."""
     new, old, change, *cells = line
     device = device_of(backend)
     labels, bias = torch.tensor([[1, LABEL], [2, 2]]), torch.zeros(16)
@@ -241,7 +241,7 @@ def check_loss(line, entry, backend, options):
             want = torch.tensor([[coefficient / 2] * 2, [other / 2] * 2])
             torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-6, equal_nan=True)
             continue
-        # the other sequence's gradient is its own
+        # the other sequence keeps its gradient
         assert grad[1].isfinite().all() and (grad[1] != 0).any()
         if coefficient == 0:
             assert (grad[0] == 0).all()
@@ -249,7 +249,7 @@ def check_loss(line, entry, backend, options):
             assert grad[0].isfinite().all() and (grad[0] != 0).any(-1).all()
         else:
             assert not grad[0, 1].isfinite().any()
-            # on-policy the coefficient may have been known before there were log-probs
+            # on-policy, the coefficient may be known before the log-probs
             assert old_logprobs is None or not grad[0, 0].isfinite().any()
 
 

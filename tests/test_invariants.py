@@ -1,4 +1,4 @@
-"""What holds of every call: its outputs, its backward, inert masked positions, and the ends of the range."""
+"""What holds for every call: outputs, the backward, masked positions without effect, and extreme values."""
 
 import itertools
 import math
@@ -133,7 +133,9 @@ def test_metrics_of_kl_and_entropy():
 
 
 def check_backward_passes(entry, terms, backend="auto", **options):
-    """Two of a scaled loss, to a caller who writes to what it gets. Inputs stay; a rerun is the same."""
+    """Check two backwards of a scaled loss; the first gradients are overwritten in between. Inputs must stay
+    as they are, and a second run must have the same bits.
+    """
     case, objective = make_case(KIND[entry], "packed", terms, **SHORT), gk.GSPO()
     leaves, output = forward(case, entry, objective, backend, **options)
     passed = {name: getattr(case, name) for name in ("labels", "old_logprobs", "advantages", "loss_mask")}
@@ -181,7 +183,7 @@ def test_the_same_bits_with_several_threads():
 
 
 def test_a_changed_weight_is_refused_in_a_second_backward():
-    """The first backward has the gradient; a second one would compute with the new weight."""
+    """The first backward has its gradient already; a second one would compute with the new weight."""
     leaves, output = forward(make_case("linear", "packed", "holes"), LINEAR, gk.GSPO())
     output.loss.backward(retain_graph=True)
     with torch.no_grad():
@@ -209,7 +211,7 @@ def test_inplace_backward(entry, terms, backend):
 
 
 def upstreams(logprobs):
-    """Ways in which a gradient reaches log-probs, each with the dense gradient that it amounts to."""
+    """Return sums that give log-probs gradients of various strides, each with the equal dense gradient."""
     rows, columns = logprobs.shape
     ramp = torch.arange(1.0, rows * columns + 1, device=logprobs.device).reshape(columns, rows)
     ones = torch.ones(rows, columns, device=logprobs.device)
@@ -266,7 +268,7 @@ def test_without_gradients(entry, backend):
             torch.testing.assert_close(other.logprobs, expected.logprobs, rtol=1e-6, atol=0)
         else:
             assert torch.equal(other.logprobs, expected.logprobs)
-        # known coefficients and one launch count what is active the same way
+        # active sequences are counted alike with known coefficients and in one launch
         assert other.metrics == expected.metrics
 
 
@@ -305,7 +307,7 @@ def test_autocast_leaves_logits_alone(entry):
     ],
 )
 def test_fp16_with_a_loss_scale(entry, terms, options, backend):
-    """fp16 gradients are as exact as ever, where coefficients lie far below the smallest number of fp16."""
+    """fp16 gradients stay exact even if coefficients lie far below the smallest number of fp16."""
     scale, case = 2.0**20, make_case(KIND[entry], "packed", terms, dtype=torch.float16, **SHORT)
     case = replace(case, terms={"normalizer": 1.0})
     leaves, output = forward(replace(case, terms={"normalizer": scale}), entry, gk.GSPO(), backend, **options)
@@ -315,13 +317,13 @@ def test_fp16_with_a_loss_scale(entry, terms, options, backend):
     assert_equals_oracle(replace(result, grads=grads), case, gk.GSPO())
 
 
-# --- the ends of the range
+# --- extreme values
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "frozen", "two_pass"])
 @pytest.mark.parametrize("upstream", [1.0, 2.0**16])
 def test_an_overflowed_coefficient_makes_no_nan(schedule, upstream):
-    """Log-ratios of 500 overflow fp32, for both signs of the advantage: infinities, and zeros stay zeros."""
+    """Ratios of exp(500) overflow fp32: gradients are infinite for both signs, and zeros stay zeros."""
     rng = generator(9)
     hidden, weight = torch.randn(2, 3, 4, generator=rng), torch.randn(61, 4, generator=rng)
     hidden[..., 0], weight[:, 1] = 0.0, 0.0
@@ -400,7 +402,7 @@ def test_ratio_is_exactly_one_on_the_identical_path(entry, layout, name, backend
     metrics = forward(replace(case, old_logprobs=old), entry, objective, backend)[1].metrics
     assert all(metrics[f"ratio/{which}"].item() == 1.0 for which in ("min", "mean", "max"))
     assert metrics["kl/old"].item() == 0.0 and metrics["clip_fraction/tokens"].item() == 0.0
-    # over the same rows: a product over more of them may round otherwise
+    # over the same rows: a product of more rows may round differently
     same = replace(case, labels=case.labels.masked_fill(~case.counted, case.ignore_index))
     apart = ROWS if entry == FUSED else LINEAR_ROWS
     assert torch.equal(run(same, apart, objective, backend).logprobs, old)

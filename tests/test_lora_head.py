@@ -1,4 +1,4 @@
-"""LoRA on the lm_head: equal to the product of base and adapter as one weight, and through PEFT."""
+"""LoRA on the lm_head: results equal those of base and adapter as one weight, also through PEFT."""
 
 import contextlib
 
@@ -55,7 +55,7 @@ def test_other_functions_take_it_too():
         found = []
         for head in (gk.LoRAHead(weight, A, B, ADAPTER_SCALE), weight + ADAPTER_SCALE * B @ A):
             value = function(hidden, head, bias=bias, **options)[0]
-            # not all alike
+            # so that upstream gradients differ
             total = (value * torch.arange(value.numel()).view(value.shape)).sum() + value.sum()
             found.append([value, *torch.autograd.grad(total, (hidden, bias, A, B))])
         for got, want in zip(*found, strict=True):
@@ -94,7 +94,7 @@ def test_what_is_refused(change, options, message):
         gk.fused_linear_policy_loss(torch.zeros(2, 3, H), head, labels, None, torch.ones(2), **options)
 
 
-# --- PEFT's
+# --- PEFT's adapters
 
 
 def adapted_model(**options):

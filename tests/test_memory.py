@@ -1,7 +1,7 @@
 """Peak memory of the fused loss from hidden states, and pages that one call leaves to the next.
 
-Peaks are measured in a process of their own: inputs are built, the high-water mark of its resident memory
-(VmHWM, Linux) is set back, a forward and backward run, and the mark is read.
+Peaks are measured in a process of their own. It builds inputs, resets the high-water mark of its resident
+memory (VmHWM, Linux), runs a forward and backward, and reads the mark.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.cases import generator
 MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOKENS, VOCABULARY, WIDTH = 384, 151936, 32
-# Twice the allowance, for which a second chunk alive can't pass.
+# Twice the allowance, so that a second live chunk would exceed it.
 CHUNK = 64 * MIB
 # Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
 ALLOWANCE = 32 * MIB
@@ -64,25 +64,25 @@ def ours(*arguments, **options):
 
 
 def resident(what):
-    """Bytes of resident memory: "VmRSS" now, "VmHWM" at most since the mark was set back."""
+    """Return bytes of resident memory: "VmRSS" now, "VmHWM" at most since the mark was reset."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{what}:")[1].split()[0]) * 1024
 
 
 def raised(call, *arguments, **options):
-    """By how many bytes a call raises the peak."""
+    """Return by how many bytes a call raises the peak."""
     memory.release()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmHWM")
-    # an earlier peak could hide what comes
+    # otherwise an earlier peak could hide the call's
     assert before - resident("VmRSS") < 4 * MIB
     call(*arguments, **options)
     return resident("VmHWM") - before
 
 
 def measure():
-    """Print bytes by case: those of plain PyTorch, those used and promised, those of scoring with and without
-    chunks of logits.
+    """Print bytes by case: those of plain PyTorch, those used and promised, and those of scoring (without
+    chunks of logits, then with them).
     """
     from gspo_kernels import cpp
 
@@ -123,8 +123,8 @@ def peaks():
 @on_linux
 @pytest.mark.slow
 def test_plain_pytorch_takes_four_times_its_logits(peaks):
-    """The measurement itself: in the backward of log_softmax there are the logits, which a variable holds,
-    the log_softmax that its backward needs, its gradient, which gather's makes from zeros, and the logits'.
+    """This checks the measurement. Four tensors live in log_softmax's backward: the logits, which a variable
+    holds; the result, which it needs; the result's gradient, made by gather's backward; the logits' gradient.
     """
     assert peaks["plain"][0] == pytest.approx((4 + 4 + 4 + 4) * 128 * VOCABULARY, rel=0.05)
 
@@ -156,7 +156,7 @@ def test_scores_take_no_chunk(peaks, dtype):
 
 
 def mapping(address):
-    """What the kernel says of the mapping that holds an address: its lines by their names."""
+    """Return the kernel's lines about the mapping that holds an address, by their names."""
     found, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -169,13 +169,13 @@ def mapping(address):
 
 
 def lazily_free(address):
-    """Bytes of the mapping that holds an address that the kernel may take without writing them anywhere."""
+    """Return how many bytes of an address's mapping the kernel may take without writing them anywhere."""
     return int(mapping(address)["LazyFree"].split()[0]) * 1024
 
 
 @pytest.fixture
 def given_back():
-    """Pages of gradients that were dropped, none of them from or for other tests."""
+    """Yield the list of pages of dropped gradients. Other tests' pages are not in it, and it leaves none."""
     memory.release()
     yield memory._given_back
     memory.release()
@@ -203,11 +203,11 @@ def test_a_gradient_that_was_dropped_makes_room_for_the_next(given_back, dtype):
     assert lazily_free(address) == 0
     del first
     assert lazily_free(address) >= 62 * MIB  # the system may take them
-    assert gradient_memory(40, dtype).data_ptr() == address  # dropped at once
+    assert gradient_memory(40, dtype).data_ptr() == address  # this one is dropped at once
     assert gradient_memory(64, dtype).data_ptr() == address
     assert gradient_memory(31, dtype).data_ptr() != address  # half of its pages would lie idle
     del other
-    assert len(given_back) == 2  # the last two
+    assert len(given_back) == 2  # the two that were dropped last
     memory.release()
     small = gradient_memory(15, dtype)
     del small
@@ -233,7 +233,7 @@ def test_whatever_refers_to_a_gradient_keeps_its_pages(given_back):
 
 @on_linux
 def test_a_second_step_takes_the_pages_of_the_first_ones_gradient(given_back):
-    """From logits the gradient's; from 16-bit weights those of the fp32 sum that was rounded."""
+    """From logits they are the gradient's own, from 16-bit weights those of the fp32 sum that was rounded."""
     logits = torch.randn(1, 64, 2**17, requires_grad=True)
     labels = torch.zeros(1, 64, dtype=torch.int64)
     shown = []
@@ -257,11 +257,11 @@ def test_a_second_step_takes_the_pages_of_the_first_ones_gradient(given_back):
 # --- chunks of logits
 
 WIDE = 2**18
-"""A vocabulary of which a row takes a MiB."""
+"""A vocabulary size: a row of fp32 logits takes a MiB."""
 
 
 def linear_call(tokens=64, **options):
-    """Loss and gradients of a call over chunks that are too large for malloc to keep."""
+    """Return results of a call; with the default ``tokens``, its chunk is too large for malloc to keep."""
     rng = generator(0)
     hidden = torch.randn(4, tokens // 4, 8, generator=rng).requires_grad_()
     weight = torch.randn(WIDE, 8, generator=rng).requires_grad_()

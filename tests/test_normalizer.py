@@ -1,4 +1,4 @@
-"""What ``normalizer`` counts; tests/objectives adds up micro-batches with it."""
+"""Counts of ``normalizer``. tests/objectives adds up micro-batches with it."""
 
 import pytest
 import torch

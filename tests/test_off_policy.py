@@ -1,4 +1,4 @@
-"""Rollout weights, what they do to a batch, the off-policy mask: against loops."""
+"""Rollout weights, their effect on a batch, and the off-policy mask, compared with loops."""
 
 import math
 
@@ -22,7 +22,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def example(layout):
-    """Log-probs, the rollout's, and the layout: a hole, a sequence without tokens, one with nothing left."""
+    """Return log-probs, the rollout's, and a layout with a masked token, an empty and a masked sequence."""
     log_s = (0.3, 0.0, -0.4, 0.1, -0.1, 0.1)
     case = make_case("logprobs", layout, "holes", dtype=torch.float64, log_s=log_s)
     where = {"loss_mask": case.loss_mask, "cu_seqlens": case.cu_seqlens}
@@ -37,7 +37,7 @@ def sequences(where):
 
 
 def by_loop(log_ratios, *, level="token", reduce="mean", mode="truncate", low=None, high=None):
-    """The weights of a sequence's tokens, or its one weight; and what was compared with the bounds."""
+    """Return a sequence's weights, per token or one, and the values that are compared with the bounds."""
     values = [math.exp(x) for x in log_ratios]
     of_sequence = level == "sequence" or mode == "sequence_mask"
     if mode in DIVERGENCES:
@@ -75,7 +75,7 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form.values())))
 @layouts
 def test_rollout_weights_equal_the_loop(layout, form):
-    """A bound "between" lies below the largest value, or above the least one, and cuts it off alone."""
+    """A bound "between" cuts off the largest value alone, or the least one alone."""
     old, rollout, where = example(layout)
     found = [(s, (s.pick(old) - s.pick(rollout)).tolist()) for s in sequences(where)]
     free = {name: value for name, value in form.items() if value != "between"}
@@ -96,8 +96,8 @@ def test_rollout_weights_equal_the_loop(layout, form):
 
 
 def test_bounds_by_hand():
-    """IcePop's default bounds; a weight on a bound is kept; the largest k1 is of counted tokens; overflow is
-    bounded.
+    """IcePop's default bounds; a weight on a bound is kept; the largest k1 is over counted tokens; an
+    overflow is bounded.
     """
     ratios = torch.tensor([[0.49, 0.51, 1.7, 4.99, 5.01]], dtype=torch.float64)
     got = gk.rollout_weights(ratios.log(), torch.zeros_like(ratios), mode="icepop")
@@ -119,7 +119,9 @@ def test_bounds_by_hand():
 @pytest.mark.parametrize("objective", [gk.GSPO(0.3, 0.3), gk.DAPO(0.3, 0.3)], ids=lambda o: type(o).__name__)
 @layouts
 def test_rejected_sequences_leave_the_divisor_where_the_caller_says_so(layout, objective):
-    """As if they had not been there; else they count as zeros. Per sequence or per token the same mask."""
+    """Rejected sequences change nothing if they also leave the mask; otherwise they count as zeros in the
+    divisor. Weights per sequence and per token reject the same tokens.
+    """
     old, rollout, where = example(layout)
     mask, cu_seqlens = where["loss_mask"], where["cu_seqlens"]
     weights = gk.rollout_weights(old, rollout, **where, level="sequence", mode="mask", high=0.95)
@@ -138,7 +140,7 @@ def test_rejected_sequences_leave_the_divisor_where_the_caller_says_so(layout, o
     torch.testing.assert_close(left_out * share, as_zeros, rtol=1e-12, atol=1e-15)
 
 
-# --- what weights do to a batch
+# --- effects of weights on a batch
 
 
 @layouts
@@ -179,13 +181,13 @@ def test_metrics_of_nothing_and_of_what_is_not_counted():
         assert got["weights/ess"] == got["weights/gradient_norm"] == 1
     dropped = weight_metrics(zero, torch.ones(2), loss_mask=torch.ones(2, 3))
     assert dropped["weights/ess"] == dropped["weights/gradient_norm"] == 0 and dropped["weights/zero"] == 1
-    # nothing of the masked tokens enters, nor of the sequence without any other
+    # masked tokens, and the sequence that has no others, have no effect
     where = {"loss_mask": torch.tensor([1, 1, 0, 0, 1]), "cu_seqlens": offsets((3, 1, 1))}
     values, advantages = torch.tensor([1.0, 0.5, math.inf, math.nan, 2.0]), torch.tensor([1.0, math.nan, 0.0])
     got = weight_metrics(values, advantages, **where)
     assert got == weight_metrics(values.nan_to_num(7, 7), advantages.nan_to_num(3), **where)
     assert got["weights/gradient_norm"].item() == pytest.approx(math.sqrt((1 + 0.25) / 2))
-    # a weight without a bound may be infinite where nothing is learned
+    # a weight without a bound may be infinite where the advantage is 0
     got = weight_metrics(torch.tensor([math.inf, 1.0]), torch.tensor([0.0, 1.0]), loss_mask=torch.ones(2, 3))
     assert got["weights/gradient_norm"] == 1
 
@@ -227,7 +229,7 @@ def test_off_policy_mask_by_hand():
     # mean(old - logp): 0.5, 0.5, 0.25, -0.5, 0.5
     gap = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.5, 0.0], [-0.5, -0.5], [0.5, 0.5]])
     got = off_policy_mask(old - gap, old, torch.tensor([-1.0, 1.0, -1.0, -1.0, 0.0]), delta=0.25)
-    # far and worse; far but better; exactly at delta; moved the other way; far but indifferent
+    # far, A < 0; far, A > 0; exactly at delta; moved the other way; far, A = 0
     assert got.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 

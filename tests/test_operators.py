@@ -18,7 +18,7 @@ BRIEF = {"lengths": (2, 1), "vocabulary": 7, "width": 4, "advantages": (1.0, -1.
 
 
 def losses():
-    """From log-probs, logits and hidden states; several where branches of an operator differ."""
+    """Run losses from log-probs, logits and hidden states, several where an operator has branches."""
 
     def loss(
         entry, objective, terms, backend="cpp", layout="padded", frozen=(), dtype=torch.float32, **options
@@ -90,7 +90,7 @@ def teachers():
 
 @pytest.fixture(scope="module")
 def operands():
-    """Of every operator, by name: those of its first call with each form of operands."""
+    """Return each operator's operands by its name, from its first call with each form of operands."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         called = Operator.__call__
@@ -112,7 +112,7 @@ def operands():
 
 
 def registered():
-    for name in gk.__all__:  # which imports the modules that register operators
+    for name in gk.__all__:  # imports the modules that register operators
         getattr(gk, name)
     names = torch._C._dispatch_get_all_op_names()
     return sorted({name.split("::")[1].split(".")[0] for name in names if name.startswith("gspo_kernels::")})

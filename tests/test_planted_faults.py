@@ -1,4 +1,4 @@
-"""Faults of a few units in the last place, planted into results that pass: the judgement has to see them."""
+"""Faults of a few units in the last place, planted into results that pass: the judgement must find them."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from tests.cases import KIND, generator, make_case, run
 from tests.judging import assert_equals_oracle
 
 EPS = torch.finfo(torch.float32).eps
-# A ratio has log-probs' error as its relative one; logits from a product in fp32 have its roundings too.
+# A ratio's relative error is its log-probs' error. fp32 logits from a product add its roundings.
 ULPS = {"policy_loss": 8, "fused_policy_loss": 32, "fused_linear_policy_loss": 192}
 
 
 def one_element(values, ulps):
-    """The largest value alone is off."""
+    """Return the values with the largest alone changed."""
     changed = values.clone().flatten()
     changed[changed.abs().argmax()] *= 1 + ulps * EPS
     return changed.view(values.shape)
@@ -42,7 +42,7 @@ def test_results_a_few_ulps_off(objective, terms, entry, ulps):
     ]
     if terms == "plain" and isinstance(objective, gk.GSPO):
         wrong.append(("loss", replace(result, loss=all_elements(result.loss, ulps))))
-        if entry != "policy_loss":  # they are an input of that
+        if entry != "policy_loss":  # it takes log-probs as an input
             wrong.append(("logprobs", replace(result, logprobs=all_elements(result.logprobs, ulps))))
     for name, fault in wrong:
         with pytest.raises(AssertionError, match=name):
@@ -57,7 +57,7 @@ def test_one_number_is_judged_with_what_chance_adds():
 
 
 def test_honest_roundings_are_never_refused():
-    """A thousand judgements of errors as large as plain PyTorch's, of eight numbers each."""
+    """A thousand judgements accept errors as large as plain PyTorch's, of eight numbers each."""
     for errors in torch.randn(1000, 9, 8, generator=generator(1), dtype=torch.float64):
         spread = Spread.of(list(errors[1:]), by_row=False)
         assert_as_exact("numbers", [errors[0]], spread, [torch.zeros(8)], EPS)

@@ -1,4 +1,4 @@
-"""Operators leave the caller's precision settings as they were, whichever of PyTorch's interfaces set them.
+"""Operators keep the caller's precision settings, whichever of PyTorch's interfaces set them.
 
 Each case has a process of its own: PyTorch refuses to read old switches once the new ones were used.
 """
@@ -26,7 +26,7 @@ SWITCHES = (
 
 
 def state():
-    """What every switch says, or why it can't be read."""
+    """Return the value of every switch, or why it can't be read."""
     found = {}
     for switch in SWITCHES:
         try:

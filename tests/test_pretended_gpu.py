@@ -1,4 +1,4 @@
-"""What a GPU would be asked: its products, their memory, launches, and what the host would wait for."""
+"""Requests to a pretended GPU: products, their memory, launches, and waits of the host."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ def gpu(monkeypatch):
 
 
 def problem(dtype, width=16, vocabulary=V, length=2):
-    """Tensors for a pretended device: hidden and weight, which learn, labels, old log-probs, advantages."""
+    """Return tensors for a pretended device: trained hidden and weight, labels, old log-probs, advantages."""
     rng = generator(0)
     hidden, weight = (
         torch.randn(*shape, generator=rng) for shape in ((B, length, width), (vocabulary, width))
@@ -56,7 +56,7 @@ def test_losses_whose_gradients_are_summed_in_16_bits_equal_the_oracle(gpu, dtyp
 
 @pytest.mark.parametrize(("dtype", "bias"), [(NARROW[0], None), (NARROW[1], torch.zeros(V).bfloat16())])
 def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
-    """Every product goes into memory that is there, and dWeight is summed inside of its own."""
+    """Logits and dWeight go into memory that exists, and dWeight is summed in place."""
     leaves, *given = problem(dtype)
     options = {"schedule": "aligned", "skip_inactive": "none", "max_chunk_bytes": 4 * ROW}
     with gpu:
@@ -68,8 +68,8 @@ def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
 
 @pytest.mark.parametrize(("dtype", "schedule"), IN_16_BITS)
 def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule):
-    """All that is there beside the gradients, but for rows [n, H] of a chunk and a few numbers per token.
-    Rows p - onehot in 16 bits lie over their own fp32 logits, whose memory is kept.
+    """The plan counts all memory but gradients, rows [n, H] of a chunk and a few numbers per token. Rows
+    p - onehot in 16 bits lie over their own fp32 logits, whose memory is kept.
     """
     width, vocabulary, length = 24, 8192, 4
     leaves, *given = problem(dtype, width, vocabulary, length)
@@ -88,7 +88,7 @@ def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule):
 )
 @pytest.mark.parametrize("dtype", NARROW)
 def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
-    """The coefficients of one chunk lie many powers of two from the other's."""
+    """The coefficients of two chunks lie many powers of two apart."""
     rng, n, width = generator(0), 8, 16
     weight = torch.zeros(V, width, dtype=dtype)
     exact, budget = torch.zeros(2, V, width, dtype=torch.float64)
@@ -100,8 +100,8 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
             sums.add(GradientRows(rows, coefficients), hidden)
             operand, narrow = hidden.double() * coefficients.double().unsqueeze(1), torch.finfo(dtype)
             exact += rows.double().t() @ operand
-            # an operand is rounded once, at most to a subnormal number in units of the largest coefficient,
-            # and a product of n terms, and the sum, in fp32
+            # an operand is rounded once, at worst to a subnormal number in units of the largest coefficient;
+            # a product of n terms, and the sum, are rounded in fp32
             errors = operand.abs() * (narrow.eps + (n + 2) * torch.finfo(torch.float32).eps)
             errors += narrow.smallest_normal * narrow.eps * max(sizes)
             budget += rows.double().abs().t() @ (errors / 2)
@@ -123,7 +123,7 @@ FROM_LOGITS = {
     "GRPO": (gk.GRPO(), {}, 9, 3),
     "GRPO with KL": (gk.GRPO(), REFERENCE, 10, 3),
 }
-"""Objective, terms, and the most launches of a forward and backward: small ones, and the package's."""
+"""Objective, terms, and the most launches of a forward and backward: small ones, then our kernels."""
 
 
 @pytest.mark.parametrize("name", FROM_LOGITS)
@@ -188,7 +188,7 @@ def test_objectives_that_look_at_the_device_are_those_that_the_page_names(gpu, n
 
 
 HOLES = torch.ones(B, 2).index_fill(1, torch.tensor([1]), 0.0)
-# of every other sequence
+# ratios of every other sequence are clipped
 CLIPPED = {"objective": gk.GSPO(0.5, 1e9), "advantages": -torch.ones(B)}
 CLIPPED["old_logprobs"] = torch.tensor([[0.0, 0.0], [-8.0, -8.0]]).repeat(B // 2, 1)
 ON_POLICY, PER_TOKEN = {"old_logprobs": None}, {"objective": gk.GRPO(0.999, 1e9)}
@@ -201,7 +201,7 @@ FROM_HIDDEN = [
     ("two_pass", "backward", {}, (28, 17, 2)),
     ("known", "none", ON_POLICY, (25, 20, 0)),
     ("known", "backward", ON_POLICY, (29, 20, 2)),
-    # what dWeight counts in, and dWeight in that
+    # launches more: the power of two that dWeight counts in, and scaling dWeight to it
     ("aligned", "none", {"dtype": torch.float16}, (40, 31, 0)),
     ("aligned", "none", {"loss_mask": HOLES}, (40, 23, 0)),
     ("aligned", "backward", {"loss_mask": HOLES}, (56, 13, 3)),
@@ -215,14 +215,14 @@ FROM_HIDDEN = [
     ("known", "backward", PER_TOKEN, (70, 23, 5)),
     ("known", "none", ON_POLICY | {"objective": gk.GRPO()}, (25, 20, 0)),
 ]
-"""Schedule, what it skips, terms; small launches of forward and backward in four chunks ("deferred": eight
-sequences of one), the package's, and looks at the device.
+"""Schedule, ``skip_inactive``, terms; for a forward and backward in four chunks ("deferred": eight, of one
+sequence each) the most small launches, the most launches of our kernels, and the looks at the device.
 """
 
 
 @pytest.mark.parametrize(("schedule", "skip", "terms", "most"), FROM_HIDDEN)
 def test_from_hidden_states_few_launches_and_no_look_that_need_not_be(gpu, schedule, skip, terms, most):
-    """Lengths are one look a call, a chunk's rows with a gradient one more; with "none" there is none."""
+    """Lengths take one look per call, a chunk's rows with a gradient one more. With "none" there is none."""
     given = {"dtype": torch.bfloat16, "vocabulary": V} | terms
     dtype, vocabulary = given.pop("dtype"), given.pop("vocabulary")
     leaves, labels, old, advantages = problem(dtype, vocabulary=vocabulary)
@@ -245,16 +245,16 @@ ON_CHIP = [
     ("on_policy", "known", "none", 3, 0),
     ("on_policy", "deferred", "backward", 3, 2),
     ("on_policy", "aligned", "none", 4, 0),
-    # statistics are taken anew of rows that are projected once more, beside other ones
+    # rows are projected again, in chunks with other rows, and get new statistics
     ("holes", "two_pass", "backward", 4, 3),
 ]
-"""Terms, schedule, what it skips, rows of a chunk, and chunks whose log-probs alone are taken."""
+"""Terms, schedule, ``skip_inactive``, rows of a chunk, and the number of chunks that get log-probs alone."""
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize(("terms", "schedule", "skip", "rows", "forward"), ON_CHIP)
 def test_rows_stay_on_the_chip(gpu, dtype, terms, schedule, skip, rows, forward):
-    """Log-probs alone are taken of rows that are known to have no gradient, or have none yet."""
+    """Log-probs alone are computed for rows whose gradient is known to be 0, or is not known yet."""
     dtype = torch.float32 if schedule == "two_pass" else dtype
     case = make_case(
         "linear", "packed", terms, dtype=dtype, **ROWS if terms == "on_policy" else {"vocabulary": 64}
@@ -298,8 +298,8 @@ def test_rows_are_read_twice_where_that_is_needed(gpu, name):
 
 
 def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
-    """Exactly from ``linear_token_logprobs`` by products of as many rows; within 1e-6 by others, and from a
-    call whose rows have stayed on the chip.
+    """The ratio is exactly 1 if ``linear_token_logprobs`` multiplied as many rows at a time. It is within
+    1e-6 of 1 otherwise, and with log-probs of a call whose rows stayed on the chip.
     """
     leaves, labels, _, advantages = problem(torch.bfloat16, vocabulary=1040)
     options = {"max_chunk_bytes": 8 * 1040 * 4, "backend": "triton"}
@@ -319,7 +319,7 @@ def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
 
 @pytest.mark.slow
 def test_batch_invariant_products_are_a_kernel_of_ours(gpu):
-    """And no library's, whatever the schedule; with segments that chunks cut, and rows that are missing."""
+    """No library multiplies, in either schedule. Chunks cut segments, and some rows are left out."""
     shown = []
     for schedule, rows in (("aligned", 1000), ("two_pass", 90)):
         leaves, labels, old, advantages = problem(torch.bfloat16, length=17)

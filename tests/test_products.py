@@ -1,5 +1,5 @@
-"""Products with a head's weight on the CPU: which library computes them, that losses don't notice, and scores
-that write no logits.
+"""Products with a head's weight on the CPU: which library computes them, losses, which are right with either,
+and scores, which write no logits.
 """
 
 import itertools
@@ -22,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(params=["torch", "cpp"])
 def library(request, monkeypatch):
-    """Who multiplies fp32 and bf16 heads, on any processor and for any weight."""
+    """Select the library that multiplies fp32 and bf16 heads, on any processor and for any weight."""
     ours = request.param == "cpp"
     monkeypatch.setattr(products, "multiplies", lambda dtype: ours and dtype == BF16)
     monkeypatch.setattr(products, "fp32_library", lambda: request.param)
@@ -51,7 +51,7 @@ def test_bf16_rows_share_the_memory_of_their_logits_where_bf16_is_multiplied(lib
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("known", [True, False])
 def test_rounded_logits_where_onednn_knows_their_dtype_and_where_not(library, monkeypatch, dtype, known):
-    """PyTorch's product, or that of fp32 copies, rounded."""
+    """Logits are PyTorch's product of that dtype, or else the rounded product of fp32 copies."""
     monkeypatch.setattr(head, "onednn_multiplies", lambda asked: asked == dtype and known)
     rng, V = generator(4), 2048 + 77
     hidden, weight, bias = (torch.randn(*size, generator=rng).to(dtype) for size in ((5, 40), (V, 40), (V,)))
@@ -82,13 +82,13 @@ def test_who_multiplies_is_a_rule_by_weight_and_vendor(monkeypatch):
         assert products.fp32_library() == expected
 
 
-# --- scores, which write no logits and have the bits of those that do
+# --- scores: they write no logits, and have the bits of scores that do
 
 B, T, V, H = 3, 20, 2 * 2048 + 77, 33
 
 
 def drawn(dtype):
-    """Hidden, weight, bias, labels with holes, and ids that they are among; what is ignored is NaN."""
+    """Return hidden (NaN in ignored rows), weight, bias, labels with holes, and sets of ids with them."""
     rng = generator(5)
     hidden, weight = torch.randn(B, T, H, generator=rng), torch.randn(V, H, generator=rng)
     labels = torch.randint(0, V, (B, T), generator=rng)
@@ -126,17 +126,17 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     folded = scores()
     packed = gk.linear_token_logprobs(hidden.flatten(0, 1), weight, labels.flatten())
     assert torch.equal(packed.logprobs.view(B, T), folded[0].logprobs)
-    if library == "cpp" and dtype in (FP32, BF16):  # whatever is projected together
+    if library == "cpp" and dtype in (FP32, BF16):  # whatever rows are projected together
         assert all(torch.equal(each.logprobs, folded[0].logprobs) for each in folded[12:14])
     with monkeypatch.context() as patch:
         patch.setattr(Head, "logits", None)
         if library == "cpp" and dtype in (FP32, BF16):
-            patch.setattr(Head, "_slabs", None)  # the product and its folding are one operation
+            patch.setattr(Head, "_slabs", None)  # product and reduction are one operation
         leaf = hidden.nan_to_num().requires_grad_()
         new = gk.linear_token_logprobs(leaf, weight, labels)
         assert torch.equal(new.logprobs, folded[0].logprobs)
         scores()
-    # the backward needs them
+    # the backward needs logits
     new.logprobs.sum().backward()
     assert leaf.grad[labels != -100].any(-1).all()
     monkeypatch.delattr(cpp, "folds")
@@ -176,7 +176,7 @@ def test_segments_are_the_same_however_rows_come():
                 assert ends[-1] == len(rows) and all(end % step == 0 for end in ends[:-1])
                 found += [rows[a:b] for a, b in itertools.pairwise([0, *ends.tolist()])]
             expected = expected or found
-            # zeros behind a segment's last row say nothing
+            # zeros after a segment's last row mean nothing
             for one, other in zip(found, expected, strict=True):
                 most = max(len(one), len(other))
                 padded = (torch.nn.functional.pad(x, (0, 0, 0, most - len(x))) for x in (one, other))

@@ -1,4 +1,4 @@
-"""What ``make dist`` is made of: versions that agree, honest wheels, bare environments."""
+"""The parts of ``make dist``: versions that agree, honest wheels, bare environments."""
 
 import itertools
 import re
@@ -24,7 +24,7 @@ EXTENSION = "gspo_kernels/_C.abi3.so"
 
 
 def test_version_tag_and_changelog_agree_in_this_tree(capsys):
-    """And no second place states the version."""
+    """No second place states the version."""
     assert version.disagreements(tag=f"v{version.stated()}") == []
     assert gk.__version__ == version.stated()
     stated = re.compile(rf"""["']v?{re.escape(version.stated())}["']""")
@@ -55,7 +55,7 @@ def test_disagreements_are_named(tmp_path, sections, tag, message):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Commands that would have been run."""
+    """Record commands instead of running them."""
     found = []
     monkeypatch.setattr(build, "run", lambda *command, **_: found.append([str(part) for part in command]))
     monkeypatch.setattr(build, "stated", lambda: "1.2.3")

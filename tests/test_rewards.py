@@ -1,4 +1,4 @@
-"""Ready-made rewards on cases by hand."""
+"""Ready-made rewards on cases written by hand."""
 
 import functools
 import importlib.util
@@ -35,7 +35,9 @@ def test_exact_match_and_regex_format():
 
 
 def test_the_examples():
-    """The last number counts, brevity in tokens, right places where the length is right; files are valid."""
+    """``right_number`` reads the last number, ``brief`` counts tokens, ``per_digit`` wants the right length.
+    The configuration files are valid.
+    """
     texts, answers = ["5", "2 + 3 is 5", "5 or 6", "five", "5"], [5, "5", 5, 5, None]
     assert examples.right_number([], texts, [], answer=answers) == [1, 1, 0, 0, None]
     ids = [[0] * length for length in (0, 64, 256, 1000)]
@@ -79,7 +81,7 @@ def test_math_answer_works_in_any_thread():
 
 
 def test_a_comparison_that_no_signal_stops_costs_its_own_reward_alone(monkeypatch):
-    """The process is killed, and another one compares what follows; so it is where it was killed before."""
+    """The stopped process is killed, and a new one does later comparisons, also if the process has died."""
     pytest.importorskip("math_verify")
     assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"]) == [1.0]
     first = rewards._verifier.process

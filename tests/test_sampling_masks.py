@@ -1,4 +1,4 @@
-"""Log-probs over what the sampler could have drawn: ``kept_ids``, ``kept_mask``, and sets rebuilt."""
+"""Log-probs over the ids that a sampler could have drawn: ``kept_ids``, ``kept_mask``, and rebuilt sets."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ V = 2048 + 77  # a second block, and words that end within it
 
 
 def problem(backend="auto"):
-    """Logits, labels and sets of ids that they are in."""
+    """Return logits, labels, and sets of ids with the labels in them."""
     rng, device = generator(0), device_of(backend)
     labels = torch.randint(0, V, (2, 3), generator=rng)
     ids = draw_kept(labels, V, 40, rng)
@@ -22,12 +22,12 @@ def problem(backend="auto"):
 
 
 def columns(ids):
-    """Bool [..., V]: the ids, by one-hot rows."""
+    """Return the ids as bool [..., V], by way of one-hot rows."""
     return torch.nn.functional.one_hot(ids.where(ids >= 0, V), V + 1).amax(-2)[..., :V].bool()
 
 
 def results(logits, labels, backend, factor=1.0, **options):
-    """Log-probs, entropy and the gradient of their sum."""
+    """Return log-probs, entropy, and the gradient of their sum, with log-probs times ``factor``."""
     leaf = logits.clone().requires_grad_()
     out = gk.token_logprobs(leaf, labels, return_entropy=True, backend=backend, **options)
     (out.logprobs * factor + out.entropy).sum().backward()
@@ -69,7 +69,7 @@ def test_ids_and_masks_say_the_same(backend):
     assert_same_bits(results(logits, labels, backend, **kept) for kept in of_ids + of_masks)
 
 
-# --- what is cut has no part in anything
+# --- logits outside of the set have no effect
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_cut_logits_are_inert_whatever_they_hold(options, factor, backend):
 
 @pytest.mark.parametrize("schedule", ["known", "two_pass"])
 def test_rows_of_gradient_products_are_inert_too(schedule, backend):
-    """By hidden states: a bias that is infinite for ids that nobody may draw."""
+    """From hidden states; the bias is infinite for ids that are in no set."""
     rng, device = generator(3), device_of(backend)
     hidden, weight = (torch.randn(*shape, 8, generator=rng).to(device) for shape in ((2, 3), (V,)))
     _, labels, ids = problem(backend)
@@ -119,7 +119,7 @@ def test_sets_of_the_label_alone_and_of_everything(backend):
 
 
 def test_a_label_outside_of_its_set(backend, monkeypatch):
-    """An error with its position; where values are not looked at, its log-prob is NaN."""
+    """It raises an error with its position. Where values are not checked, its log-prob is NaN."""
     logits, labels, ids = problem(backend)
     labels[1, 2] = next(i for i in range(V) if i not in ids[1, 2].tolist())
     shared = {"kept_ids": ids, "backend": backend}
@@ -140,7 +140,7 @@ def test_a_label_outside_of_its_set(backend, monkeypatch):
     torch.where(logprobs.isnan(), 0.0, logprobs).sum().backward()
     assert leaf.grad.isfinite().all() and (leaf.grad[1, 2] == 0).all()
     monkeypatch.undo()
-    labels[1, 2] = -100  # where it doesn't count, nobody looks
+    labels[1, 2] = -100  # ignored labels are not checked
     assert gk.token_logprobs(logits, labels, **shared).logprobs[1, 2] == 0
 
 
@@ -184,11 +184,11 @@ def test_wrong_arguments():
             gk.sampling_mask(logits, **options)
 
 
-# --- sets rebuilt
+# --- rebuilt sets
 
 
 def warped(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, engine="transformers"):
-    """Bool [n, V]: what transformers' own warpers keep; vLLM's order of the same is min-p first."""
+    """Return what transformers' own warpers keep, as bool [n, V]. vLLM's order puts min-p first."""
     transformers = pytest.importorskip("transformers")
     z = logits / temperature
     by_min_p = [transformers.MinPLogitsWarper(min_p)] if min_p else []
@@ -217,7 +217,7 @@ RULES = [
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_sets_are_those_of_the_engines(rules, engine):
-    # fp64, where neither side's sums are rounded beyond the edge of a set
+    # in fp64 no side's rounding moves an id across the edge of a set
     flat = torch.randn(12, 3001, generator=generator(1), dtype=torch.float64)
     for scale in (0.1, 3.0, 20.0):
         kept = bits.columns(gk.sampling_mask(scale * flat, engine=engine, **rules), 3001)
@@ -225,7 +225,7 @@ def test_sets_are_those_of_the_engines(rules, engine):
 
 
 def test_sets_of_thousands_of_ids():
-    """A row whose set is among the first candidates, one among sixteen times as many, and a flat one."""
+    """One row's set is among the first candidates, one's among sixteen times as many, and one row is flat."""
     spreads = torch.tensor([[4.0], [2.5], [0.5]])
     logits = spreads * torch.randn(3, 70001, generator=generator(4), dtype=torch.float64)
     kept = bits.columns(gk.sampling_mask(logits, top_p=0.8), 70001)
@@ -274,7 +274,7 @@ def test_rows_without_a_softmax_are_refused(monkeypatch, rules, bad):
         gk.sampling_mask(logits, **rules)
     with pytest.raises(ValueError, match=r"logits: got NaN or \+inf at position \[4\]"):
         gk.sampling_mask(logits.flatten(0, 1), labels=torch.zeros(6, dtype=torch.int64), **rules)
-    # where nothing was drawn, and where nothing is looked at, such a row keeps everything
+    # if no id was drawn, or without checks, such a row keeps everything
     inert = gk.sampling_mask(logits, labels=torch.full((2, 3), -100), **rules)
     monkeypatch.setattr(sampling, "checked_values", lambda device: False)
     for mask in (inert, gk.sampling_mask(logits, **rules)):

@@ -1,4 +1,4 @@
-"""Schedules of a loss over hidden states: equal to the oracle or refused, and no dearer than promised."""
+"""Schedules of a loss over hidden states: equal to the oracle or refused, and no costlier than promised."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ from tests.judging import assert_equals_oracle
 ENTRY, V = "fused_linear_policy_loss", 61
 ROW = V * 4
 NAMES = ("auto", "known", "frozen", "aligned", "deferred", "two_pass")
-# advantages of a case's six sequences: every other one is zero, all are
+# advantages of a case's six sequences: half of them 0, and all of them 0
 HALF, NONE = (0.0, -0.4, 1.0, 0.0, -0.5, 0.0), (0.0,) * 6
 GSPO, TOKEN, GRPO, LINEAR = gk.GSPO(), gk.GSPOToken(), gk.GRPO(), gk.Linear()
 UNKNOWN = {"known": "it needs coefficients that depend on one token alone, but GSPO off-policy"}
@@ -68,7 +68,7 @@ CASES = {
 
 
 def most_together(case, objective):
-    """Counted tokens of the largest set that a chunk must hold: an active sequence, a group, or all."""
+    """Count tokens of the largest set that a chunk must hold: an active sequence, a group, or all."""
     scope, counts = objective.coefficient_scope, Counter()
     per_sequence = case.advantages is not None and case.advantages.shape == (6,)
     for sequence in oracle.sequences(case.counted, case.cu_seqlens):
@@ -85,7 +85,7 @@ def test_equal_to_the_oracle_or_refused(name, schedule):
     objective, arguments, refused = CASES[name]
     case = for_objective(make_case("linear", **arguments), objective)
     row_bytes = V * max(4, case.inputs["weight"].dtype.itemsize)
-    # how many rounded logits fit, with the rows of their gradient, is a matter of the processor
+    # how many rounded logits fit, with the rows of their gradient, depends on the processor
     for rows in (1, 3, 6, 9) if case.logits_dtype == "float32" else (9,):
         options = {"schedule": schedule, "max_chunk_bytes": rows * row_bytes}
         options["strides"] = "reversed axes" if schedule == "auto" else "contiguous"
@@ -117,7 +117,7 @@ def test_every_backend(schedule, backend):
 @pytest.mark.parametrize("schedule", [name for name in NAMES if name != "known"])
 @pytest.mark.parametrize("objective", [GSPO, TOKEN])
 def test_skipping_changes_nothing(schedule, objective):
-    """But log-probs of sequences that "all" leaves out."""
+    """The exception are log-probs of sequences that "all" leaves out: they are NaN."""
     for layout, advantages in (("padded", None), ("packed", HALF), ("padded", NONE)):
         case = make_case("linear", layout, "holes", advantages=advantages)
         skipped = torch.zeros_like(case.counted)
@@ -134,12 +134,12 @@ def test_skipping_changes_nothing(schedule, objective):
             assert_equals_oracle(result, case, objective)
 
 
-# --- the choice, and what it costs
+# --- the choice, and its costs
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """Rows of each product of a call, by kind."""
+    """Record the rows of each product of a call, by kind."""
     rows = {"forward": [], "hidden": [], "weight": []}
 
     def count(owner, name, kind):
@@ -170,7 +170,7 @@ def explain(case, **options):
 
 
 def test_the_rule_takes_the_first_schedule_that_is_exact():
-    """Its lines, each with a call that the lines above don't serve."""
+    """Each line of the rule is shown with a call that no earlier line serves."""
     case = make_case("linear")
     two_rows = {"max_chunk_bytes": 2 * ROW}
     with torch.no_grad():
@@ -210,9 +210,9 @@ CLIPPED, ACTIVE = (1e-4, 0.0, -1e-4, 0.1, 2e-4, 0.0), (1e-4, 0.0, -1e-4, 1e-4, 2
     ],
 )
 def test_rows_in_products(products, schedule, skip_inactive, rows, forward, gradient, layout):
-    """Rows without gradient enter no gradient product, masked ones (padding) none at all."""
+    """Rows without gradient enter no gradient product, masked rows (padding) enter no product at all."""
     case = make_case("linear", layout, "plain", log_s=CLIPPED, noise=0.0, **WORK)
-    objective = gk.GRPO(0.9, 9.0) if schedule == "known" else GSPO  # whose tokens are not clipped
+    objective = gk.GRPO(0.9, 9.0) if schedule == "known" else GSPO  # GRPO clips no token here
     run(case, ENTRY, objective, schedule=schedule, skip_inactive=skip_inactive, max_chunk_bytes=rows * ROW)
     assert sum(products["forward"]) == forward and max(products["forward"]) <= rows
     assert sum(products["hidden"]) == gradient
@@ -220,7 +220,7 @@ def test_rows_in_products(products, schedule, skip_inactive, rows, forward, grad
 
 
 def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
-    """And those without gradient take what is left of the last one."""
+    """Sequences without gradient fill the rest of the last chunk."""
     case = make_case("linear", lengths=(2,) * 15, advantages=(1.0,) * 15)
     run(case, ENTRY, GSPO, schedule="aligned", max_chunk_bytes=20 * ROW)
     assert products["forward"] == [16, 14]
@@ -233,22 +233,22 @@ def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
 @pytest.mark.parametrize("skip_inactive", ["backward", "all", "none"])
 @pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "two_pass"])
 def test_explained_products_are_those_that_run(products, schedule, skip_inactive, layout):
-    """Every sequence with an advantage active: then nothing is left to guess."""
+    """Here every sequence with an advantage is active, so the plan has nothing to guess."""
     case = make_case("linear", layout, "holes", log_s=ACTIVE, **WORK)
-    # the last chunk has room for those without
+    # the last chunk has room for sequences without advantage
     options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 11 * ROW}
     plan = explain(case, **options)
     run(case, ENTRY, GSPO, **options)
     rows = sum(plan.parts.values())
     if skip_inactive == "none" and schedule != "deferred":
-        # masked rows and those without advantage take part there
+        # masked rows and rows without advantage take part, too
         assert rows == case.labels.numel()
     assert plan.products * rows == pytest.approx(sum(map(sum, products.values())))
     assert max(products["forward"]) <= 11
 
 
 def test_memory_of_the_plan():
-    """Beyond chunk, dHidden and dWeight: one fp32 sum of a 16-bit weight, and one of a deferred sequence."""
+    """The plan has a chunk, a 16-bit weight's fp32 sum and a deferred sequence's, not dHidden and dWeight."""
     plan = explain(make_case("linear", "packed", "holes"))
     assert plan.reason in str(plan) and "3.00 matrix products over the counted tokens (aligned" in str(plan)
     assert plan.peak_bytes == plan.parts["aligned"] * ROW  # fp32: dWeight is its own sum
@@ -279,7 +279,7 @@ def test_the_default_chunk_is_a_function_of_shapes_and_memory(vocabulary, gib, d
 
 @pytest.mark.parametrize("factors", [(2.0, -0.5), (2.0, 0.0), (2.0, math.inf), (0.0, math.nan)])
 def test_an_exact_zero_beats_an_overflow(factors):
-    """In place and not, whichever way the factors have it done."""
+    """This holds in place and out of place, whichever way the factors select."""
     values = [3.0, 0.0, math.inf, math.nan]
     want = torch.tensor([[0.0 if 0 in (x, factor) else x * factor for x in values] for factor in factors])
     rows, column = torch.tensor([values, values]), torch.tensor(factors).unsqueeze(1)
@@ -289,7 +289,7 @@ def test_an_exact_zero_beats_an_overflow(factors):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_rows_that_stay_in_a_chunk_do_not_move(share):
-    """No more of them than there are gaps, and all in the memory where they were."""
+    """No more rows move than there are gaps, and all stay in the memory of the chunk."""
     keep = torch.rand(40, generator=generator(0)) < share
     values, (rows, gaps) = torch.arange(120.0).reshape(40, 3), compacted(keep)
     stats = RowStats(values[:, :1].t().clone(), values[:, 1:2].t().double(), None)

@@ -1,4 +1,4 @@
-"""Log-probs of several ids per token, and the log of what they leave, against the formulas in fp64."""
+"""Log-probs of several ids per token and of all other ids together, against the formulas in fp64."""
 
 import functools
 import math
@@ -28,9 +28,9 @@ class Problem:
         else:
             ids = torch.randint(0, V, (*tokens, K), generator=fixed)
             if K > 2:
-                ids[..., K // 2] = ids[..., 0]  # twice
+                ids[..., K // 2] = ids[..., 0]  # repeated
                 ids[torch.rand(ids.shape, generator=fixed) < 0.2] = -100
-                ids.view(-1, K)[4] = -100  # nothing
+                ids.view(-1, K)[4] = -100  # no ids
         self.ids, self.options, self.linear = ids, options or {}, linear
         self.grads = [
             torch.randn(*shape, generator=fixed, dtype=torch.float64).to(stats_dtype(dtype))
@@ -46,7 +46,7 @@ class Problem:
         self.inputs = {name: value.to(dtype) for name, value in self.inputs.items()}
 
     def results(self, leaves, logprobs, tail):
-        """Log-probs, tail and gradients of both with the upstream gradients."""
+        """Return log-probs, tail, and the inputs' gradients for the upstream gradients."""
         loss = (logprobs * self.grads[0].to(logprobs)).sum()
         if tail is not None:
             loss = loss + (tail.where(tail > -math.inf, 0.0) * self.grads[1].to(tail)).sum()
@@ -56,7 +56,7 @@ class Problem:
         return {name: value.detach().cpu() for name, value in named.items()}
 
     def formulas(self, dtype, within):
-        """What a user would write in PyTorch."""
+        """Return the results of what a user would write in PyTorch."""
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
         z = oracle.transformed(scores_of(leaves), 0, **self.options)
         chosen = torch.zeros(*z.shape[:-1], z.shape[-1] + 1, dtype=torch.bool)
@@ -84,7 +84,7 @@ class Problem:
 
 
 def check(K, backend, *, within=False, dtype=torch.float32, call=None, **kind):
-    """As exact as plain PyTorch in the statistics' dtype, over a few draws."""
+    """Check that results are as exact as plain PyTorch's in the dtype of statistics, over a few draws."""
     problems = [Problem(K, dtype=dtype, draw=i, **kind) for i in range(2 if backend == "triton" else 4)]
     draws = [
         (
@@ -117,7 +117,7 @@ def test_dtypes(dtype, linear, backend):
     check(20, backend, dtype=dtype, linear=linear, packed=True)
 
 
-# --- what must hold
+# --- properties
 
 
 @pytest.mark.parametrize("left", [1e-3, 1e-8, 1e-14, 1e-25])
@@ -133,7 +133,7 @@ def test_a_small_tail_keeps_its_relative_accuracy(left, backend):
         allowed = 4 * torch.finfo(torch.float32).eps * (1 + abs(expected))
         assert tail.double().sub(expected).abs().max() < allowed
         tail.sum().backward()
-        # each of those that are left has its share of what moves the tail: (1 - tail) / their number
+        # the tail's gradient at each of the other ids is (1 - exp(tail)) / their number
         elsewhere = logits.grad[..., 100]
         assert (elsewhere * (1009 - K) - 1 / (1 + odds)).abs().max() < 1e-5
 
@@ -141,7 +141,7 @@ def test_a_small_tail_keeps_its_relative_accuracy(left, backend):
 @by_entry
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_tail_of_a_sure_token(dtype, linear, backend):
-    """Its log-prob underflows to 0, and log(1 - exp(0)) would be -inf."""
+    """The token's log-prob underflows to 0, and log(1 - exp(0)) would be -inf."""
     gap, device = (110.0 if dtype != torch.float64 else 800.0), device_of(backend)
     rows = torch.tensor([[gap, 1.0, 0.0, -2.0], [0.0, 1.0, 2.0, 3.0], [0.5, gap, 1.0, 0.0]], dtype=dtype)
     sure, upstream = torch.tensor([0, 2, 1]), torch.tensor([1.0, -0.5, 2.0])
@@ -162,7 +162,7 @@ def test_the_tail_of_a_sure_token(dtype, linear, backend):
         grad = (leaf.grad.T if linear else leaf.grad[0]).cpu().double()
         eps, coarse = torch.finfo(out.tail.dtype).eps, torch.finfo(dtype).eps
         torch.testing.assert_close(out.tail[0].cpu().double(), tail.detach(), rtol=2 * eps, atol=2 * eps)
-        # exp(tail) is as far off as the tail's rounding says
+        # exp(tail) carries the tail's rounding
         torch.testing.assert_close(grad, exact.grad, rtol=2 * coarse, atol=2 * coarse + 2 * gap * eps)
 
 
@@ -170,7 +170,7 @@ def test_the_tail_of_a_sure_token(dtype, linear, backend):
 @by_set
 @pytest.mark.parametrize("K", [1, 2, 4])
 def test_what_has_no_softmax_is_nan_in_its_row_alone(K, within, linear, backend):
-    """A row, or with ``normalize_within`` a set, of nothing but -inf, or with NaN or +inf."""
+    """That is a row (with ``normalize_within`` a set of ids) of -inf alone, or with NaN or +inf."""
     device, V = device_of(backend), 4
     fine = torch.tensor([1.0, -1.0, 0.5, 2.0])
     part = K if within else V

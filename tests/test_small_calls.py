@@ -1,6 +1,6 @@
-"""Small calls on the CPU keep their logits until the backward, but for what is left to the careful way.
+"""Small calls on the CPU keep their logits until the backward, unless plain products could spoil the results.
 
-That their results are those of all other ways, tests/test_invariants.py shows.
+tests/test_invariants.py shows that their results equal those of all other ways.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ BYTES = 4 * 40 * 18
 
 @pytest.fixture
 def kept(monkeypatch):
-    """Whether each call's logits stayed until its backward."""
+    """Record for each call whether its logits stayed until the backward."""
     found, small_loss = [], losses.small_loss
 
     def watched(*args):

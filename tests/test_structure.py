@@ -1,4 +1,4 @@
-"""The public contract, and imports that stay light and point downwards. `make lint` holds the rest."""
+"""The public contract, and imports that stay light and point downwards. `make lint` checks the rest."""
 
 import ast
 import inspect
@@ -23,7 +23,7 @@ TERMS = (
     "ref_logprobs kl_beta kl_estimator kl_ratio_weighted entropy_coef rollout_weights token_weights lengths "
     "group_ids turn_ids normalizer"
 )
-"""What ``policy_loss`` describes for all losses."""
+"""Terms that ``policy_loss`` describes for all losses."""
 FUNCTIONS = [name for name in gk.__all__ if inspect.isfunction(getattr(gk, name))]
 FUNCTIONS += ["advantages.group_normalized"]
 OPTIONAL_INPUTS = {"teacher_logits", "teacher_hidden", "teacher_weight"}
@@ -36,7 +36,7 @@ DEFAULTS = {
     "level": "token", "reduce": "mean", "mode": "truncate", "beta": 0.5, "top_k_of": "teacher",
     "add_tail": True, "aggregation": "token_mean", "teacher_logit_scale": 1.0,
 }  # fmt: skip
-"""Of keywords; those of all others are None."""
+"""Defaults of keywords; all other keywords have None."""
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -50,7 +50,7 @@ def test_options_are_keywords_with_one_default_everywhere_and_are_described(name
             assert required or each.name in OPTIONAL_INPUTS, each
         else:
             assert required or each.default == DEFAULTS.get(each.name), each
-    if name in ("policy_coefficients", "explain_schedule"):  # these two say whose arguments they share
+    if name in ("policy_coefficients", "explain_schedule"):  # both name a function whose arguments they share
         assert re.search("policy_loss|fused_linear_policy_loss", text)
     elif name not in ("is_batch_invariant", "set_batch_invariant"):
         assert "Returns:" in text and "Raises:" in text
@@ -76,7 +76,7 @@ def test_named_outputs():
 
 
 def test_type_checkers_see_the_public_names():
-    """They stand twice in the package's ``__init__``, as everything is imported on first use."""
+    """The package's ``__init__`` lists them twice, because it imports everything on first use."""
     tree = ast.parse(Path(gk.__file__).read_text())
     (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
     imported = {
@@ -113,7 +113,7 @@ print(sorted(frameworks & set(sys.modules)))
 
 
 def test_imports_stay_light():
-    """A CPU user pays for neither Triton nor transformers, nor for frameworks whose names an adapter has.
+    """A CPU user pays for neither Triton nor transformers, nor for frameworks that adapters are named after.
 
     The package takes below 0.3 s of processor time beyond torch. The first process may write bytecode.
     """
@@ -127,7 +127,7 @@ def test_imports_stay_light():
 
 
 def test_no_module_imports_one_above_it_by_a_string():
-    """The arrows of pyproject.toml, where import-linter sees none."""
+    """Modules named in strings obey the layers of pyproject.toml, too; import-linter doesn't see them."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     order = {name: i for i, layer in enumerate(contracts[0]["layers"]) for name in layer.split(" | ")}
     named = []

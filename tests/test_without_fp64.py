@@ -1,4 +1,4 @@
-"""A device without fp64, such as Apple's MPS, which is pretended: any fp64 tensor raises there."""
+"""A pretended device without fp64, such as Apple's MPS: any fp64 tensor raises an error."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class _Refusing(TorchDispatchMode):
 def without_fp64(monkeypatch):
     monkeypatch.setattr(exact, "WITHOUT_FP64", ("cpu",))
     monkeypatch.setattr(backends, "_AUTO", {})
-    # operators are what they do: seen from within, instead of as one opaque call
+    # an operator runs as plain calls, which are seen, instead of as one opaque call
     monkeypatch.setattr(library, "can_bypass_dispatcher", lambda _: True)
     return _Refusing()
 
@@ -45,7 +45,7 @@ def test_schedules(without_fp64, layout, schedule):
 @pytest.mark.parametrize("name", gk.objectives.__all__)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_objectives(without_fp64, layout, name):
-    """Values and gradients beside those with fp64."""
+    """Losses and gradients without fp64 are close to those in fp64."""
     objective = EVERY[name](**({"aggregation_constant": 8.0} if name in NO_DEFAULTS else {}))
     batch = make_batch(objective)
     batch = batch.packed() if layout == "packed" else batch
@@ -64,7 +64,7 @@ def test_objectives(without_fp64, layout, name):
 
 
 def test_the_rest(without_fp64):
-    """Advantages, rollout weights, selected log-probs and distillation."""
+    """Advantages, rollout weights, selected log-probs and distillation work without fp64, too."""
     rng = generator(0)
     rewards, logits = torch.rand(8, generator=rng), torch.randn(2, 4, 32, generator=rng).requires_grad_()
     old, ids = torch.randn(2, 4, generator=rng) - 4, torch.randint(32, (2, 4, 3), generator=rng)
@@ -78,7 +78,7 @@ def test_the_rest(without_fp64):
 
 
 def test_compensated_sums_are_off_by_the_last_rounding_alone():
-    """Of 65,537 tokens, over many draws: RMS errors against fp64, relative to the mean size of a sum."""
+    """Errors are RMS over many sums of 65,537 tokens, against fp64 and relative to the mean size of a sum."""
     values = torch.randn(200, 65_537, generator=generator(0))
     true = values.double().sum(-1)
     plain, compensated, rounded = (

@@ -1,4 +1,4 @@
-"""The workflow files: each step can be run by hand, each action is pinned, each version is served."""
+"""The workflow files: each step can be run by hand, each action is pinned, each version is supported."""
 
 import os
 import re
@@ -80,7 +80,7 @@ def test_versions_are_served_and_written_as_strings():
 
 @pytest.mark.slow
 def test_the_tests_run_where_there_is_no_triton(tmp_path):
-    """On macOS: what needs Triton is skipped, and nothing else."""
+    """As on macOS: tests that need no Triton run without it."""
     (tmp_path / "hide_triton.py").write_text("import sys\n\nsys.modules['triton'] = None\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     options = ["-m", "pytest", "-p", "hide_triton", "-p", "no:xdist", "tests/test_normalizer.py"]

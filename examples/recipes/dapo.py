@@ -2,15 +2,15 @@
 
     python -m examples.recipes.dapo config.yaml --recipe.batches 3 --recipe.overlong_buffer 64
 
-**Dynamic sampling.** A group whose rewards are all equal has no gradient. So further batches of
-``rollout.prompts_per_rollout`` prompts are sampled until that many groups differ, at most
-``recipe.batches`` of them. The first such groups are trained on; where they are too few, the first others
-fill the rollout up, so that its size never changes. The next rollout takes the prompts after those that
-were sampled. The paper samples until the batch is full, however long that takes.
+**Dynamic sampling.** A group whose rewards are all equal has no gradient. So batches of
+``rollout.prompts_per_rollout`` prompts are sampled until that many groups have differing rewards, at most
+``recipe.batches`` batches. The first of these groups are trained on. If they are too few, the first other
+groups fill the rollout up, so that its size never changes. The next rollout starts after the last sampled
+prompt. The paper samples until the batch is full, however long that takes.
 
 **The soft penalty.** A completion loses nothing up to ``rollout.max_new_tokens - recipe.overlong_buffer``
-tokens, then linearly up to ``recipe.overlong_penalty`` at ``max_new_tokens``. It is a separate reward,
-``overlong``. Groups are compared before the penalty. The paper's hard form is ``rollout.truncated: mask``.
+tokens, then linearly more, up to ``recipe.overlong_penalty`` at ``max_new_tokens``. The penalty is a separate
+reward, ``overlong``. Groups are compared before it. The paper's hard form is ``rollout.truncated: mask``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Config(TrainConfig):
 
 
 class DAPO(GSPOTrainer):
-    """Samples until enough groups differ; an `InputError` says that ``recipe.metric`` names no reward."""
+    """A trainer that samples until enough groups differ; an unknown ``recipe.metric`` is an `InputError`."""
 
     config: Config
 
@@ -78,7 +78,7 @@ class DAPO(GSPOTrainer):
     def rollout(self) -> Rollout:
         """Sample, choose groups and shape their rewards.
 
-        ``reward/mean`` and ``groups_without_variance`` are of all that was sampled, before the penalty.
+        ``reward/mean`` and ``groups_without_variance`` cover all sampled groups, before the penalty.
         """
         recipe, size = self.config.recipe, self.config.rollout.group_size
         count = self.config.rollout.prompts_per_rollout
@@ -104,7 +104,7 @@ class DAPO(GSPOTrainer):
 
 
 def chosen_groups(differs: Tensor, count: int) -> list[int]:
-    """Return ``count`` groups in order: the first that differ, filled up with the first others."""
+    """Return ``count`` groups, ascending: the first that differ; if these are too few, the first others."""
     order = torch.sort(differs.to(torch.int8), descending=True, stable=True).indices[:count]
     return sorted(order.tolist())
 
@@ -121,8 +121,8 @@ def groups_of(rollout: Rollout, groups: list[int]) -> Rollout:
 def penalized(rollout: Rollout, longest: int, buffer: int, penalty: float) -> Rollout:
     """Add the paper's soft overlong punishment, in the form that verl has, as a reward.
 
-    0 up to ``longest - buffer`` tokens, from there to ``longest`` linearly to -1, times ``penalty``. What has
-    no reward has no penalty either.
+    It is 0 up to ``longest - buffer`` tokens, falls linearly to -1 at ``longest``, and has the weight
+    ``penalty``. A completion without a reward has no penalty either.
     """
     rewards = rollout.rewards
     lengths = torch.tensor([len(sample.ids) for sample in rollout.samples], dtype=torch.float32)

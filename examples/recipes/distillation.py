@@ -2,15 +2,15 @@
 
     python -m examples.recipes.distillation config.yaml --objective.name GRPO --recipe.teacher DIR
 
-The advantage of a token is the teacher's log-prob less the policy's (`gk.advantages.reverse_kl`), so the
-objective must take advantages per token, as GRPO does. Rewards are measured and shown; with
-``recipe.reward_coef`` above 0 their advantages are added, times this.
+The advantage of a token is the teacher's log-prob minus the policy's (`gk.advantages.reverse_kl`), so the
+objective must take advantages per token, as GRPO does. Rewards are measured and shown. Their advantages,
+times ``recipe.reward_coef``, are added if this coefficient is above 0.
 
-The teacher has the policy's tokenizer. ``recipe.teacher`` is a directory or a name on the Hub: it is loaded
-next to the policy, frozen, sharded as the policy is, and scores at the policy's temperature and sampling
-masks. Or a vLLM server has it (``vllm serve DIR``): ``recipe.url`` is its address. A server scores at
-temperature 1 over its whole vocabulary, so ``rollout.temperature`` is 1 and ``rollout.keep_sampling_mask``
-off.
+The teacher must have the policy's tokenizer. ``recipe.teacher`` is a directory or a name on the Hub: the
+teacher is loaded next to the policy, frozen, sharded as the policy is, and scores at the policy's temperature
+and with its sampling masks. Or a vLLM server has the teacher (``vllm serve DIR``), and ``recipe.url`` is the
+server's address. A server scores at temperature 1 over its whole vocabulary, so ``rollout.temperature`` must
+be 1 and ``rollout.keep_sampling_mask`` off.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Config(TrainConfig):
 
 
 class Distillation(GSPOTrainer):
-    """Learns from a teacher's log-probs.
+    """A trainer that learns from a teacher's log-probs.
 
-    An `InputError` says that the objective takes no advantages per token, that the tokenizers differ,
-    or that its server can't be used.
+    It raises an `InputError` if the objective takes no advantages per token, if the tokenizers differ, or if
+    the teacher's server can't be used.
     """
 
     config: Config
@@ -83,21 +83,21 @@ class Distillation(GSPOTrainer):
             self.teacher = frozen_policy(recipe.teacher, self.config, self.accelerator)
         else:
             self.server = VLLMServer(recipe.url)
-            probe = "2 + 2 is 4. Is it? Yes!\n"  # which tokenizers cut in different ways
+            probe = "2 + 2 is 4. Is it? Yes!\n"  # tokenizers cut this text in different ways
             request = {"model": self.server.model, "prompt": probe, "add_special_tokens": False}
             theirs = self.server.ask("/tokenize", request)["tokens"]
             if theirs != self.tokenizer.encode(probe, add_special_tokens=False):
                 raise InputError(f"recipe.url: {self.server.name} has another tokenizer than the policy")
 
     def rollout(self) -> Rollout:
-        """Sample as ever; metrics of the teacher come later."""
+        """Sample as the base class does; `compare` adds metrics of the teacher."""
         return super().rollout()._replace(metrics={})
 
     def compare(self, rollout: Rollout) -> Batch:
-        """Have the teacher score every token; its advantages take the place of the rewards'."""
+        """Return the batch with advantages per token: the teacher's, plus the rewards' times their weight."""
         batch, recipe = super().compare(rollout), self.config.recipe
         mask = batch.loss_mask
-        # Completions without an advantage by their rewards are scored as well.
+        # Completions whose rewards give no advantage are scored as well.
         every = replace(batch, advantages=torch.ones_like(batch.advantages))
         policy = self.updater.score(self.updater.policy, every, self.step).logprobs
         teacher = self.teacher_logprobs(every).to(policy.device)

@@ -1,4 +1,4 @@
-"""iGRPO (arXiv 2602.09000): the best of several drafts goes into the prompt, and refinements are trained.
+"""iGRPO (arXiv 2602.09000): the best of several drafts goes into the prompt; refinements are trained on.
 
     python -m examples.recipes.igrpo config.yaml --recipe.drafts 4
 
@@ -9,9 +9,9 @@ In every step, for every prompt:
 3. ``rollout.group_size`` refinements of this prompt are sampled, scored with the same columns, and trained
    on.
 
-A prompt keeps its plain form where no draft has a reward, and where the draft leaves no room in the context.
+A prompt keeps its plain form if no draft has a reward, or if the draft leaves no room in the context.
 Evaluations complete plain prompts once, as the trained model is used. The paper's template and its numbers of
-drafts and refinements are not known to us; there GRPO makes the update, here any objective does.
+drafts and refinements are not known to us. The paper updates by GRPO; here any objective works.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Config(TrainConfig):
 
 
 class IGRPO(GSPOTrainer):
-    """Trains on refinements of the policy's best drafts.
+    """A trainer on refinements of the policy's best drafts.
 
-    An `InputError` says that a conversation has no message of the user, which the template would fill.
+    It raises an `InputError` if a conversation has no message of the user, which the template would fill.
     """
 
     config: Config
@@ -72,7 +72,7 @@ class IGRPO(GSPOTrainer):
                 )
 
     def rollout(self) -> Rollout:
-        """Sample drafts, then refinements of the best ones; drafts only show in the metrics."""
+        """Sample drafts, then refinements of the best drafts; drafts appear in the metrics only."""
         rows, count = self.next_rows(), self.config.recipe.drafts
         sampling = replace(sampling_of(self.config.rollout), return_mask=False)  # no loss counts drafts
         drafts = self.sample(rows, count, sampling=sampling)
@@ -106,20 +106,20 @@ class IGRPO(GSPOTrainer):
 
 
 def groups_of(values: list[float], size: int) -> list[tuple[int, list[float]]]:
-    """Return runs of ``size`` values, each with the place where it begins."""
+    """Return groups of ``size`` consecutive values, each after the index of its first value."""
     return [(start, values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def first_highest(rewards: list[float]) -> int:
-    """Return the place of the highest reward, the first of equals; NaN, no reward, is below all."""
+    """Return the index of the highest reward, the first of equals; NaN (no reward) is below all others."""
     return max(range(len(rewards)), key=lambda i: -math.inf if math.isnan(rewards[i]) else rewards[i])
 
 
 def refined_prompt(prompt: Any, draft: str, template: str) -> Any:
     """Fill a template's ``{prompt}`` and ``{draft}``.
 
-    Of a conversation, the last message of the user is the prompt. Where the assistant's answer had begun, its
-    beginning is part of the draft.
+    In a conversation, the last message of the user is filled in as the prompt. If the conversation ends with
+    the beginning of the assistant's answer, the draft starts with that beginning.
     """
     if isinstance(prompt, str):
         return _filled(template, prompt=prompt, draft=draft)
@@ -131,7 +131,7 @@ def refined_prompt(prompt: Any, draft: str, template: str) -> Any:
 
 
 def _filled(template: str, **values: str) -> str:
-    # In one pass, as the values may hold braces.
+    # In one pass, as the values may contain braces.
     return re.sub(r"\{(prompt|draft)\}", lambda match: values[match[1]], template)
 
 

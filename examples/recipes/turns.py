@@ -4,8 +4,8 @@
 
 In every turn ``rollout.group_size`` candidates of one history are sampled, scored and compared with each
 other. One of them stays in the history, followed by what the feedback function returns, and the next turn
-begins. All candidates of all turns are trained on: each is a sequence by itself, whose prompt is the
-history.
+begins. All candidates of all turns are trained on: each is a sequence by itself, with the history as its
+prompt.
 
 The feedback function is ``f(prompts, completions, rewards, **columns) -> list[str]``, with an entry for each
 trajectory: prompts and columns as the dataset has them, the completions that stay, and their weighted rewards
@@ -13,7 +13,7 @@ trajectory: prompts and columns as the dataset has them, the completions that st
 
 Text grows by the completion and the feedback. A conversation grows by a message of the assistant and one of
 the user. A trajectory whose history leaves no room in the context ends early. Which candidate the paper
-keeps and what its histories have is not known to us.
+keeps and what its histories contain is not known to us.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Config(TrainConfig):
 class Turn(NamedTuple):
     """One turn of some trajectories."""
 
-    places: list[int]  # which trajectories came to this turn
-    samples: list[Sample]  # their candidates, a group for each of them
+    places: list[int]  # indices of the trajectories that reached this turn
+    samples: list[Sample]  # the candidates, a group for each of these trajectories
     rewards: Rewards
-    kept: list[int]  # which of the samples the trajectories go on with
+    kept: list[int]  # for each of these trajectories, the index of the sample that stays in its history
 
 
 class Turns(GSPOTrainer):
-    """Every turn of a trajectory is a group.
+    """A trainer for which every turn of a trajectory is a group.
 
-    An `InputError` says that the feedback can't be loaded, or that the chat template takes no further
+    It raises an `InputError` if the feedback can't be loaded, or if the chat template takes no further
     turn.
     """
 
@@ -87,7 +87,7 @@ class Turns(GSPOTrainer):
             self.encode([continued(conversation, "an answer", "feedback")])
 
     def rollout(self) -> Rollout:
-        """Return the groups of all prompts' first turns, then of their second ones, and so on."""
+        """Return the groups of all first turns, then the groups of all second turns, and so on."""
         rows, size = self.next_rows(), self.config.rollout.group_size
         turns = self.take_turns(self.train_prompts, rows, size, None)
         metrics = {
@@ -101,7 +101,7 @@ class Turns(GSPOTrainer):
         return Rollout(samples, Rewards.concatenate([turn.rewards for turn in turns]), size, metrics)
 
     def evaluation(self, prompts: Prompts, sampling: Sampling) -> Rollout:
-        """Return the first turn; the mean of the best turns is a metric."""
+        """Return the rollout of the first turn; the mean reward of the best turns is a metric."""
         count = len(prompts.tokens)
         turns = self.take_turns(prompts, range(count), 1, sampling)
         return Rollout(turns[0].samples, turns[0].rewards, 1, {"best_turn": best_turn(turns, count)})
@@ -132,11 +132,11 @@ class Turns(GSPOTrainer):
         return turns
 
     def encode(self, prompts: list[Any]) -> list[list[int]]:
-        """Return the tokens of histories, text or conversations."""
+        """Return the token ids of histories, which are texts or conversations."""
         return encode_prompts(self.tokenizer, prompts, "a history", self.config.data.template_options)
 
     def observe(self, prompts: Prompts, histories: dict[int, Any], turn: Turn) -> dict[int, Any]:
-        """Return the histories after a turn; the first process asks for the feedback of all."""
+        """Return the histories after a turn; the first process calls the feedback function for all."""
         kept = [turn.samples[index] for index in turn.kept]
         rows = [prompts.rows[sample.row] for sample in kept]
         rewards = turn.rewards.total[turn.kept].tolist()
@@ -180,7 +180,7 @@ def continued(prompt: Any, completion: str, observation: str) -> Any:
     if isinstance(prompt, str):
         return prompt + completion + observation
     before, answer = prompt, {"role": "assistant", "content": completion}
-    if prompt[-1]["role"] == "assistant":  # an answer that had begun
+    if prompt[-1]["role"] == "assistant":  # the prompt ends with the beginning of an answer
         before, answer = prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + completion}
     return [*before, answer, {"role": "user", "content": observation}]
 

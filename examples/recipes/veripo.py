@@ -78,9 +78,9 @@ class Config(TrainConfig):
 
 
 class VeriPO(GSPOTrainer):
-    """Trains by the objective and by DPO in turn.
+    """A trainer by the configured objective and by DPO in turn.
 
-    An `InputError` says that the verifier can't be loaded or called, or that the objective needs a reference.
+    It raises an `InputError` if the verifier can't be loaded or called, or the objective needs a reference.
     """
 
     config: Config
@@ -102,17 +102,17 @@ class VeriPO(GSPOTrainer):
             self.verifier.check(self.train_prompts.columns)
 
     def place(self) -> int:
-        """Return the place of this step in its period: DPO's come last."""
+        """Return the position of this step in its period; the steps of DPO come last."""
         return (self.step - 1) % (self.config.recipe.grpo_steps + self.config.recipe.dpo_steps)
 
     def rollout(self) -> Rollout:
-        """Sample; a step of DPO returns no samples."""
+        """Sample a rollout; a step of DPO returns one without samples."""
         if self.place() < self.config.recipe.grpo_steps:
             return super().rollout()._replace(metrics={"phase": 0.0})
         return Rollout([], Rewards(torch.zeros(0), {}), self.config.rollout.group_size, {"phase": 1.0})
 
     def compare(self, rollout: Rollout) -> Batch:
-        """Return what this step learns from, and keep the last rollouts of a phase for DPO."""
+        """Return the batch of this step, and keep the last rollouts of a phase for DPO."""
         recipe, place = self.config.recipe, self.place()
         if place >= recipe.grpo_steps:
             return self.next_pairs(rollout.metrics)
@@ -127,8 +127,8 @@ class VeriPO(GSPOTrainer):
         return batch
 
     def next_pairs(self, metrics: dict[str, float]) -> Batch:
-        """Return the oldest rollout that was kept, and say in the metrics what there is to learn from it."""
-        if self.kept[0].ref_logprobs is None:  # a phase begins: its reference is the policy of now
+        """Return the oldest kept rollout; metrics get its number of pairs and share of groups with pairs."""
+        if self.kept[0].ref_logprobs is None:  # a phase of DPO begins: its reference is the current policy
             self.kept = [
                 replace(batch, ref_logprobs=self.dpo.score(self.dpo.policy, batch, self.step).logprobs)
                 for batch in self.kept
@@ -147,7 +147,7 @@ class VeriPO(GSPOTrainer):
         return updater.update(batch, self.step)
 
     def judge(self, samples: list[Sample]) -> Tensor:
-        """Return [B] scores by the verifier, which the first process asks; NaN where it gives none."""
+        """Return the verifier's scores, [B]; the first process calls it; NaN where it gives none."""
         verifier, rows = self.verifier, [self.train_prompts.rows[sample.row] for sample in samples]
         assert verifier is not None
         return on_main(
@@ -163,12 +163,12 @@ class VeriPO(GSPOTrainer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run and the rollouts that wait for their step."""
+        """Return the state of the run and the rollouts that are kept for steps of DPO."""
         kept = [{each.name: getattr(batch, each.name) for each in fields(batch)} for batch in self.kept]
         return super().state_dict() | {"kept": tree_map_only(Tensor, Tensor.cpu, kept)}
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         super().load_state_dict(state, checkpoint)
         device = self.accelerator.device
         kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["kept"])
@@ -176,9 +176,9 @@ class VeriPO(GSPOTrainer):
 
 
 def in_pairs(dpo: Any, batch: Batch, scores: Tensor) -> Batch:
-    """Return a batch as DPO takes it: scores as levels, and only completions that are in a pair count.
+    """Return a batch for DPO: the advantages are minus the scores, and only completions in a pair count.
 
-    ``scores`` is [B], the higher the better; NaN: in no pair.
+    ``scores`` is [B], the higher the better; a completion with NaN is in no pair.
     """
     scores = scores.to(batch.advantages.device)
     present = (batch.counted > 0) & ~scores.isnan()
@@ -188,7 +188,7 @@ def in_pairs(dpo: Any, batch: Batch, scores: Tensor) -> Batch:
         batch,
         advantages=levels,
         loss_mask=batch.loss_mask & batch.by_token(paired),
-        rollout_logprobs=None,  # of the weights that sampled, which say nothing about pairs
+        rollout_logprobs=None,  # these are of the weights that sampled, which say nothing about pairs
         masks=None,
     )
 

@@ -1,7 +1,7 @@
-"""Whether GSPO crashes, and what it needs against stale data: ``python -m examples.stability``.
+"""Study whether GSPO collapses, and what it needs against stale data: ``python -m examples.stability``.
 
-Writes one JSON line per run as it goes; what is there already is not run again. Several processes may share
-the work: ``--part 0/2`` and ``--part 1/2``.
+Every run adds one JSON line to the results; runs that are already there are not repeated. Several processes
+may share the work: ``--part 0/2`` and ``--part 1/2``.
 """
 
 import argparse
@@ -23,20 +23,20 @@ FACTORS = {
     "correction": ("token TIS", "sequence mask"),
     "replay": (True,),
 }
-"""What is varied alone, from the defaults of ``Setting``; replay only where there are experts."""
+"""Factors that are varied one at a time, from the defaults of ``Setting``; replay only with experts."""
 INTERACTIONS = (
     {"old": "engine", "updates": 16},
     {"objective": "GRPO", "updates": 16},
     {"old": "engine", "learning_rate": 4e-3},
 )
-"""What is varied together: the two factors that cost reward, another clip on stale data, and a rate at which
-a wrong ratio has more to break."""
+"""Factors that are varied together: the two that cost reward, another clip on stale data, and a learning rate
+at which a wrong ratio can do more damage."""
 SMALLER_STEPS = ({"updates": 1, "warm_up": 20}, {"updates": 1, "learning_rate": 5e-4})
-"""Run afterwards, dense only, to find out why one update per rollout learns more slowly than four."""
+"""Runs added later, dense only, to find out why one update per rollout learns more slowly than four."""
 
 
 def settings(seeds):
-    """Every run of the study, seed by seed."""
+    """Yield the setting of every run of the study, seed by seed."""
     for seed in range(seeds):
         for model in ("dense", "moe"):
             baseline = Setting(model=model, seed=seed)
@@ -53,7 +53,7 @@ def settings(seeds):
 
 
 def main(argv=None):
-    """Run what is missing, or draw what is there."""
+    """Run the settings that have no result yet, or renew the page from the results."""
     parser = argparse.ArgumentParser(prog="python -m examples.stability", description=__doc__)
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
     parser.add_argument("--seeds", type=int, default=5)
@@ -78,12 +78,12 @@ def main(argv=None):
 
 
 def read(results):
-    """The records of a results file, none if there is no file."""
+    """Return the records of a results file, an empty list if there is no file."""
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def rounded(record):
-    """Curves with four significant digits, which keeps the file small."""
+    """Return the record with curves of four significant digits, which keeps the file small."""
     return {k: [float(f"{x:.4g}") for x in v] if isinstance(v, list) else v for k, v in record.items()}
 
 

@@ -9,7 +9,7 @@ from gspo_kernels.trainer.report import BLUE, GRID, INK, ORANGE, style
 
 DOCS = Path(__file__).parents[2] / "docs"
 LAST = 32
-"""Updates at the end of a run that its final reward is the mean over."""
+"""The final reward is the mean over this many updates at the end of a run."""
 MODELS = {"dense": "dense", "moe": "MoE"}
 BASELINE = "baseline: GSPO, 4 updates"
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -17,7 +17,7 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 def summary(record):
-    """What a run comes down to: rewards, whether it collapsed, and means of its curves.
+    """Return a run's rewards, whether it collapsed, and the means of its curves.
 
     "final", "best" and "lowest" are means over ``LAST`` updates, "reward" over the whole run.
     """
@@ -35,12 +35,12 @@ def summary(record):
 
 
 def collapsed(reward):
-    """Whether a smoothed reward falls below half of its best and stays there."""
+    """Return whether a smoothed reward ends below half of its best."""
     return reward[-1] < max(reward) / 2
 
 
 def varied(record):
-    """What a run changes of the baseline, in words; the same for all seeds and models."""
+    """Return in words what a run changes from the baseline; the same for all seeds and models."""
     setting, baseline = setting_of(record), Setting()
     words = {
         "objective": lambda value: value,
@@ -57,7 +57,7 @@ def varied(record):
 
 
 def by_change(records):
-    """The summaries of every setting, by (model, seed)."""
+    """Return the summaries of all runs, by what their setting changes and then by (model, seed)."""
     found = {}
     for record in records:
         found.setdefault(varied(record), {})[record["model"], record["seed"]] = summary(record)
@@ -65,18 +65,18 @@ def by_change(records):
 
 
 def against_baseline(runs, baseline):
-    """Differences of the mean reward, by (model, seed), from the runs of the baseline with the same ones."""
+    """Return each run's mean reward minus the baseline's with the same model and seed, by (model, seed)."""
     return {pair: runs[pair]["reward"] - baseline[pair]["reward"] for pair in runs if pair in baseline}
 
 
 def interval(values):
-    """The mean of some numbers, and half the width of its 95% interval; None for fewer than two."""
+    """Return the mean of values, and half the width of its 95% interval (None for fewer than two values)."""
     half = STUDENT[len(values) - 2] * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return mean(values), half
 
 
 def table(records):
-    """A row for each setting, with means over the seeds and the differences from the baseline."""
+    """Return a table with a row per setting: means over the seeds and the differences from the baseline."""
     lines = [
         "| changed | final reward, dense | MoE | lowest | collapsed | clipped "
         "| against the baseline | lower in |",
@@ -108,7 +108,7 @@ def table(records):
 
 
 def facts(records):
-    """How many runs there are, what they took, and how far engine and trainer lie apart."""
+    """Return the number of runs, the hours they took, and how far engine and trainer are apart, as text."""
     hours = sum(record["cpu_seconds"] for record in records) / 3600
     summaries = {model: [summary(r) for r in records if r["model"] == model] for model in MODELS}
     apart = " and ".join(
@@ -131,7 +131,7 @@ def write(records, docs=DOCS):
 
 
 def renewed(text, records):
-    """The page with what stands between its markers made anew."""
+    """Return the page with new text between its markers."""
     for name, new in (("facts", facts(records)), ("runs", table(records))):
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)",
@@ -143,7 +143,7 @@ def renewed(text, records):
 
 
 def draw(records, docs):
-    """Three plots: the cost of every setting, reward by update, and what is clipped."""
+    """Draw three plots: the cost of every setting, reward by update, and the share that is clipped."""
     from matplotlib.figure import Figure
 
     settings = [change for change in by_change(records) if change != BASELINE]
@@ -159,7 +159,7 @@ def draw(records, docs):
 
 
 def _cost(axis, records):
-    """The mean reward of each run minus that of the baseline with its seed, and the mean of these."""
+    """Draw each run's mean reward minus that of its baseline, and the mean of these differences."""
     settings = by_change(records)
     baseline = settings.pop(BASELINE)
     style(axis, "What each change costs or gains", "mean reward over the run, minus the baseline's")
@@ -190,12 +190,12 @@ CURVES = {
     ),
     "Old log-probs and learning rate": (BASELINE, ENGINE, FAST, f"{ENGINE}, {FAST}"),
 }
-"""What the panels of the plot of rewards compare."""
+"""The settings that each panel of the plot of rewards compares."""
 COLORS = (INK, ORANGE, BLUE, "#1b7837", "#762a83")
 
 
 def _lines(axis, records, changes, curve, colors=COLORS):
-    """A line for each setting: the mean over its runs, at the update where a rollout was sampled."""
+    """Draw a line for each setting: the mean over its runs, at the update where a rollout was sampled."""
     for change, color in zip(changes, colors, strict=False):
         runs = [record for record in records if varied(record) == change]
         if runs:
@@ -206,7 +206,7 @@ def _lines(axis, records, changes, curve, colors=COLORS):
 
 
 def _rewards(axes, records):
-    """Reward by update, in the mean over both models and all seeds."""
+    """Draw the reward by update, as the mean over both models and all seeds."""
     for axis, (title, changes) in zip(axes, CURVES.items(), strict=True):
         style(axis, title, "updates")
         _lines(axis, records, changes, "reward")
@@ -216,7 +216,7 @@ def _rewards(axes, records):
 
 
 def _clipping(axes, records):
-    """The share of tokens that are clipped, and how far the engine's log-probs move a sequence's ratio."""
+    """Draw the share of clipped tokens, and how far the engine's log-probs move a sequence's ratio."""
     style(axes[0], "Tokens that a clip leaves out of the gradient", "updates")
     _lines(axes[0], records, (BASELINE, ENGINE, "16 updates", "GRPO", "M2PO"), "clipped")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

@@ -28,19 +28,19 @@ OBJECTIVES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What a run is made of; the defaults are the baseline.
+    """The options of a run; the defaults are the baseline.
 
     Attributes:
         model: "dense" or "moe", 2 of 8 experts.
         objective: a name of ``OBJECTIVES``.
-        old: who gives the old log-probs: the "trainer", by the path of the new ones, or the "engine".
+        old: the source of old log-probs: the "trainer", by the path of the new log-probs, or the "engine".
         head: "fp32", or "bf16": hidden states, weight and logits are rounded.
-        updates: minibatches, of an update each, that every rollout is cut into.
-        correction: "none", "token TIS" or "sequence mask": weights of trainer against engine.
-        replay: the experts that the engine chose are used in training.
-        learning_rate: of AdamW.
+        updates: minibatches that every rollout is cut into; each gets one update.
+        correction: "none", "token TIS" or "sequence mask": rollout weights of trainer against engine.
+        replay: whether training uses the experts that the engine chose.
+        learning_rate: AdamW's learning rate.
         warm_up: updates over which the learning rate rises to its value, which it then keeps.
-        seed: of weights, prompts and sampling.
+        seed: the seed of weights, prompts and sampling.
     """
 
     model: str = "dense"
@@ -56,7 +56,7 @@ class Setting:
 
 
 def setting_of(record):
-    """The setting of a record; what older records don't have is the baseline's."""
+    """Return the setting of a record; fields that older records lack have the baseline's values."""
     return Setting(**{name: record[name] for name in vars(Setting()) if name in record})
 
 
@@ -104,14 +104,14 @@ def make_start(kind, seed):
 
 
 class Routers:
-    """The routers of a mixture of experts: what they choose is kept, or replaced."""
+    """The routers of a mixture of experts; their choices can be recorded or replaced."""
 
     def __init__(self, model):
         self.modules = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
     @contextmanager
     def hooked(self, hook):
-        """Run each of them with a forward hook."""
+        """Have a forward hook on every router in this context."""
         handles = [module.register_forward_hook(hook) for module in self.modules]
         try:
             yield
@@ -120,12 +120,12 @@ class Routers:
                 handle.remove()
 
     def recorded(self):
-        """A list that gets the experts of each router, [tokens, k], in the order of the layers."""
+        """Record the experts of each router in ``self.choices``, [tokens, k], in the order of the layers."""
         self.choices = []
         return self.hooked(lambda module, inputs, output: self.choices.append(output[2]))
 
     def replaying(self, choices):
-        """Let the routers take these experts, with their own probabilities."""
+        """Make the routers choose these experts, with the probabilities of the routers' own logits."""
         left = iter(choices)
 
         def replay(module, inputs, output):
@@ -138,13 +138,13 @@ class Routers:
 
 
 def hidden_states(model, prompts, completions):
-    """[B, DIGITS, H]: what predicts the completions."""
+    """Return the hidden states that predict the completions, [B, DIGITS, H]."""
     ids = torch.cat([prompts, completions[:, :-1]], 1)
     return model.model(input_ids=ids, use_cache=False).last_hidden_state[:, DIGITS:]
 
 
 def head_of(model, head, hidden):
-    """Hidden states, weight and options of the losses."""
+    """Return hidden states, weight and options as the losses take them, for a head in fp32 or bf16."""
     if head == "fp32":
         return hidden, model.lm_head.weight, {}
     return hidden.bfloat16(), model.lm_head.weight.bfloat16(), {"logits_dtype": "input"}
@@ -197,9 +197,9 @@ def run(setting):
 
 
 CURVES = ("reward", "clipped", "spread", "mismatch", "experts_changed", "kept")
-"""A number of each for every rollout: mean reward; share of tokens whose ratio is clipped; standard deviation
-of a sequence's mean log-ratio before the first update; mean distance of trainer's and engine's log-probs in
-nats; share of experts that the two choose differently; mean weight of the correction."""
+"""The curves of a run, a number per rollout: mean reward; share of tokens whose ratio is clipped; standard
+deviation of the sequences' mean log-ratio before the first update; mean distance of trainer's and engine's
+log-probs in nats; share of experts that these two choose differently; mean weight of the correction."""
 
 
 @torch.no_grad()
@@ -246,7 +246,7 @@ def rollout(model, setting, generator):
 
 
 def experts_changed(one, other):
-    """The share of chosen experts that the other side did not choose; 0 for a dense model."""
+    """Return the share of chosen experts that the other side did not choose; 0 for a dense model."""
     if not one:
         return 0.0
     kept = [

@@ -39,7 +39,7 @@ _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @functools.cache
 def _why_not_loaded() -> str | None:
-    """None once the extension is loaded, otherwise the reason why it can't be."""
+    """Load the extension. Return None, or the reason why it can't be loaded."""
     try:
         importlib.import_module(f"{__name__.rpartition('.')[0]}._C")
     except ModuleNotFoundError:
@@ -95,7 +95,7 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> Row
 
 
 def one_pass_pays(rows: LogitRows, all_rows_active: bool) -> bool:
-    """See ``ops.backends.OnePassBackend.one_pass_pays``: always, and the bits are the same."""
+    """See ``ops.backends.OnePassBackend.one_pass_pays``: it always pays, and the bits are the same."""
     return True
 
 
@@ -112,7 +112,7 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor]:
 
 
 _PIECE = 2**22
-"""Elements of logits that are converted at once where the two sides have different dtypes."""
+"""Elements of logits that are converted at once if student and teacher have different dtypes."""
 
 
 def divergence(
@@ -143,7 +143,7 @@ def divergence(
 def _divergence_of_two_dtypes(
     rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
-    """A few rows at a time in the dtype that holds both."""
+    """Compute ``divergence`` of a few rows at a time, converted to the dtype that holds both sides."""
     B, T, V = rows.logits.shape
     wide = torch.promote_types(rows.logits.dtype, rows.teacher_logits.dtype)
     stats = allocate_pair_stats(rows.logits)
@@ -170,7 +170,7 @@ def _divergence_of_two_dtypes(
 
 
 _NO_MASK, _DOUBTFUL = range(2)
-"""What the C++ ``ratio_step`` says of the values that it has read, if anything."""
+"""Verdicts of the C++ ``ratio_step``: the mask isn't only 0 and 1; values need a closer look."""
 
 
 def ratio_step(
@@ -268,19 +268,19 @@ def _operators() -> torch._ops._OpNamespace:
 
 
 def _empty_stats(rows: LogitRows, entropy: bool) -> RowStats:
-    # in half of the time that a shape takes
+    # empty_like takes half of the time of empty with a shape
     like = functools.partial(torch.empty_like, rows.labels, memory_format=torch.contiguous_format)
     kind = stats_dtype(rows.logits.dtype)
     return RowStats(like(dtype=kind), like(dtype=torch.float64), like(dtype=kind) if entropy else None)
 
 
 def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
-    """One value per row as the operators take it: contiguous, in the dtype of statistics."""
+    """Return one value per row as the operators take it: contiguous, in the dtype of statistics."""
     return None if values is None else values.detach().to(stats_dtype(logits.dtype)).contiguous()
 
 
 def _numbers(values: Tensor | None) -> Tensor | None:
-    """Contiguous, and fp32 or fp64."""
+    """Return the values detached, contiguous, and in fp32 or fp64."""
     if values is None:
         return None
     exact = values.dtype in (torch.float32, torch.float64)

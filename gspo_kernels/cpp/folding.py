@@ -1,4 +1,4 @@
-"""Statistics of rows whose logits come some columns at a time and are never whole (csrc/folds.h)."""
+"""Statistics of rows whose logits come some columns at a time and are never stored whole (csrc/folds.h)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Folds:
         self._folds = torch.zeros(labels.numel(), 2 + 3 * blocks, dtype=torch.float64)
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Columns [n, k] from column ``first``: whole blocks, or up to the last column."""
+        """Fold logits [n, k] of the columns from ``first`` on: whole blocks, or all up to the last column."""
         _operators().fold_columns(
             logits.unsqueeze(0),
             self._labels,
@@ -46,8 +46,8 @@ class Folds:
     def add_product(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, instructions: str = "best"
     ) -> None:
-        """All columns, of hidden [n, H] @ weight [V, H].T + bias [V], as ``products.multiply`` computes them;
-        no thread holds more than a few hundred rows of a block.
+        """Fold all columns of hidden [n, H] @ weight [V, H].T + bias [V], computed as by
+        ``products.multiply``. No thread holds more than a few hundred rows of a block.
         """
         _operators().fold_products(
             hidden.detach(),
@@ -61,7 +61,7 @@ class Folds:
         )
 
     def statistics(self) -> RowStats:
-        """Of the rows [1, n], with the bits that written logits would have given."""
+        """Return the statistics [1, n] of the rows, with the same bits as from stored logits."""
         shape = self._labels.shape
         stats = RowStats(
             torch.empty(shape, dtype=self._dtype),

@@ -8,40 +8,40 @@ from torch import Tensor
 from gspo_kernels.cpp import _operators, unavailable
 
 PIECE = 128
-"""Values along K that ``ends`` may put in one piece."""
+"""The most values along K that ``ends`` may put in one piece."""
 INSTRUCTIONS = ("best", "amx", "avx512_bf16", "avx512", "avx2", "portable", "portable_amx")
-"""What multiplies, as csrc/tiles.h lists it. AMX has bits of its own from bf16; so has "avx512", which widens
-bf16 to fp32. All others give the same bits, but for subnormal bf16 numbers, which "avx512_bf16" takes for 0,
-and for "portable" from fp32. "portable_amx" is AMX in plain C++."""
+"""The instructions of products, as csrc/tiles.h lists them. From bf16, AMX has bits of its own, and so has
+"avx512", which widens bf16 to fp32. All others give the same bits, with two exceptions: "avx512_bf16" takes
+subnormal bf16 numbers for 0, and "portable" has other bits from fp32. "portable_amx" is AMX in plain C++."""
 
 
 def has_instructions(instructions: str, dtype: torch.dtype) -> bool:
-    """Whether this processor has these instructions, and they multiply ``dtype``."""
+    """Return whether this processor has these instructions, and they multiply ``dtype``."""
     return dtype in (torch.float32, torch.bfloat16) and bool(
         _operators().has_product_instructions(INSTRUCTIONS.index(instructions), dtype == torch.bfloat16)
     )
 
 
 def best_instructions(dtype: torch.dtype) -> str:
-    """What "best" means for fp32 or bf16 on this processor: csrc/products.cpp has the rule."""
+    """Return what "best" means for fp32 or bf16 on this processor: csrc/products.cpp has the rule."""
     return INSTRUCTIONS[_operators().product_instructions(dtype == torch.bfloat16)]
 
 
 def on_intel() -> bool:
-    """Whether this is a processor of Intel's, for which MKL is made."""
+    """Return whether this is an Intel processor, for which MKL is made."""
     return bool(_operators().on_intel())
 
 
 def values_in_step(dtype: torch.dtype) -> int:
-    """Values along K that the best instructions for fp32 or bf16 sum up in an order of their own."""
+    """Return how many values along K the best instructions for ``dtype`` sum up in an order of their own."""
     if dtype == torch.float32:
         return 1
     return {"amx": 32, "avx512": 1}.get(best_instructions(dtype), 2)
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the processor has fast instructions for products of ``dtype``, and PyTorch is allowed to use
-    them (``ATEN_CPU_CAPABILITY``).
+    """Return whether the processor has fast instructions for products of ``dtype``, and PyTorch is allowed to
+    use them (``ATEN_CPU_CAPABILITY``).
     """
     if unavailable(torch.device("cpu")) is not None or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
@@ -60,7 +60,7 @@ def multiply(
     ends: Tensor | None = None,
     instructions: str = "best",
 ) -> Tensor:
-    """``out = a @ b + bias``, or ``out += a @ b`` with ``accumulate``.
+    """Compute ``out = a @ b + bias``, or ``out += a @ b`` with ``accumulate``.
 
     An element of ``out`` doesn't depend on what is computed along with it, nor on the number of threads.
 
@@ -68,9 +68,9 @@ def multiply(
         a, b: [M, K] and [K, N], both fp32 or both bf16, any strides.
         out: [M, N] fp32, contiguous along N.
         bias: [N] or None; not with ``accumulate``.
-        ends: int64, ascending, the last of them K; the sum along K runs in pieces that end there, each summed
-            up by itself and then added to what there is, in their order. A piece has at most ``PIECE``
-            values. None: pieces of ``PIECE`` values, or of 256 where two bf16 values are multiplied at once.
+        ends: int64, ascending, the last is K. The sum along K is cut into pieces with these ends: each is
+            summed up by itself, then added to the total, in order. A piece has at most ``PIECE`` values.
+            None: pieces of ``PIECE`` values, or of 256 where two bf16 values are multiplied at once.
         instructions: one of ``INSTRUCTIONS``.
 
     Raises:

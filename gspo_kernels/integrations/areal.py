@@ -23,18 +23,18 @@ class PolicyLoss:
     """Any objective as an AReaL loss function of packed (or padded) log-probs.
 
     AReaL weighs each micro-batch's mean by ``loss_weight_fn`` and divides by the sum of these weights over
-    all ranks. So ``weight`` must go with the loss: it counts what the objective divides by. (AReaL's own
-    actor counts tokens, with which a mean over sequences would come out wrong.)
+    all ranks. So pass ``weight`` along with the loss: it counts what the objective divides by. (AReaL's own
+    actor counts tokens, which would make a mean over sequences wrong.)
 
-    The ratio's old log-probs are ``prox_logp``, and ``logprobs``, those of the rollout, where the batch has
-    none. Where the objective takes one advantage per sequence, it is the mean over the sequence's tokens, as
-    in AReaL.
+    The ratio's old log-probs are ``prox_logp``; if the batch has none, they are the rollout's ``logprobs``.
+    If the objective takes one advantage per sequence, it gets the mean over the sequence's tokens, as in
+    AReaL.
 
     Args:
         objective: GSPO() by default.
-        correction: weights ``prox_logp`` against ``logprobs``, or None.
+        correction: weights from ``prox_logp`` and the rollout's ``logprobs``, or None.
         log: called with the metrics of each micro-batch as numbers, for example
-            ``lambda metrics: stats_tracker.scalar(**metrics)``. None: they are not looked at.
+            ``lambda metrics: stats_tracker.scalar(**metrics)``. None: metrics are not used.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -63,7 +63,7 @@ class PolicyLoss:
         vocab_min_logits: Tensor | None = None,
         vocab_max_logits: Tensor | None = None,
     ) -> Tensor:
-        """The loss of one micro-batch, divided by its own ``weight``.
+        """Return the loss of one micro-batch, divided by the micro-batch's ``weight``.
 
         Args:
             logprobs, entropy: [N] with ``cu_seqlens`` in ``input_data``, otherwise [B, T]. The entropy only
@@ -101,6 +101,6 @@ class PolicyLoss:
         return out.loss
 
     def weight(self, input_data: Mapping[str, Any]) -> Tensor:
-        """How many sequences or tokens of a micro-batch the loss is a mean over, 0-d; AReaL sums them up."""
+        """Return the number of sequences or tokens that the loss is a mean over, 0-d; AReaL adds these up."""
         counted, _ = self.objective.outer_divisor()
         return hooks.count(counted, input_data["loss_mask"], input_data.get("cu_seqlens")).float()

@@ -1,4 +1,4 @@
-"""What every adapter says when a setup can't work: one clear sentence, before any work is done."""
+"""The error that adapters raise for a setup that can't work, before any work, and the check of versions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class IntegrationError(ValueError):
 
 
 def require_package(distribution: str, specifier: str, *, optional: bool = False) -> None:
-    """Refuse to go on unless the installed version of ``distribution`` lies in ``specifier``.
+    """Raise an error unless the installed version of ``distribution`` lies in ``specifier``.
 
     Args:
         distribution: its name as pip knows it, for example "transformers".
         specifier: a version range as pip writes it, for example ">=5.0,<6".
-        optional: nothing of it is imported, so that it need not be installed.
+        optional: whether the package may be missing.
 
     Raises:
-        IntegrationError: it is not installed, or at another version.
+        IntegrationError: the package is not installed, or its version is another.
     """
     try:
         installed = version(distribution)
@@ -29,7 +29,7 @@ def require_package(distribution: str, specifier: str, *, optional: bool = False
             f"{distribution}: not installed, this adapter needs {distribution}{specifier}: "
             f'pip install "{distribution}{specifier}"'
         ) from None
-    # Not a dependency of this package, but one of every framework that can be installed here.
+    # This package does not depend on packaging, but every framework that can be installed here does.
     from packaging.specifiers import SpecifierSet
 
     if not SpecifierSet(specifier).contains(installed, prereleases=True):

@@ -1,8 +1,8 @@
-"""What adapters to a loss hook share: which objectives fit it, its values as losses take them, its options.
+"""Code that adapters to a loss hook share: checks of objectives, conversions of arguments, and options.
 
-Such a hook sees one micro-batch, with log-probs (or logits) that the framework has made. What it passes is
-fixed, and so is the number that the framework divides by: both decide which objectives it can serve. verl and
-SkyRL keep losses in a registry, and their configs have words for some options of the objectives.
+A loss hook gets one micro-batch, with log-probs (or logits) that the framework has computed. The framework
+decides what it passes and which number it divides by; both limit the objectives that the hook can serve. verl
+and SkyRL keep losses in a registry, and their configs have some of the objectives' options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.off_policy import rollout_weights
 
 ROUNDING = 16
-"""Advantages of one sequence count as equal where they differ by at most so many roundings of their dtype."""
+"""Equal advantages of a sequence may differ from their mean by this many roundings of their dtype."""
 
 
 def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, ...]) -> Objective:
@@ -32,13 +32,13 @@ def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, .
 
     Args:
         objective: an instance.
-        hook: its name, for the message.
+        hook: the hook's name, for the message.
         divides_by: what the hook can divide by over the whole batch: "sequences", "tokens".
 
     Raises:
-        TypeError: not an instance of an objective.
-        IntegrationError: it needs what the hook doesn't pass, looks at more than a micro-batch, or divides by
-            what the hook can't count.
+        TypeError: ``objective`` is not an instance of an objective.
+        IntegrationError: the objective needs values that the hook doesn't pass, looks at more than a
+            micro-batch, or divides by something that the hook doesn't count.
     """
     checks.objective(objective, Objective)
     name = type(objective).__name__
@@ -73,21 +73,21 @@ def fitting_advantages(
     *,
     average: bool = False,
 ) -> Tensor:
-    """Per-token advantages as the objective takes them: as they are, or one per sequence.
+    """Return per-token advantages unchanged, or one per sequence if the objective takes these.
 
     Args:
-        objective: says whether it takes one per token.
+        objective: its ``takes_token_advantages`` says whether it takes one per token.
         advantages: [B, T], or [N] with ``cu_seqlens``.
         mask: the same shape, tokens that count; None: all.
         cu_seqlens: [B + 1].
-        average: where one per sequence is needed, take the mean over its counted tokens; otherwise they must
-            be equal. Looking at them waits for the device.
+        average: one advantage per sequence is the mean over its counted tokens. If False, a sequence's
+            advantages must be equal; this check waits for the device.
 
     Returns:
         ``advantages``, or [B].
 
     Raises:
-        ValueError: they differ within a sequence, and the objective takes one per sequence.
+        ValueError: advantages differ within a sequence, and the objective takes one per sequence.
     """
     if objective.takes_token_advantages:
         return advantages
@@ -109,10 +109,10 @@ def fitting_advantages(
 
 
 def count(counted: str, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The number of "tokens", or of "sequences" with a token, that a mask has; 0-d, fp64.
+    """Return how many "tokens", or "sequences" with a token, a mask counts; 0-d, fp64.
 
     Args:
-        counted: which.
+        counted: "tokens" or "sequences".
         mask: [B, T], or [N] with ``cu_seqlens``.
         cu_seqlens: [B + 1].
     """
@@ -150,7 +150,7 @@ class RolloutCorrection:
         loss_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """The weights, by ``gspo_kernels.rollout_weights`` with these options."""
+        """Return the weights that ``gspo_kernels.rollout_weights`` computes with these options."""
         return rollout_weights(
             old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, **vars(self)
         )
@@ -169,14 +169,14 @@ def check_correction(correction: RolloutCorrection | None) -> RolloutCorrection 
 
 Reader = Callable[[Any], Any]
 Readers = dict[str, Reader]
-"""Options of an objective, and how each is read from a config."""
+"""For each option of an objective, a function that reads it from a config."""
 
 SEQUENCE_RANGE = 0.01
-"""A wider clip range hardly ever clips a sequence's ratio: it is meant for ratios of tokens."""
+"""The widest clip range for ratios of sequences. A wider one is meant for tokens, and hardly ever clips."""
 
 
 def named_objectives() -> dict[str, type[Objective]]:
-    """All objectives by the name of their file with a prefix: ``gk_gspo``, ``gk_dr_grpo``, ..."""
+    """Return all objectives, named like their file with a prefix: ``gk_gspo``, ``gk_dr_grpo``, ..."""
     classes = [getattr(objectives, name) for name in objectives.__all__]
     return {"gk_" + cls.__module__.rpartition(".")[2]: cls for cls in classes}
 
@@ -184,7 +184,7 @@ def named_objectives() -> dict[str, type[Objective]]:
 def shared_options(
     low: Reader, high: Reader, tau_positive: Reader, tau_negative: Reader
 ) -> dict[type[Objective], Readers]:
-    """The options of all objectives that clip a ratio at 1 - ``low`` and 1 + ``high``, or gate it softly."""
+    """Return readers for objectives that clip a ratio at 1 - ``low`` and 1 + ``high``, or gate it softly."""
     clip: Readers = {"clip_low": low, "clip_high": high}
     by_sign: Readers = {"positive_low": low, "positive_high": high}
     by_sign |= {"negative_low": low, "negative_high": high}
@@ -200,7 +200,7 @@ def shared_options(
 
 
 def read(config: Any, path: str, default: Any = None) -> Any:
-    """The attribute of ``config`` at a dotted path, or ``default``; an error where both are missing."""
+    """Return the attribute of ``config`` at a dotted path, else ``default``; raise an error if it is None."""
     value = config
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -218,26 +218,26 @@ def from_config(
     range_names: tuple[str, str],
     **more: Any,
 ) -> Objective:
-    """The objective with the options that ``table`` has for it, or for a class that it derives from.
+    """Create an objective with the options that ``table`` has for its class and for its base classes.
 
-    It warns where an objective of sequence ratios gets a clip range that is meant for token ratios.
+    Warn if an objective of sequence ratios gets a clip range that is meant for token ratios.
 
     Args:
-        name: of the loss, for messages.
-        objective: its class.
-        table: how options are read from the config, by objective.
-        config: the framework's.
-        range_names: what the framework calls the clip range below and above 1.
+        name: the loss's name, for messages.
+        objective: the class of the objective.
+        table: by objective, how its options are read from the config.
+        config: the framework's config.
+        range_names: the framework's names for the clip range below and above 1.
         more: options that do not come from the config.
 
     Raises:
-        IntegrationError: the objective refuses an option; the message has what the config says.
+        IntegrationError: the objective refuses an option; the message has the values of all options.
     """
     readers: Readers = {}
     for cls in reversed(objective.__mro__):
         readers.update(table.get(cls, {}))
     options = {option: reader(config) for option, reader in readers.items()}
-    defaults: Any = objective  # a dataclass: they are attributes of the class
+    defaults: Any = objective  # a dataclass: defaults are attributes of the class
     if "clip_high" in options and defaults.clip_high <= SEQUENCE_RANGE:
         widest = max(options["clip_low"], options["clip_high"])
         if widest > SEQUENCE_RANGE:
@@ -255,7 +255,7 @@ def from_config(
 
 
 def floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    """0-d tensors as numbers, in one copy from the device."""
+    """Return 0-d tensors as numbers, with one copy from the device."""
     return dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
 
 

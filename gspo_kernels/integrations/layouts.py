@@ -5,10 +5,10 @@ a pure function, has an inverse, keeps dtype and device, and lets gradients of `
 directions; none loops over tokens. Anything that is per token goes through the same bridge: token ids, masks,
 log-probs, hidden states.
 
-Nothing is shifted silently. ``to_predictions`` moves what belongs to a token to the position that predicts
-it, as the losses want labels, masks and log-probs, and ``to_tokens`` moves results back;
-``response_predictions`` picks those positions out of whole sequences for what a framework keeps per response
-token.
+Nothing is shifted silently. ``to_predictions`` moves a token's value to the position that predicts the token,
+where the losses expect labels, masks and log-probs. ``to_tokens`` moves results back.
+``response_predictions`` finds the positions that predict response tokens in whole sequences, for values that
+a framework keeps per response token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PackedTokens(NamedTuple):
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """``cu_seqlens``, int32 [B + 1], of sequences with these lengths, integers [B]."""
+    """Return ``cu_seqlens``, int32 [B + 1], of sequences whose ``lengths`` are integers [B]."""
     checks.tensor("lengths", lengths, None, "[B]", None, checks.INTEGERS)
     if lengths.ndim != 1:
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected [B]")
@@ -48,7 +48,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def offsets_from_position_ids(position_ids: Tensor) -> Tensor:
-    """``cu_seqlens`` of a packed row whose ``position_ids`` restart at 0 with every sequence.
+    """Return ``cu_seqlens`` of a packed row whose ``position_ids`` restart at 0 with every sequence.
 
     Args:
         position_ids: integers [N] or [1, N], as transformers has them for padding-free batches.
@@ -93,7 +93,7 @@ def pack(sequences: Sequence[Tensor]) -> PackedTokens:
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-    """One view [len_i, ...] per sequence of packed [N, ...]. Lengths are read from the device."""
+    """Return one view [len_i, ...] per sequence of packed ``values``. Lengths are read from the device."""
     _check_packed("values", values, cu_seqlens)
     return list(torch.split_with_sizes(values, cu_seqlens.diff().tolist()))
 
@@ -109,7 +109,7 @@ def from_nested(nested: Tensor) -> PackedTokens:
 
 
 def to_nested(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The nested jagged tensor [B, j, ...], with int64 offsets, of packed [N, ...]."""
+    """Return packed ``values`` [N, ...] as a nested jagged tensor [B, j, ...] with int64 offsets."""
     _check_packed("values", values, cu_seqlens)
     return torch.nested.nested_tensor_from_jagged(values, cu_seqlens.to(torch.int64))
 
@@ -127,7 +127,7 @@ def from_padded(padded: Tensor, mask: Tensor) -> PackedTokens:
 
 
 def to_padded_like(values: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
-    """Put packed [N, ...] where ``mask`` [B, T] marks tokens, in its order; ``fill`` elsewhere."""
+    """Put packed ``values`` [N, ...], row by row, where ``mask`` [B, T] marks tokens; ``fill`` elsewhere."""
     checks.tensor("values", values, None, "[N, ...]", None)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise ValueError("mask: expected a tensor [B, T]")
@@ -142,17 +142,17 @@ def to_padded_like(values: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor
 def to_padded(
     values: Tensor, cu_seqlens: Tensor, *, length: int | None = None, side: str = "right", fill: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Pad packed [N, ...]; ``from_padded`` with the returned mask is the inverse.
+    """Pad packed ``values``; ``from_padded`` with the returned mask is the inverse.
 
     Args:
         values: [N, ...].
         cu_seqlens: [B + 1].
         length: T; None: the longest sequence, which is read from the device.
         side: where the padding goes, "right" or "left".
-        fill: what it holds.
+        fill: the value of padding.
 
     Returns:
-        The padded values [B, T, ...] and the mask, bool [B, T], of what they hold.
+        The padded values [B, T, ...], and a mask, bool [B, T], of the positions that hold tokens.
     """
     _check_packed("values", values, cu_seqlens)
     checks.choice("side", side, ("right", "left"))
@@ -174,18 +174,18 @@ def to_predictions(
     attention_mask: Tensor | None = None,
     fill: float,
 ) -> Tensor:
-    """Move what belongs to token t + 1 to position t, which predicts it, within each sequence.
+    """Move the value of token t + 1 to position t, which predicts that token, within each sequence.
 
-    ``labels = to_predictions(input_ids, ..., fill=-100)`` are the labels of the losses, and the same goes for
-    masks of tokens (``fill=0``) and log-probs aligned with tokens. A sequence's last position gets ``fill``;
-    what belongs to its first token, which nothing predicts, is dropped.
+    ``labels = to_predictions(input_ids, ..., fill=-100)`` makes the labels of the losses. Masks of tokens
+    (``fill=0``) and log-probs aligned with tokens are moved in the same way. A sequence's last position gets
+    ``fill``. The value of its first token is dropped, because no position predicts that token.
 
     Args:
         tokens: [B, T, ...], or [N, ...] with ``cu_seqlens``.
-        cu_seqlens: [B + 1]: sequences never see each other.
+        cu_seqlens: [B + 1]: no value moves into another sequence.
         attention_mask: [B, T], bool or 0/1, for padded batches: padding on either side gets ``fill``, also
-            left of the first token. None: no padding on the left.
-        fill: for positions that predict nothing.
+            left of the first token. None: there is no padding on the left.
+        fill: the value of positions that predict no token.
     """
     return _shift(tokens, cu_seqlens, attention_mask, fill, -1)
 
@@ -197,31 +197,32 @@ def to_tokens(
     attention_mask: Tensor | None = None,
     fill: float,
 ) -> Tensor:
-    """Move what position t predicts back to token t + 1; a sequence's first token gets ``fill``.
+    """Move the value of position t to token t + 1, which it predicts; a sequence's first token gets ``fill``.
 
-    The inverse of ``to_predictions``, but for what a sequence's last position holds: it predicts no token.
+    This is the inverse of ``to_predictions``, except that the value of a sequence's last position is dropped,
+    because that position predicts no token.
     """
     return _shift(predictions, cu_seqlens, attention_mask, fill, 1)
 
 
 def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "zigzag") -> PackedTokens:
-    """Which tokens of packed sequences a context-parallel rank has, for losses with ``cp_group``.
+    """Return which tokens of packed sequences a context-parallel rank has, for losses with ``cp_group``.
 
-    Shift first, cut then: ``to_predictions(input_ids, cu_seqlens=cu_seqlens, fill=-100)[positions]`` are the
-    rank's labels, whose tokens may lie on another rank. Of a padded batch [B, T] the positions for
-    ``cu_seqlens = [0, T]`` are the rank's columns.
+    Shift before you cut: ``to_predictions(input_ids, cu_seqlens=cu_seqlens, fill=-100)[positions]`` are the
+    rank's labels. The tokens that they name may lie on another rank. For a padded batch [B, T], the positions
+    of ``cu_seqlens = [0, T]`` are the rank's columns.
 
     Args:
         cu_seqlens: [B + 1], of the whole sequences.
-        rank, ranks: of the group.
-        order: "zigzag": a sequence in 2 * ranks runs, of which a rank has number ``rank`` and, behind it,
-            number 2 * ranks - 1 - ``rank`` (ring attention with its load balanced). "contiguous": in as many
-            runs as ranks. "stream": all packed tokens together in as many runs as ranks, whichever sequences
-            those cut (as for Ulysses). Runs of a sequence differ by one token at most.
+        rank, ranks: number of the rank in the group, and number of ranks.
+        order: "zigzag" cuts a sequence into 2 * ranks runs. A rank has run ``rank`` and after it run
+            2 * ranks - 1 - ``rank`` (load-balanced ring attention). "contiguous" cuts a sequence into as many
+            runs as ranks. "stream" cuts all packed tokens together into as many runs as ranks, also inside
+            sequences (as for Ulysses). The lengths of a sequence's runs differ by one token at most.
 
     Returns:
-        Positions, int64 [n], in ascending order, and the rank's ``cu_seqlens``, int32 [B + 1]: as many
-        sequences on every rank. n is read from the device.
+        Positions, int64 [n], in ascending order, and the rank's ``cu_seqlens``, int32 [B + 1]: every rank has
+        all B sequences, some of which may be empty. n is read from the device.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -247,16 +248,16 @@ def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "z
 
 
 def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Tensor:
-    """Where packed whole sequences (prompt + response) predict their response tokens.
+    """Return the positions of packed whole sequences (prompt + response) that predict response tokens.
 
-    ``values[index]`` takes per-response values [R, ...] out of whole sequences [N, ...] (log-probs, hidden
-    states: then no prompt is projected), and ``values.new_zeros(N).index_copy(0, index, responses)`` puts
-    them back; gradients pass either way.
+    ``values[index]`` takes the values of responses [R, ...] out of whole sequences [N, ...]: log-probs, or
+    hidden states, so that no prompt is projected. ``values.new_zeros(N).index_copy(0, index, responses)``
+    puts them back. Gradients pass in both directions.
 
     Args:
         cu_seqlens: [B + 1], of the whole sequences.
-        response_cu_seqlens: [B + 1], of the responses, which end their sequences. Each prompt has at least
-            one token: nothing predicts a sequence's first.
+        response_cu_seqlens: [B + 1], of the responses. A response is the end of its sequence. Each prompt has
+            at least one token, because no position predicts a sequence's first token.
 
     Returns:
         int64 [R], in the order of the response tokens; R is read from the device.
@@ -278,7 +279,7 @@ def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Ten
 def _shift(
     values: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, fill: float, by: int
 ) -> Tensor:
-    """Move by one within sequences, forwards (1) or backwards (-1); ``fill`` where no value moves in."""
+    """Move values within sequences by one, forwards (1) or backwards (-1); ``fill`` where no value moves."""
     checks.tensor("tokens", values, None, "[B, T, ...], or [N, ...] with cu_seqlens", None)
     if cu_seqlens is not None:
         if attention_mask is not None:
@@ -315,7 +316,7 @@ def _check_packed(name: str, values: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _checked_mask(name: str, padded: Tensor, mask_name: str, mask: Tensor) -> Tensor:
-    """The mask as bool; it must fit the padded values."""
+    """Return the mask as bool; raise an error if it doesn't fit the padded values."""
     checks.tensor(name, padded, None, "[B, T, ...]", None)
     if padded.ndim < 2:
         raise ValueError(f"{name}: got shape {tuple(padded.shape)}, expected [B, T, ...]")

@@ -1,4 +1,4 @@
-"""The head of a causal language model: where it is, and what lies between its product and the logits."""
+"""The head of a causal language model: how it is found, and how its product is turned into logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspo_kernels.types import LoRAHead
 
 @dataclass(frozen=True)
 class LMHead:
-    """A language model's head, as arguments of the linear entries.
+    """A language model's head, as arguments of functions such as ``fused_linear_policy_loss``.
 
     Attributes:
         weight: [V, H], the parameter itself (a DTensor where it is sharded); with PEFT's LoRA a ``LoRAHead``.
@@ -31,24 +31,24 @@ class LMHead:
 
     @property
     def matrix(self) -> Tensor:
-        """[V, H], without an adapter."""
+        """The weight [V, H] without its adapter."""
         return self.weight.weight if isinstance(self.weight, LoRAHead) else self.weight
 
     def options(self) -> dict[str, Any]:
-        """The head as keyword arguments of the linear entries, besides hidden states and weight."""
+        """Return the keyword arguments of such functions, without hidden states and weight."""
         return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
 
     def transform(self, logits: Tensor) -> Tensor:
-        """What lies between the head's product and the logits, at temperature 1."""
+        """Turn the head's product into the model's logits at temperature 1."""
         logits = self.logit_scale * logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 def lm_head_of(model: Any) -> LMHead:
-    """Find the head of a causal language model, and what its config says about the logits.
+    """Find the head of a causal language model, and read from its config how logits are transformed.
 
     ``final_logit_softcapping`` (Gemma) bounds logits, ``logit_scale`` (Cohere) multiplies and
-    ``logits_scaling`` (Granite) divides them. Adapters and data-parallel wrappers are looked through.
+    ``logits_scaling`` (Granite) divides them. The model may be inside adapters and data-parallel wrappers.
 
     Raises:
         IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, or it is
@@ -61,14 +61,14 @@ def lm_head_of(model: Any) -> LMHead:
 
 
 def causal_lm_of(model: Any) -> Any:
-    """The transformers model inside PEFT and data-parallel wrappers."""
+    """Return the transformers model inside PEFT and data-parallel wrappers."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model.get_base_model() if _is_peft(model) else model
 
 
 def virtual_tokens_of(model: Any) -> set[int]:
-    """How many virtual tokens each prompt-learning adapter of a model puts before the prompt."""
+    """Return the numbers of virtual tokens that a model's prompt-learning adapters put before the prompt."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     configs = model.peft_config.values() if _is_peft(model) else ()
@@ -76,13 +76,13 @@ def virtual_tokens_of(model: Any) -> set[int]:
 
 
 def check_causal(model: Any) -> None:
-    """Refuse a transformers model whose tokens see those that follow them: the label would be among them."""
+    """Raise IntegrationError if a model's tokens see later tokens: their labels would be among these."""
     from transformers.models.auto import modeling_auto as auto
 
     name = type(model).__name__
     masked = {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
     masked -= {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    # an encoder of images is bidirectional in a causal language model, too
+    # check text modules only: an image encoder is bidirectional in a causal language model, too
     of_text = (type(None), type(model.config), type(model.config.get_text_config(decoder=True)))
     causal = [
         value
@@ -104,7 +104,7 @@ def _is_peft(model: Any) -> bool:
 
 
 def head_module(model: Any) -> Any:
-    """The module that computes the logits of a transformers model; refused if its weight doesn't say how."""
+    """Return the module that computes a model's logits; raise IntegrationError if it can't be used."""
     name = type(model).__name__
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
@@ -120,10 +120,10 @@ def head_module(model: Any) -> Any:
 
 
 def weight_of(head: Any) -> Tensor | LoRAHead:
-    """The weight of a head's module; with LoRA of PEFT's that is not disabled or merged, both parts of it.
+    """Return the weight of a head's module; a ``LoRAHead`` if PEFT's LoRA is active and not merged.
 
     Raises:
-        IntegrationError: another kind of adapter, or several at once.
+        IntegrationError: an adapter other than one plain LoRA without bias and dropout.
     """
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # where PEFT was never imported there is no adapter
     if tuners is None or not isinstance(head, tuners.BaseTunerLayer):
@@ -153,13 +153,13 @@ def weight_of(head: Any) -> Tensor | LoRAHead:
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:
-    """(factor, softcap or None), from the names that the models of the field use."""
+    """Return (factor, softcap or None), read under the names that model families use in their configs."""
     scale = 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             scale = float(getattr(config, name))
     scaling = getattr(config, "logits_scaling", None)
-    if scaling is not None and config.model_type != "minicpm3":  # here the factor divides the hidden states
+    if scaling is not None and config.model_type != "minicpm3":  # MiniCPM3 divides hidden states by it
         scale *= float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
     softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     return scale, float(softcap) if softcap else None

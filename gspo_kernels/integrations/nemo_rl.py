@@ -26,25 +26,25 @@ __all__ = ["PolicyLoss", "RolloutCorrection"]
 class PolicyLoss:
     """Any objective as a NeMo-RL loss function of log-probs.
 
-    It divides by the global batch's number of sequences or tokens, as the objective's aggregation asks, so
-    that micro-batches and ranks add up.
+    It divides by the global batch's number of sequences or tokens, as the objective's aggregation asks. So
+    the losses of micro-batches and ranks add up.
 
     Args:
         objective: GSPO() by default.
-        kl_beta: weight of the KL to the reference policy; not clamped, as NeMo-RL's is.
+        kl_beta: weight of the KL to the reference policy. Unlike NeMo-RL's KL, this one is not clamped.
         kl_estimator: "k1", "k2" or "k3".
         correction: weights for rollouts from the inference engine, or None.
-        on_policy: take the current log-probs as the old ones. For ``loss_fn.force_on_policy_ratio=true``,
-            with which NeMo-RL passes zeros for the old ones.
+        on_policy: take the current log-probs as the old ones. Set it with
+            ``loss_fn.force_on_policy_ratio=true``: NeMo-RL then passes zeros as old log-probs.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
         IntegrationError: NeMo-RL is missing or at another version, or the objective doesn't fit.
 
     Attributes:
-        loss_type: NeMo-RL's: what the loss is divided by.
-        input_type: NeMo-RL's: log-probs.
-        reference_policy_kl_penalty: ``kl_beta``; NeMo-RL looks at it when it filters by top-k or top-p.
+        loss_type: NeMo-RL's ``LossType``: whether the loss is divided by tokens or by sequences.
+        input_type: NeMo-RL's ``LossInputType.LOGPROB``.
+        reference_policy_kl_penalty: ``kl_beta``; NeMo-RL reads it when it filters by top-k or top-p.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class PolicyLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """One micro-batch's part of the global batch's loss.
+        """Return one micro-batch's part of the global batch's loss.
 
         Args:
             next_token_logprobs: [B, S - 1].
             data: ``token_mask``, ``advantages``, ``prev_logprobs``, ``generation_logprobs`` and
                 ``reference_policy_logprobs`` [B, S], ``sample_mask`` [B].
-            global_valid_seqs, global_valid_toks: 0-d, of the global batch over all ranks.
+            global_valid_seqs, global_valid_toks: 0-d, counts of the global batch over all ranks.
 
         Returns:
-            The loss, and metrics under NeMo-RL's names where it has one. All but ``probs_ratio_min`` and
+            The loss, and metrics, under NeMo-RL's names if it has them. All but ``probs_ratio_min`` and
             ``probs_ratio_max`` add up over micro-batches and ranks.
         """
         logprobs = next_token_logprobs
@@ -147,7 +147,7 @@ class PolicyLoss:
 
 
 def _refuse_placeholder(name: str, values: Tensor, current: Tensor, mask: Tensor, advice: str) -> None:
-    """NeMo-RL passes zeros for log-probs that it did not compute."""
+    """Raise ValueError if NeMo-RL has passed zeros, its placeholder for log-probs that it did not compute."""
     counts = mask != 0
     if bool(((values != 0) & counts).any()) or not bool(((current.detach() < -0.01) & counts).any()):
         return

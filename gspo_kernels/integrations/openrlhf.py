@@ -20,13 +20,13 @@ __all__ = ["PolicyLoss", "PolicyLossOutput", "RolloutCorrection"]
 
 
 class PolicyLossOutput(NamedTuple):
-    """What OpenRLHF 0.11.2 unpacks; each is 0-d. Older versions unpack four values.
+    """The values that OpenRLHF 0.11.2 unpacks, each 0-d. Older versions unpack four values.
 
     Attributes:
         loss: carries the gradient.
-        clip_ratio: share of tokens that were clipped; OpenRLHF's own loss leaves out those of its dual clip.
-        ppo_kl: mean of old - current log-prob.
-        vllm_kl: mean of the engine's - old log-prob; None without a correction.
+        clip_ratio: share of clipped tokens; OpenRLHF's own loss leaves out tokens that its dual clip clips.
+        ppo_kl: mean of the old log-prob minus the current one.
+        vllm_kl: mean of the engine's log-prob minus the old one; None without a correction.
         is_filter_ratio: share of tokens or sequences whose weight was bounded; None without a correction.
     """
 
@@ -45,8 +45,8 @@ class PolicyLoss(torch.nn.Module):
 
     Args:
         objective: GSPO() by default.
-        correction: weights for rollouts from the inference engine, or None. Of OpenRLHF's own options
-            ``is_correction_level`` must then be other than "off": it makes the engine return log-probs.
+        correction: weights for rollouts from the inference engine, or None. A correction needs OpenRLHF's
+            option ``is_correction_level`` at another value than "off", so that the engine returns log-probs.
 
     Raises:
         IntegrationError: OpenRLHF is installed at another version, or the objective doesn't fit.
@@ -73,15 +73,15 @@ class PolicyLoss(torch.nn.Module):
         batch_num_tokens: float | Tensor | None = None,
         global_batch_size: float | Tensor | None = None,
     ) -> PolicyLossOutput:
-        """One micro-batch's part of the step's loss, times ``dp_size``, because ranks are averaged.
+        """Return one micro-batch's part of the step's loss, times ``dp_size``, because ranks are averaged.
 
         Args:
             log_probs, old_log_probs, advantages: [B, T].
             action_mask: [B, T], tokens that count; None: all.
-            rollout_log_probs: [B, T], by the inference engine; with a correction, and only then.
+            rollout_log_probs: [B, T], of the inference engine; required with a correction, None without one.
             dp_size: data-parallel ranks.
             batch_num_tokens, global_batch_size: tokens and non-empty sequences of the step over all ranks,
-                divided by the accumulation steps; None: this micro-batch's own, whatever ``dp_size``.
+                divided by the accumulation steps; None: those of this micro-batch, whatever ``dp_size`` is.
         """
         counted, _ = self.objective.outer_divisor()
         total = batch_num_tokens if counted == "tokens" else global_batch_size
@@ -114,8 +114,8 @@ class PolicyLoss(torch.nn.Module):
 def _corrected(
     correction: RolloutCorrection, old: Tensor, rollout: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights, the mean of rollout - old, and the share of counted tokens, or of all sequences, whose
-    weights a bound has changed.
+    """Return the weights, the mean of rollout - old, and the share of counted tokens (or of all sequences)
+    whose weights a bound has changed.
     """
     weights = correction.weights(old, rollout, mask)
     counts = torch.ones_like(old, dtype=torch.bool) if mask is None else mask != 0

@@ -1,4 +1,4 @@
-"""prime-rl: ``PolicyLoss`` is a custom loss, ``[trainer.loss] type = "custom"``, and a loss object."""
+"""prime-rl: ``PolicyLoss`` is both a custom loss (``[trainer.loss] type = "custom"``) and a loss object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUPPORTED = ">=0.7,<0.10"
 
 
 class LossInputs(Protocol):
-    """What this loss reads of what prime-rl passes for one sequence; each tensor is [T]."""
+    """The inputs of one sequence that this loss reads from prime-rl; each tensor is [T]."""
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
@@ -29,7 +29,7 @@ class LossInputs(Protocol):
 
 
 class LossOutputs(NamedTuple):
-    """What prime-rl reads of a loss: the sum over tokens, and 0-d metrics."""
+    """The result that prime-rl reads: the loss, a sum over tokens, and 0-d metrics."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -42,12 +42,12 @@ class PolicyLoss:
     their weights), so the objective must aggregate by "token_mean": GSPO's loss of a sequence then counts
     once per token.
 
-    A custom loss is called; prime-rl's loss objects have ``loss``, which is the same here.
+    prime-rl calls a custom loss itself, and the method ``loss`` of a loss object. Here both do the same.
 
     Args:
         objective: ``GSPO(aggregation="token_mean")`` by default. The ratio's old log-probs are the inference
-            engine's: its rounding enters the ratio.
-        kl_beta: weight of the KL to the reference, which the batch must then carry.
+            engine's, so the engine's rounding enters the ratio.
+        kl_beta: weight of the KL to the reference policy. Unless it is 0, batches must have ``ref_logprobs``.
         kl_estimator: "k1", "k2" or "k3".
 
     Raises:
@@ -72,7 +72,7 @@ class PolicyLoss:
         return self.loss(inputs)
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss of one sequence, summed over its counted tokens, each times its ``loss_weights``."""
+        """Return the loss of a sequence, summed over its counted tokens, each times its ``loss_weights``."""
         weights, reference = inputs.loss_weights, inputs.ref_logprobs
         mask, advantages = inputs.loss_mask[None], inputs.advantages[None]
         if self.kl_beta != 0 and reference is None:

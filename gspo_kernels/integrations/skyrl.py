@@ -1,4 +1,4 @@
-"""SkyRL: the objectives of this package as policy losses of its registry.
+"""SkyRL: the objectives of this package as policy losses in SkyRL's registry.
 
 SkyRL scales advantages by its ``loss_reduction`` beforehand, and a policy loss is a plain sum. So every loss
 here aggregates by "sum", and objectives that are not proportional to their advantages don't fit.
@@ -34,7 +34,7 @@ REDUCTIONS = {
     "sequence_mean": "sequence_mean",
     "seq_mean_token_sum_norm": "constant",
 }
-"""This package's ``aggregation`` for each of SkyRL's ``loss_reduction``; it has none for "prompt_mean"."""
+"""This package's ``aggregation`` for each ``loss_reduction`` of SkyRL but "prompt_mean", which has none."""
 
 UNBOUNDED = math.exp(20.0)
 """The largest ratio that SkyRL's losses let through."""
@@ -58,7 +58,7 @@ OPTIONS: dict[type[Objective], hooks.Readers] = {
         "max_ratio": lambda config: UNBOUNDED,
     },
 }
-"""What an objective (or one derived from it) reads from ``trainer.algorithm``, as SkyRL's own losses do."""
+"""Options that an objective and its subclasses read from ``trainer.algorithm``, like SkyRL's own losses."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class SkyRLPolicyLoss:
     """A policy loss with the signature of SkyRL's registry.
 
     Args:
-        name: under which it is registered, for messages.
-        objective: a class, whose options then come from the config of each call, or an instance, which is
-            taken as it is, but for the aggregation.
+        name: the loss's name in the registry, for messages.
+        objective: a class, whose options come from the config of each call, or an instance, of which only the
+            aggregation is changed.
 
     Raises:
         IntegrationError: an objective that SkyRL can't serve; the message says why.
@@ -92,7 +92,7 @@ class SkyRLPolicyLoss:
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Sum over a micro-batch, and metrics.
+        """Return the loss, a sum over the micro-batch, and metrics.
 
         Args:
             log_probs, old_log_probs: [B, T]. Only ``log_probs`` receives a gradient.
@@ -100,9 +100,9 @@ class SkyRLPolicyLoss:
                 where the objective takes one per token.
             config: SkyRL's AlgorithmConfig: clip ranges (``OPTIONS``), ``loss_reduction`` for a warning, and
                 ``off_policy_correction``.
-            loss_mask: [B, T], bool or 0/1; None: all.
-            rollout_logprobs: [B, T] or None: of the engine that sampled. SkyRL's own correction makes weights
-                and a mask of them that multiply the loss, never the ratio.
+            loss_mask: [B, T], bool or 0/1; None: all tokens count.
+            rollout_logprobs: [B, T] or None: log-probs of the engine that sampled. SkyRL's own correction
+                turns them into weights and a mask, which multiply the loss, never the ratio.
 
         Returns:
             The loss, and floats: ``clip_ratio`` of tokens, SkyRL's metrics of the correction, ``ratio_mean``,
@@ -145,7 +145,7 @@ class SkyRLPolicyLoss:
 
 
 def _summing(objective: Objective) -> Objective:
-    """The objective as a plain sum, if it is proportional to the advantages."""
+    """Return the objective as a plain sum; raise IntegrationError if it isn't proportional to advantages."""
     checks.objective(objective, Objective)
     whole: Any = dataclasses.replace(objective, aggregation="sum", aggregation_constant=None)
     hooks.check_objective(whole, "SkyRL", divides_by=("one",))
@@ -164,7 +164,7 @@ def _correction(
     loss_mask: Tensor | None,
     rollout_logprobs: Tensor | None,
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """Weights of SkyRL's off-policy correction and its metrics; None where there is none."""
+    """Return weights and metrics of SkyRL's off-policy correction; (None, {}) without a correction."""
     options = getattr(config, "off_policy_correction", None)
     if rollout_logprobs is None or options is None:
         return None, {}
@@ -204,15 +204,15 @@ def _registry() -> Any:
 
 
 def register(name: str, objective: Objective) -> SkyRLPolicyLoss:
-    """Register an objective of your own, or one with options that SkyRL's config has no words for.
+    """Register an objective of your own, or one with options that SkyRL's config doesn't have.
 
     Args:
-        name: for ``trainer.algorithm.policy_loss_type``; SkyRL refuses one that is taken.
-        objective: an instance; taken as it is, but for the aggregation, which is ``loss_reduction``'s.
+        name: for ``trainer.algorithm.policy_loss_type``; SkyRL refuses a name that is taken.
+        objective: an instance. Only its aggregation is changed: ``loss_reduction`` decides that.
 
     Raises:
-        TypeError: not an instance of an objective.
-        IntegrationError: no SkyRL in ``SUPPORTED`` is installed, or it can't serve the objective.
+        TypeError: ``objective`` is not an instance of an objective.
+        IntegrationError: no SkyRL in ``SUPPORTED`` is installed, or SkyRL can't serve the objective.
     """
     loss = SkyRLPolicyLoss(name, checks.objective(objective, Objective))
     _registry().register(name, loss)
@@ -220,7 +220,7 @@ def register(name: str, objective: Objective) -> SkyRLPolicyLoss:
 
 
 def register_all() -> None:
-    """Register ``LOSSES``: ``gk_gspo``, ``gk_dapo``, ...; those that are there already stay.
+    """Register ``LOSSES`` (``gk_gspo``, ``gk_dapo``, ...). Names that are registered already are left alone.
 
     Raises:
         IntegrationError: no SkyRL in ``SUPPORTED`` is installed.

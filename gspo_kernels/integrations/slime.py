@@ -1,4 +1,4 @@
-"""slime: ``PolicyLoss`` is a ``--custom-loss-function-path`` that starts from the packed logits."""
+"""slime: ``PolicyLoss`` is a loss function for ``--custom-loss-function-path``, from the packed logits."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "custom_pg_loss_reducer_function_path": (None, "the reduction is the objective's aggregation"),
     "use_unbiased_kl": (False, "the KL is not weighted by the ratio of tokens here"),
 }
-"""Arguments that change slime's loss: the only value of each that is served, and why."""
+"""Arguments that change slime's loss: for each the only value that is supported, and the reason."""
 
 
 class PolicyLoss:
     """Any objective as a slime loss function, from the logits of a packed micro-batch.
 
-    It returns the *sum* over the micro-batch's samples (or tokens, under ``--calculate-per-token-loss``),
-    which slime itself divides by the step's number. Of slime's arguments ``entropy_coef``, ``use_kl_loss``,
-    ``kl_loss_coef``, ``kl_loss_type``, ``rollout_temperature`` and ``use_rollout_logprobs`` are followed; the
-    clip range is the objective's, not ``eps_clip``.
+    It returns the *sum* over the micro-batch's samples (or tokens, under ``--calculate-per-token-loss``).
+    slime itself divides this sum by the number of the step's rollouts (or tokens). The loss follows slime's
+    arguments ``entropy_coef``, ``use_kl_loss``, ``kl_loss_coef``, ``kl_loss_type``, ``rollout_temperature``
+    and ``use_rollout_logprobs``. It ignores ``eps_clip``: the clip range is the objective's.
 
     Args:
         objective: GSPO() by default.
@@ -83,19 +83,20 @@ class PolicyLoss:
         logits: Tensor,
         sum_of_sample_mean: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one micro-batch, and metrics as sums that slime divides like the loss.
+        """Return the loss of one micro-batch, and metrics as sums that slime divides like the loss.
 
         Args:
             args: slime's arguments.
             batch: lists with one entry per sample: ``unconcat_tokens`` (prompt and response),
                 ``total_lengths``, ``response_lengths``, ``loss_masks``, ``advantages`` and ``log_probs`` (of
-                the response), ``rollout_mask_sums``, and as asked for ``ref_log_probs``,
-                ``rollout_log_probs``. Without ``log_probs``: on-policy.
+                the response), ``rollout_mask_sums``, and where an option needs them ``ref_log_probs`` and
+                ``rollout_log_probs``. Without ``log_probs`` the loss is on-policy, unless
+                ``use_rollout_logprobs`` is set.
             logits: [1, T, V], fp32; T counts all tokens and some padding.
-            sum_of_sample_mean: slime's reduction of response tokens, for metrics.
+            sum_of_sample_mean: slime's reduction over response tokens; only metrics use it.
 
         Raises:
-            IntegrationError: an argument that changes slime's loss and is not served here.
+            IntegrationError: an argument changes slime's loss and is not supported here.
         """
         self.check_arguments(args)
         where, cu_seqlens = _positions(batch["total_lengths"], batch["response_lengths"], logits)
@@ -159,7 +160,7 @@ class PolicyLoss:
         return out.loss, metrics
 
     def check_arguments(self, args: Namespace) -> None:
-        """Raise IntegrationError for slime's arguments that this loss can't serve; every call does so."""
+        """Raise IntegrationError if this loss doesn't support slime's arguments. Every call checks them."""
         for name, (served, reason) in _REFUSED.items():
             got = getattr(args, name, served)
             if got != served:
@@ -178,9 +179,9 @@ class PolicyLoss:
             )
 
     def _shares(self, batch: Mapping[str, Any], mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-        """[B + 1] with 0 for the padding: a sample's part of the tokens of its rollout, which slime counts.
+        """Return each sample's share of the tokens of its rollout (``rollout_mask_sums``), [B + 1].
 
-        None where the objective doesn't take a sequence's mean over its tokens.
+        The last share, the padding's, is 0. None if the objective doesn't average over a sequence's tokens.
         """
         if self.objective.aggregation != "sequence_mean" or batch.get("rollout_mask_sums") is None:
             return None
@@ -192,7 +193,7 @@ class PolicyLoss:
 def _positions(
     total_lengths: Sequence[int], response_lengths: Sequence[int], logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows of the logits that predict response tokens, and ``cu_seqlens`` with the padding as a sequence."""
+    """Return the rows that predict response tokens, and ``cu_seqlens`` with the padding as last sequence."""
     checks.floats("logits", logits, (1, *logits.shape[1:]), "[1, T, V]", None)
     offsets, rows = offsets_of(torch.tensor(total_lengths, dtype=torch.int64)), logits.shape[1]
     if offsets[-1] > rows:
@@ -205,7 +206,7 @@ def _positions(
 def _labels(
     tokens: Sequence[Tensor], response_lengths: Sequence[int], where: Tensor, logits: Tensor
 ) -> Tensor:
-    """[T]: the response token that each row predicts, ``IGNORE`` elsewhere."""
+    """Return the response token that each row predicts, [T]; ``IGNORE`` for all other rows."""
     responses = [each[each.numel() - length :] for each, length in zip(tokens, response_lengths, strict=True)]
     labels = torch.full((logits.shape[1],), IGNORE, device=logits.device)
     return labels.index_copy(0, where, torch.cat(responses).to(labels))

@@ -1,8 +1,8 @@
 """transformers: a causal language model whose forward returns the policy loss and never builds logits.
 
-``fuse_lm_head(model)`` patches one instance. The model's own forward still runs, whole, so that everything it
-does before and after the head stays as it is; only the head's product is replaced while our arguments are
-there. The head is called through its module, where FSDP2 and ZeRO-3 gather its weight.
+``fuse_lm_head(model)`` patches one instance. The whole of the model's own forward still runs, so everything
+that it does before and after the head stays as it is. Only calls with our arguments replace the head's
+product. The head is called through its module, where FSDP2 and ZeRO-3 gather its weight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _output_class() -> Any:
 
     @dataclass
     class FusedLMOutput(ModelOutput):  # type: ignore[misc]
-        """What a fused forward returns; fields that were not computed are None.
+        """The output of a fused forward; fields that were not computed are None.
 
         Attributes:
             loss: 0-d, carries the gradient; the policy loss plus the weighted MoE auxiliary loss.
@@ -103,22 +103,22 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
 
     A call with ``return_logprobs=True`` scores: it takes the options of ``linear_token_logprobs`` and
     ``cu_seqlens``, and returns differentiable ``logprobs`` (and ``entropy`` with ``return_entropy=True``).
-    A call with ``advantages=`` (None for objectives without) is a policy call: it needs ``old_logprobs=`` too
-    (None: on-policy), takes every term and option of ``fused_linear_policy_loss``, and
-    ``router_aux_loss_coef``, the weight of the MoE auxiliary loss where it is not the model's own.
+    A call with ``advantages=`` (None for objectives without) is a policy call. It needs ``old_logprobs=`` too
+    (None: on-policy). It takes every term and option of ``fused_linear_policy_loss``, and
+    ``router_aux_loss_coef``, a weight of the MoE auxiliary loss that replaces the model's own.
 
-    Both need exactly one of ``labels`` and ``shift_labels``, int64 or int32, [B, T] like ``input_ids`` (with
-    ``cu_seqlens`` [1, N]): ``shift_labels[t]`` is the token that position t predicts; ``labels[t]`` is the
-    token at position t, and is shifted here. Whatever is per token (``old_logprobs``, ``ref_logprobs``, the
-    returned ``logprobs``, ...) has the labels' shape and belongs at t to the token that position t predicts,
-    in both cases. ``loss_mask`` goes with ``shift_labels`` only: in ``labels`` mark tokens by
+    Both calls need exactly one of ``labels`` and ``shift_labels``, int64 or int32, [B, T] like ``input_ids``
+    (with ``cu_seqlens`` [1, N]): ``shift_labels[t]`` is the token that position t predicts; ``labels[t]`` is
+    the token at position t, and is shifted here. All values per token (``old_logprobs``, ``ref_logprobs``,
+    the returned ``logprobs``, ...) have the labels' shape. In both cases their entry t belongs to the token
+    that position t predicts. ``loss_mask`` goes with ``shift_labels`` only: in ``labels`` mark tokens by
     ``ignore_index``.
 
-    Packed: one row [1, N] with ``cu_seqlens`` and no 2-D ``attention_mask``; ``position_ids`` restart (and
-    are made where there are none), which is how transformers keeps sequences apart.
+    A packed batch is one row [1, N] with ``cu_seqlens`` and no 2-D ``attention_mask``. Its ``position_ids``
+    restart with every sequence, so transformers keeps the sequences apart; if missing, they are made here.
 
-    Through PEFT's prompt learning pass ``shift_labels`` and padded rows: labels and whatever is per token lie
-    at the model's own tokens, and the virtual ones before them have none.
+    With PEFT's prompt learning pass ``shift_labels`` and padded rows. Labels and values per token belong to
+    the model's own tokens; the virtual tokens before these have none.
 
     Args:
         model: a transformers causal language model, adapters allowed (on the lm_head itself one
@@ -129,8 +129,8 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         The same model.
 
     Raises:
-        IntegrationError: transformers is missing or unsupported, or the head is not understood; the first
-            fused call compares the head and what follows it with the model's own.
+        IntegrationError: transformers is missing or unsupported, or the head is not understood. The first
+            fused call also raises this if its product or its logits differ from the model's own.
     """
     require_package("transformers", SUPPORTED)
     checks.flag("fp32_head", fp32_head)
@@ -162,7 +162,7 @@ def unfuse_lm_head(model: Any) -> Any:
     """Undo ``fuse_lm_head``; a model that is not fused stays as it is. Returns the model.
 
     Raises:
-        IntegrationError: something else has patched ``forward`` since.
+        IntegrationError: ``forward`` was patched again after ``fuse_lm_head``.
     """
     inner = causal_lm_of(model)
     fused = inner.__dict__.get("_gspo_fused")
@@ -180,13 +180,13 @@ def unfuse_lm_head(model: Any) -> Any:
 
 @dataclass
 class _FusedState:
-    """What a patched instance remembers.
+    """The state of a patched instance.
 
     Attributes:
         earlier: the ``forward`` that the instance itself had before, or None for its class's.
-        patched: the one that it has now.
+        patched: the ``forward`` that the instance has now.
         fp32_head: see ``fuse_lm_head``.
-        virtual_tokens: how many each prompt-learning adapter around the model puts before its tokens.
+        virtual_tokens: how many tokens each prompt-learning adapter puts before the model's own.
         checked_transform: the logit transform that was compared with the model's forward, or None.
         packing_checked: whether packed sequences were checked not to see each other.
     """
@@ -200,7 +200,7 @@ class _FusedState:
 
 
 def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward; with arguments of a fused call, the loss takes the head's place."""
+    """Run the model's own forward; in a fused call, the loss replaces the head's product."""
     state = model._gspo_fused
     forward = state.earlier or functools.partial(type(model).forward, model)
     options = {name: kwargs[name] for name in kwargs if name in _FUSED}
@@ -218,7 +218,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     virtual = _virtual_tokens(state, options, kwargs)
     labels = _labels(options, kwargs, shared)
     if virtual:
-        # positions that don't count, before the labels and before every term per token
+        # virtual tokens don't count: pad the labels and every term per token on the left
         for name, value in options.items():
             if isinstance(value, Tensor) and value.shape == labels.shape:
                 options[name] = nn.functional.pad(value, (virtual, 0))
@@ -249,7 +249,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_options(options: dict[str, Any], scoring: bool) -> None:
-    """Refuse options of neither a scoring call nor a policy call, and tensors that a wrapper has rounded."""
+    """Raise IntegrationError for options that don't fit the call, and for rounded tensors."""
     if scoring and options.keys() - _SCORING:
         raise IntegrationError(
             f"{min(options.keys() - _SCORING)}: goes with a policy call (advantages=), not with "
@@ -272,7 +272,7 @@ def _check_options(options: dict[str, Any], scoring: bool) -> None:
 
 
 def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[str, Any]) -> int:
-    """How many positions PEFT's prompt learning has put before the labels' own."""
+    """Return how many positions PEFT's prompt learning has put before those of the labels."""
     embeddings, shifted = kwargs.get("inputs_embeds"), kwargs.get("shift_labels")
     prefixed = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
     if not state.virtual_tokens or (embeddings is None and not prefixed):
@@ -282,7 +282,7 @@ def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[st
             "cu_seqlens: the virtual tokens of prompt learning come once for each row, so only the first of "
             "the packed sequences would have them; pass padded rows"
         )
-    if embeddings is None:  # prefix tuning: they are in the cache
+    if embeddings is None:  # prefix tuning: virtual tokens are in the cache
         return 0
     if not isinstance(shifted, Tensor) or shifted.ndim != 2:
         raise IntegrationError(
@@ -294,7 +294,7 @@ def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[st
 
 
 def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Tensor:
-    """[B, T], or [1, N] with ``cu_seqlens``: the token that each position predicts."""
+    """Return the token that each position predicts: [B, T], or [1, N] with ``cu_seqlens``."""
     passed = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}  # PEFT passes None
     passed = {name: value for name, value in passed.items() if value is not None}
     if len(passed) != 1:
@@ -323,13 +323,13 @@ def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Te
     shifted = labels.roll(-1, dims=1)
     shifted[:, -1:] = ignore_index
     if cu_seqlens is not None and labels.shape[1]:
-        # before an empty first sequence the index is -1, the last position of the row
+        # an empty first sequence gives index -1, the last position of the row, which is ignored anyway
         shifted[0, cu_seqlens[1:].long() - 1] = ignore_index
     return shifted
 
 
 def _complete_arguments(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) -> None:
-    """Set and check arguments that every fused call gives to the model's own forward."""
+    """Set and check arguments that every fused call passes to the model's own forward."""
     accepts = inspect.signature(type(model).forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in accepts.values())
     for name, value in (("use_cache", False), ("return_dict", True)):
@@ -366,8 +366,8 @@ def _lay_out_packed(
 ) -> Tensor:
     """Check and complete a packed call; labels and per-token terms [1, N] become [N].
 
-    Where ranks share sequences, attention spans ranks, and the caller answers for what it sees. Scoring takes
-    no ``cu_seqlens``: values that are one per sequence become one per token.
+    If ranks share sequences, attention spans ranks, and the caller must keep sequences apart. Scoring takes
+    no ``cu_seqlens``, so a temperature per sequence becomes one per token.
     """
     cu_seqlens, temperature = options["cu_seqlens"], options.get("temperature")
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
@@ -408,7 +408,7 @@ def _lay_out_packed(
 
 @torch.no_grad()
 def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
-    """Refuse a model in which packed sequences see each other; the same few tokens in every process."""
+    """Raise IntegrationError if packed sequences see each other. All processes use the same few tokens."""
     tokens = torch.arange(1, 7, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
     training = [module for module in model.modules() if module.training]
@@ -423,7 +423,7 @@ def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
         for module in training:
             module.training = True
     packed, alone = (exact(x) for x in (hidden[0][:, 3:], hidden[1]))
-    # more than rounding is refused; at 16 bits a router may send a token to another expert
+    # allow rounding; at 16 bits it may make a router send a token to another expert
     tolerance = 0.1 if hidden[0].dtype in _LOW_PRECISION else 1e-3
     difference = float((packed - alone).norm() / alone.norm())
     if not difference <= tolerance:
@@ -450,18 +450,18 @@ def _run_with_loss(
     """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scoring``.
 
     Args:
-        model: whose head is replaced meanwhile.
-        lm_head: the head's parameters, and what follows its product.
-        forward: the model's own, with its arguments.
+        model: the model; its head is replaced during the call.
+        lm_head: the head's parameters, and the transform from its product to logits.
+        forward: the model's own forward, with its arguments bound.
         labels: [B, T], or [N] for a packed call.
         options: of ``linear_token_logprobs`` where ``scoring``, otherwise of ``fused_linear_policy_loss``.
         scoring: return log-probs and no loss.
         fp32_head: project in fp32 outside autocast.
-        compare: compare the head's module with the product of its weight, and what the forward does to a row
-            of made-up logits with the transform that the loss applies.
+        compare: check that the head's module is the product with its weight, and that the forward changes a
+            row of made-up logits like the transform that the loss applies.
 
     Returns:
-        The outputs of ``forward``, and by name what was computed of loss, logprobs, entropy and metrics.
+        The outputs of ``forward``, and by name those of loss, logprobs, entropy and metrics that it computed.
     """
     head, test_logits = head_module(model), torch.empty(0)
     head_forward = head.forward
@@ -512,13 +512,13 @@ def _run_with_loss(
 def _replaced_product(
     head: Any, product: Callable[[Tensor], Any], stand_in: Callable[[Any], Tensor]
 ) -> Iterator[list[Any]]:
-    """Let the head's module compute ``product(hidden)``, and the model's forward see ``stand_in`` of it.
+    """Let the head's module compute ``product(hidden)``, and give the model's forward ``stand_in`` of it.
 
-    The module's own hooks run: those that gather its weight (FSDP2, ZeRO-3) also see what ``product``
-    returned, and attach to its gradient.
+    The module's own hooks run. Hooks that gather its weight (FSDP2, ZeRO-3) also get the result of
+    ``product``, and attach to its gradient.
 
     Yields:
-        One entry for each call of the head: what its hooks made of ``product(hidden)``.
+        A list with one entry for each call of the head: ``product(hidden)``, as changed by the hooks.
     """
     outputs: list[Any] = []
 
@@ -549,11 +549,11 @@ def _replaced_product(
 
 
 def unrounded(value: Tensor, returned: Tensor) -> Tensor:
-    """``value`` with the gradient of ``returned``, which is what a wrapper made of it.
+    """Return ``value`` with the gradient of ``returned``, which is ``value`` after a wrapper has rounded it.
 
     FSDP2's MixedPrecisionPolicy rounds what a module returns to ``output_dtype``, and hooks on the rounded
-    tensors gather the weights for the backward. accelerate sets it, for the lm_head too, and no ratio of
-    log-probs would survive it.
+    tensors gather the weights for the backward. accelerate sets this dtype, for the lm_head too, and no ratio
+    of log-probs would survive the rounding.
     """
     return returned if returned.dtype == value.dtype else value.detach() + (returned - returned.detach())
 
@@ -563,7 +563,7 @@ def _is_dtensor(tensor: Any) -> bool:
 
 
 def _full(tensor: Any) -> Any:
-    """The whole of a DTensor, so that all ranks compute the same loss; its gradient is replicated."""
+    """Return a DTensor as a whole, so that all ranks compute the same loss; its gradient is replicated."""
     return tensor.full_tensor() if _is_dtensor(tensor) else tensor
 
 
@@ -572,7 +572,7 @@ def _at_least_fp32(tensor: Any) -> Any:
 
 
 def _split_by_vocabulary(weight: Any, bias: Any) -> bool:
-    """Whether each rank has some rows of a head, [V, H] and [V] or None: tensor parallelism."""
+    """Return whether ranks split the head's weight [V, H] and bias [V] (or None) by rows."""
     if not _is_dtensor(weight):
         return False
     from torch.distributed.tensor import Shard
@@ -582,12 +582,12 @@ def _split_by_vocabulary(weight: Any, bias: Any) -> bool:
 
 
 def _check_gathered(head: Any) -> None:
-    """Refuse a head whose weight is still a shard of data parallelism."""
+    """Raise IntegrationError if the head's weight is still a shard of data parallelism."""
     if not _is_dtensor(head.weight):
         return
     from torch.distributed.fsdp import FSDPModule
 
-    # the head's own hooks have run, but not those of a module inside; what hooks gather has no second mesh
+    # hooks of the head have run, hooks of modules inside it have not; a gathered weight has a 1-D mesh
     inside = (module for module in head.modules() if module is not head)
     mesh = head.weight.device_mesh
     if mesh.ndim > 1 or any(isinstance(module, FSDPModule) for module in inside):

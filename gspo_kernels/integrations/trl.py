@@ -1,7 +1,7 @@
-"""TRL: ``FusedGRPOTrainer`` is ``GRPOTrainer`` whose log-probs and loss come from here.
+"""TRL: ``FusedGRPOTrainer`` is ``GRPOTrainer`` with log-probs and loss from this package.
 
-TRL keeps generation, rewards, advantages, metrics and its entropy controller. What is replaced is the head:
-scoring (old, reference and current log-probs) and the loss, computed inside the model's forward so that the
+TRL keeps generation, rewards, advantages, metrics and its entropy controller. The adapter replaces the head:
+it computes scores (old, reference and current log-probs) and the loss inside the model's forward, so that the
 hooks of DDP, FSDP and ZeRO fire.
 """
 
@@ -67,12 +67,12 @@ _OPTION = {
 
 
 def _sequence_ratios(batch: PolicyBatch) -> Tensor:
-    """Tokens: each sequence's log-ratio, with its gradient."""
+    """Return each sequence's log-ratio, with its gradient, for every token of the sequence."""
     return batch.per_token(batch.sequence_log_ratio())
 
 
 class _SequenceRatio:
-    """Gives an objective GSPO's ratio: TRL's ``importance_sampling_level="sequence"``."""
+    """A mixin that gives an objective GSPO's ratio: TRL's ``importance_sampling_level="sequence"``."""
 
     coefficient_scope: ClassVar[Any] = "sequence"
     factorizes = True
@@ -95,10 +95,10 @@ class _SequenceSAPO(_SequenceRatio, SAPO):
 
 @dataclass(frozen=True)
 class _TrlVESPO(VESPO):
-    """VESPO as TRL has it.
+    """VESPO as TRL computes it.
 
-    Rollout weights enter the trajectory's ratio instead of multiplying the loss, and the ratio that weighs
-    the KL is that of ``ratio_level``, not the trajectory's.
+    Rollout weights enter the trajectory's ratio instead of multiplying the loss. The KL is weighted by the
+    ratio of ``ratio_level``, not by the trajectory's.
     """
 
     ratio_level: str = "token"
@@ -115,10 +115,10 @@ class _TrlVESPO(VESPO):
 
 
 def objective_of(args: Any) -> Objective:
-    """The objective that a GRPOConfig describes.
+    """Return the objective that a GRPOConfig describes.
 
     Raises:
-        IntegrationError: an option has no equal here; the message names it as GRPOConfig does.
+        IntegrationError: an option has no counterpart here; the message uses GRPOConfig's name for it.
     """
     kind, level = args.loss_type, args.importance_sampling_level
     high, at_sequence = _epsilon_high(args), level == "sequence"
@@ -144,7 +144,7 @@ def objective_of(args: Any) -> Objective:
                 ratio_level=level,
                 **shared,
             )
-        # ratios are never below 1 - 1 = 0, so that a wider lower range changes nothing
+        # a ratio is never below 1 - 1 = 0, so a wider lower range changes nothing
         clip: dict[str, Any] = {
             "clip_low": min(args.epsilon, 1.0),
             "clip_high": high,
@@ -164,7 +164,7 @@ def _epsilon_high(args: Any) -> float:
 
 
 def _check(args: GRPOConfig) -> None:
-    """Refuse what would change the loss and has no equal here; warn about what is rarely meant."""
+    """Raise IntegrationError for options without a counterpart here; warn about clip ranges of little use."""
     objective_of(args)
     if args.use_liger_kernel:
         raise IntegrationError(
@@ -189,7 +189,7 @@ def _check(args: GRPOConfig) -> None:
 
 @dataclass
 class _Step:
-    """Stands in for the model while TRL's ``_compute_loss`` runs: its log-probs come with our loss."""
+    """A stand-in for the model while TRL's ``_compute_loss`` runs. Scoring it also stores our loss in it."""
 
     model: Any
     inputs: dict[str, Any]
@@ -197,10 +197,10 @@ class _Step:
 
 
 class _Box:
-    """Arguments on their way into a model's forward, and what it returned.
+    """A box for arguments of a model's forward and for its output, into which FSDP does not look.
 
-    Mixed precision of FSDP rounds every tensor that enters or leaves the outermost forward, at any depth of
-    tuples, dicts and dataclasses. A ratio of log-probs does not survive that; here they are out of its sight.
+    FSDP's mixed precision rounds every tensor that enters or leaves the outermost forward, at any depth of
+    tuples, dicts and dataclasses. A ratio of log-probs does not survive that; a box keeps it.
     """
 
     def __init__(self, arguments: dict[str, Any]):
@@ -209,7 +209,7 @@ class _Box:
 
     @classmethod
     def call(cls, model: Any, arguments: dict[str, Any], **inputs: Any) -> Any:
-        """The fused forward's output, in its own dtype, with the gradient of what the wrappers returned."""
+        """Return the fused forward's output in its own dtype, with the gradient of the wrappers' output."""
         box = cls(arguments)
         returned = model(**inputs, boxed=box)
 
@@ -220,7 +220,7 @@ class _Box:
 
 
 def _take_boxes(model: Any) -> None:
-    """Let the forward of a fused causal LM open a ``_Box``."""
+    """Let the forward of a fused causal LM take arguments from a ``_Box`` and store its output there."""
     fused = model.forward
 
     @functools.wraps(type(model).forward)
@@ -239,11 +239,11 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     The loss is that of GRPOConfig's ``loss_type`` and ``importance_sampling_level``; GSPO is
     ``loss_type="grpo", importance_sampling_level="sequence"``. Old, reference and current log-probs all come
     from this package's head, in fp32 from bf16 weights, and logits never exist as a whole. Metrics are TRL's,
-    and ``ratio/min``, ``ratio/max`` and ``active_fraction``.
+    plus ``ratio/min``, ``ratio/max`` and ``active_fraction``.
 
     Args:
         model, reward_funcs, args, more, named: as ``GRPOTrainer`` takes them.
-        max_chunk_bytes: the most bytes of logits at a time; None: as ``fused_linear_policy_loss`` has it.
+        max_chunk_bytes: the most bytes of logits at a time; None: ``fused_linear_policy_loss``'s default.
 
     Raises:
         IntegrationError: an option or model that would not give TRL's loss; the message names it.
@@ -262,7 +262,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if args is not None:
             _check(args)
         super().__init__(model, reward_funcs, args, *more, **named)
-        for name in ("cp_size", "sp_size"):  # TRL (1.16) looks at its own arguments alone
+        for name in ("cp_size", "sp_size"):  # TRL (1.16) checks only its own arguments
             if (size := getattr(self.accelerator.parallelism_config, name, 1)) > 1:
                 raise IntegrationError(
                     f"{name}: accelerate's ParallelismConfig has {size}, expected 1: GRPOTrainer generates "
@@ -277,7 +277,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 _take_boxes(causal_lm_of(fused))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Compute our loss; TRL's own code sees detached log-probs and does metrics and entropy control."""
+        """Compute our loss; TRL's own code gets detached log-probs for its metrics and entropy control."""
         step = _Step(model, inputs)
         super()._compute_loss(step, inputs)
         assert step.loss is not None
@@ -286,7 +286,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _get_per_token_logps_and_entropies(
         self, model: Any, *call: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Score through our head as TRL scores; where the loss is wanted, compute that too."""
+        """Score through our head as TRL scores; if ``model`` is a ``_Step``, also compute its loss."""
         if not isinstance(model, _Step):
             return self._through_head(model, {}, call, options)[0]
         terms, mask = self._terms(model.inputs)
@@ -299,7 +299,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output = policy_loss(logprobs, entropy=entropy, **terms)
         else:
             terms["entropy_coef"] = self._entropy_coef(terms, mask)
-            terms["router_aux_loss_coef"] = 0.0  # added below, once for both ways
+            terms["router_aux_loss_coef"] = 0.0  # added below, for both branches
             scored, output = self._through_head(model.model, terms, call, options)
         aux_loss = scored[2]
         model.loss = output.loss
@@ -316,9 +316,9 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _through_head(
         self, model: Any, terms: dict[str, Any], call: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Any]:
-        """Score with our head in the place of TRL's; return that and the output of the model's last call.
+        """Score with our head in the place of TRL's; return the scores and the output of the last model call.
 
-        ``terms`` of the loss, [B] or [B, C] over the completions, go into a call of the whole batch.
+        ``terms`` of the loss, [B] or [B, C] over the completions, need a call of the whole batch.
         """
         output = None
         arguments: dict[str, Any] = {}
@@ -349,7 +349,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return super()._get_per_token_logps_and_entropies(head, *call, **options), output
 
     def _terms(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """The terms of the loss over the completions, as ``policy_loss`` names them, and TRL's loss mask."""
+        """Return the loss terms over the completions, as ``policy_loss`` names them, and TRL's loss mask."""
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
@@ -380,13 +380,13 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return terms, mask
 
     def _accumulated(self) -> int:
-        """How many micro-batches share an optimizer step; evaluation accumulates nothing."""
+        """Return how many micro-batches share an optimizer step; 1 in evaluation."""
         return self.current_gradient_accumulation_steps if self.model.training else 1
 
     def _apply_masks(
         self, terms: dict[str, Any], mask: Tensor, logprobs: Tensor, entropy: Tensor, inputs: dict[str, Any]
     ) -> Tensor:
-        """Set the policy term's weight of tokens that TRL's masks drop to 0; return the others' mask."""
+        """Set the policy term's weight to 0 where TRL's masks drop tokens; return the high-entropy mask."""
         kept, effective = torch.ones_like(mask[:, :1]), mask
         if self.off_policy_mask_threshold is not None:
             old = terms["old_logprobs"]
@@ -401,7 +401,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.top_entropy_quantile < 1.0:
             high = self.get_high_entropy_mask(entropy, mask, 1 - self.top_entropy_quantile)
             kept, effective = kept * high, mask * high
-        # VESPO's rollout weights are a part of its ratio
+        # VESPO's rollout weights are part of its ratio, so its advantages are weighted
         where = "advantages" if self.loss_type == "vespo" else "rollout_weights"
         weights = terms.get(where)
         kept = kept.to(terms["advantages"].dtype)
@@ -409,7 +409,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return effective
 
     def _entropy_coef(self, terms: dict[str, Any], effective: Tensor) -> float | Tensor:
-        """The entropy bonus, TRL's mean over ``effective`` tokens, as factors of the objective's own sum."""
+        """Return the entropy coefficients that make the bonus TRL's mean over ``effective`` tokens."""
         idle = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
         if idle or self.entropy_coef == 0.0:
             return 0.0
@@ -422,10 +422,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 def _wide(values: Tensor) -> Tensor:
-    """[B] as [B, 1]."""
+    """Return [B] as [B, 1]."""
     return values.unsqueeze(1) if values.ndim == 1 else values
 
 
 def _narrow(values: Tensor) -> Tensor:
-    """[B, 1] as [B]."""
+    """Return [B, 1] as [B]."""
     return values.squeeze(1) if values.shape[1] == 1 else values

@@ -1,13 +1,12 @@
-"""verl: the objectives of this package as policy losses of its registry.
+"""verl: the objectives of this package as policy losses in verl's registry.
 
 Importing this module registers them, and verl imports it by itself through the entry-point group
-``verl.plugins``. Per objective there are two names, and ``register`` adds your own:
+``verl.plugins``. Each objective has two names, and ``register`` adds your own losses:
 
 - ``gk_<objective>`` (``gk_gspo``, ``gk_dapo``, ...) aggregates as the objective's source does,
-- ``gk_<objective>_config`` as the actor's ``loss_agg_mode`` says.
+- ``gk_<objective>_config`` aggregates as the actor's ``loss_agg_mode`` says.
 
-Options come from the actor's config where it has a word for them (``OPTIONS``) and are the objective's
-defaults elsewhere.
+Options that the actor's config has (``OPTIONS``) come from there. All others are the objective's defaults.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-sum-norm": "constant",
 }
-"""This package's ``aggregation`` for each of verl's ``loss_agg_mode``."""
+"""This package's ``aggregation`` for each ``loss_agg_mode`` of verl."""
 
 _TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
-"""The count of verl's that an aggregation divides by; others divide by ``global_batch_size``."""
+"""verl's count that an aggregation divides by (None: nothing); all others: ``global_batch_size``."""
 
 
 def _low(config: Any) -> float:
@@ -69,7 +68,7 @@ OPTIONS: dict[type[Objective], hooks.Readers] = {
     objectives.DRO: {"beta": partial(hooks.read, path="policy_loss.dro_beta")},
     objectives.GRPO: {"clip_low": _low, "clip_high": _high, "dual_clip": _dual},
 }
-"""What an objective (or one derived from it) reads from the actor's config, as verl's own losses do."""
+"""The options that an objective and its subclasses read from the actor's config, like verl's own losses."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,10 @@ class VerlPolicyLoss:
     """A policy loss with the signature of verl's registry.
 
     Args:
-        name: under which it is registered, for messages.
-        objective: a class, whose options then come from the config of each call, or an instance, which is
-            taken as it is.
-        follow_config: aggregate as ``loss_agg_mode`` says instead of as the objective does. Not with an
-            instance.
+        name: the loss's name in the registry, for messages.
+        objective: a class, whose options come from the config of each call, or an instance, which is used
+            unchanged.
+        follow_config: aggregate as ``loss_agg_mode`` says, not as the objective does. Only with a class.
     """
 
     name: str
@@ -106,20 +104,21 @@ class VerlPolicyLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss and metrics of a micro-batch.
+        """Return the loss and the metrics of a micro-batch.
 
         Args:
             old_log_prob, log_prob, advantages: [B, T]; advantages may differ within a sequence only where the
                 objective takes one per token. Only ``log_prob`` receives a gradient.
             response_mask: [B, T], bool or 0/1.
-            loss_agg_mode: one of verl's five; without ``follow_config`` a warning where it is another.
+            loss_agg_mode: one of verl's five. Without ``follow_config`` another mode than the objective's
+                leads to a warning.
             config: verl's ActorConfig: clip ranges (``OPTIONS``), and ``global_batch_info`` with dp_size,
                 batch_num_tokens, global_batch_size and loss_scale_factor for the divisor.
-            rollout_is_weights: [B, T] or None: multiply the loss, never the ratio.
+            rollout_is_weights: [B, T] or None: weights that multiply the loss, never the ratio.
 
         Returns:
-            The loss, divided by what the whole batch counts and times dp_size (as FSDP averages over ranks),
-            and floats under verl's names.
+            The loss, divided by the count of the whole batch and times dp_size (because FSDP averages over
+            ranks), and floats under verl's names.
 
         Raises:
             IntegrationError: an objective, mode or config that can't be served; the message says why.
@@ -164,7 +163,7 @@ def _check(objective: Objective) -> None:
 
 
 def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
-    """The outer divisor over all ranks; FSDP's mean over ranks divides by dp_size once more."""
+    """Return the outer divisor over all ranks, divided by dp_size: FSDP's mean divides by dp_size again."""
     ranks = info.get("dp_size") or 1
     name = _TOTALS.get(objective.aggregation, "global_batch_size")
     if name is None:
@@ -205,7 +204,7 @@ LOSSES = {
     for name, objective in hooks.named_objectives().items()
     for suffix in ("", "_config")
 }
-"""All losses by name. One that verl can't serve says why when it is called."""
+"""All losses by name. A loss that verl can't serve raises IntegrationError when it is called."""
 
 
 def _refuse(reason: str, *args: Any, **keywords: Any) -> NoReturn:
@@ -213,18 +212,18 @@ def _refuse(reason: str, *args: Any, **keywords: Any) -> NoReturn:
 
 
 def register(name: str, objective: Objective) -> VerlPolicyLoss:
-    """Register an objective of your own, or one with options that verl's config has no words for.
+    """Register an objective of your own, or one with options that verl's config doesn't have.
 
-    To be called in a module that all workers import: name it in ``VERL_USE_EXTERNAL_MODULES``.
+    Call this in a module that all workers import, and name that module in ``VERL_USE_EXTERNAL_MODULES``.
 
     Args:
         name: for ``actor.policy_loss.loss_mode``.
-        objective: an instance; taken as it is, ``aggregation`` included. From verl come the log-probs,
+        objective: an instance, used unchanged, with its ``aggregation``. verl provides the log-probs,
             advantages, mask and weights, and the divisor over the whole batch.
 
     Raises:
-        TypeError: not an instance of an objective.
-        IntegrationError: no verl in ``SUPPORTED`` is installed, or it can't serve the objective.
+        TypeError: ``objective`` is not an instance of an objective.
+        IntegrationError: no verl in ``SUPPORTED`` is installed, or verl can't serve the objective.
     """
     loss = VerlPolicyLoss(name, checks.objective(objective, Objective))
     require_package("verl", SUPPORTED)
@@ -237,9 +236,9 @@ def _registry() -> Any:
 
 
 def _register_all() -> None:
-    """Put all names into verl's registry; at another version they say so when they are called.
+    """Register all losses with verl; for an unsupported version they raise IntegrationError when called.
 
-    verl hides what a plugin raises, so this must not.
+    verl hides errors that a plugin raises, so this function must not raise.
     """
     try:
         require_package("verl", SUPPORTED)

@@ -1,6 +1,7 @@
 """The Triton backend: ``ops.backends.RatioBackend`` as a module, for NVIDIA and AMD GPUs.
 
-Kernels know rows, addresses and sequences of rows; of reinforcement learning only the clip of ``RatioClip``.
+Kernels know rows, addresses and sequences of rows. Of reinforcement learning they know only the clip of
+``RatioClip`` and its KL penalty.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ __all__ = [
 
 
 _ORDERED_ON_AMD_FROM = (3, 9)
-"""3.6 and 3.7 leave out a wait in what they compile for gfx942; 3.8 was not looked at."""
+"""The oldest Triton for AMD GPUs: 3.6 and 3.7 omit a wait in code for gfx942; 3.8 was not looked at."""
 
 
 def unavailable(device: torch.device) -> str | None:
-    """None for GPUs, and for the CPU under Triton's interpreter."""
+    """Return why the kernels can't run on ``device``, or None; the CPU needs Triton's interpreter."""
     if device.type == "cuda":
         if platform() == "hip" and triton_version() < _ORDERED_ON_AMD_FROM:
             return "for AMD GPUs Triton before 3.9 may leave out a wait between what programs write and read"

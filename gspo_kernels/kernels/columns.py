@@ -1,5 +1,5 @@
-"""How kernels read a row's columns: 16 bytes at a time where the row begins at a multiple of 16 bytes, and by
-as few loads as its place in memory allows where it doesn't.
+"""How kernels read a row's columns: 16 bytes at a time if the row begins at a multiple of 16 bytes, otherwise
+by as few loads as its address allows.
 
 The log-sum-exp takes blocks [loads, threads, vector]: 16 bytes of columns for each thread and load, counted
 from the row's first column. So neither the thread that adds a column nor the order depends on where the row
@@ -15,34 +15,34 @@ import triton.language as tl
 
 @triton.jit
 def decode(number):
-    """The int32 that ``launch.encode`` made a tuple's number of."""
-    # The interpreter holds what needs 32 bits in so many, until it is added to 64.
+    """Decode an int32 from ``launch.encode``."""
+    # The interpreter holds a number that fits 32 bits as int32; adding an int64 widens it.
     return ((number + tl.zeros([], tl.int64)) >> 32).to(tl.int32)
 
 
 @triton.jit
 def decode_wide(halves):
-    """The int64 of ``launch.encode_wide``."""
+    """Decode an int64 from ``launch.encode_wide``."""
     low = decode(halves[0]).to(tl.uint32, bitcast=True).to(tl.int64)
     return (decode(halves[1]).to(tl.int64) << 32) | low
 
 
 @triton.jit
 def decode_float(halves):
-    """The fp64 number of ``launch.encode_float``."""
+    """Decode an fp64 number from ``launch.encode_float``."""
     return decode_wide(halves).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def element(pointer, b, t, strides):
-    """Address of element (b, t), or row (b, t), of a tensor with encoded strides, in 64-bit arithmetic."""
+    """Return the address of element or row (b, t) of a tensor with encoded strides, in 64-bit arithmetic."""
     return pointer + (b.to(tl.int64) * decode_wide(strides[0]) + t.to(tl.int64) * decode_wide(strides[1]))
 
 
 @triton.jit
 def row_pointer(pointer, b, t, strides, ACCESS: tl.constexpr):
-    """Address of row (b, t); "aligned" promises that it is a multiple of 16 bytes."""
-    # Not by ``element``: Triton 3.6 forgets what divides the result of a function.
+    """Return the address of row (b, t); "aligned" promises the compiler a multiple of 16 bytes."""
+    # Not by ``element``: Triton 3.6 forgets which number divides the result of a function.
     row = pointer + (b.to(tl.int64) * decode_wide(strides[0]) + t.to(tl.int64) * decode_wide(strides[1]))
     if ACCESS == "aligned":
         row = tl.multiple_of(row, 16)
@@ -51,10 +51,10 @@ def row_pointer(pointer, b, t, strides, ACCESS: tl.constexpr):
 
 @triton.jit
 def whole_vectors(row, width, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
-    """(pointer, first column, number of columns) of the part of a row to walk in blocks.
+    """Return (pointer, first column, number of columns) of the part of a row that is accessed in blocks.
 
-    "aligned" rows and those of "single" elements are walked as a whole. Of a "shifted" row it is what lies in
-    whole vectors at multiples of 16 bytes; less than a vector is left at either end, see ``edge_columns``.
+    For "aligned" and "single" rows that is the whole row. For "shifted" rows it is the whole vectors at
+    multiples of 16 bytes; less than a vector remains at either end, see ``edge_columns``.
     """
     first = width * 0
     if ACCESS == "shifted":
@@ -63,14 +63,14 @@ def whole_vectors(row, width, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
         first = tl.minimum(((VECTOR - behind) % VECTOR).to(tl.int32), width)
         row = tl.multiple_of(row + first, 16)
     if ACCESS != "single":
-        # For aligned rows the same number, by an operation that tells the compiler what divides it.
+        # For aligned rows the same number, but now the compiler knows that VECTOR divides it.
         width = (width - first) // VECTOR * VECTOR
     return row, first, width
 
 
 @triton.jit
 def edge_columns(lanes, first, whole, width, VECTOR: tl.constexpr):
-    """The columns before and behind the whole vectors of a row, and which of the lanes have one."""
+    """Return the columns before and behind a row's whole vectors, and which lanes have such a column."""
     columns = tl.where(lanes < VECTOR, lanes, first + whole + (lanes - VECTOR))
     return columns, (columns < first) | ((lanes >= VECTOR) & (columns < width))
 
@@ -86,7 +86,7 @@ def load_columns(
     MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """Raw logits of a block of columns; MASKED: -inf beyond the width."""
+    """Load the raw logits of a block of columns; MASKED: -inf beyond the width."""
     if ACCESS == "single":
         pointers = row + (start + lanes).to(tl.int64) * stride_v
     else:
@@ -110,7 +110,7 @@ def load_block(
     EVICT: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Raw logits [loads, threads, vector] of a block; what MASKED gives beyond the width means nothing."""
+    """Load a block's raw logits [loads, threads, vector]; MASKED: values beyond the width mean nothing."""
     ACCESS: tl.constexpr = ROW.ACCESS
     PLATFORM: tl.constexpr = ROW.PLATFORM
     VECTOR: tl.constexpr = lanes.shape[2]
@@ -137,7 +137,7 @@ def _load_one_by_one(
     MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """Each thread its own columns, which share what the first of them has brought to the cache."""
+    """Load each thread's columns one after the other; the first load brings the others to the cache."""
     column = start + pieces * VECTOR
     if ACCESS == "single":
         place = row + column.to(tl.int64) * stride_v
@@ -164,7 +164,7 @@ def _load_one_by_one(
 
 @triton.jit
 def _load_column(place, column, width, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    """One column for each thread and load."""
+    """Load one column for each thread and load."""
     if MASKED:
         return tl.load(place, mask=column < width, other=-float("inf"), eviction_policy=EVICT)
     return tl.load(place, eviction_policy=EVICT)
@@ -172,10 +172,10 @@ def _load_column(place, column, width, MASKED: tl.constexpr, EVICT: tl.constexpr
 
 @triton.jit
 def _load_across_pieces(row, start, pieces, width, stride_v, EVICT: tl.constexpr, PLATFORM: tl.constexpr):
-    """Vectors of eight 16-bit columns as fp32 numbers, out of the two 16-byte pieces that hold each.
+    """Load vectors of eight 16-bit columns as fp32 numbers, each from the two 16-byte pieces that hold it.
 
-    Where such a piece begins before the row or ends behind it, columns are read one by one: nothing beside
-    the row is read.
+    Where such a piece begins before the row or ends behind it, columns are read one by one, so that nothing
+    outside of the row is read.
     """
     LOGIT: tl.constexpr = row.dtype.element_ty
     WIDE: tl.constexpr = (pieces.shape[0] * pieces.shape[1] + 1) * 8
@@ -194,13 +194,13 @@ def _load_across_pieces(row, start, pieces, width, stride_v, EVICT: tl.constexpr
 
 @triton.jit
 def _lies_within(column, width, WIDE: tl.constexpr):
-    """Whether so many columns, from this one on, are all of the row."""
+    """Return whether WIDE columns from ``column`` on all lie in the row."""
     return (column >= 0) & (column <= width - WIDE)
 
 
 @triton.jit
 def _words(quads):
-    """The four numbers of each thread and load."""
+    """Split the last dimension: return the four words of each thread and load."""
     even, odd = tl.split(tl.reshape(quads, [quads.shape[0], quads.shape[1], 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -211,9 +211,9 @@ def _words(quads):
 def _vectors(
     words, behind, FIRST: tl.constexpr, CHOICES: tl.constexpr, LOGIT: tl.constexpr, PLATFORM: tl.constexpr
 ):
-    """The eight columns from the one at ``behind`` on, which is one of CHOICES from FIRST on.
+    """Return the eight columns from the one at ``behind`` on, which is in [FIRST, FIRST + CHOICES).
 
-    To branch is cheaper than to shift: what makes an fp32 number of a column takes it from where it is.
+    Branches are cheaper than shifts: in each branch the conversion to fp32 takes a column from a fixed place.
     """
     HALF: tl.constexpr = CHOICES // 2
     if CHOICES == 1:
@@ -239,10 +239,10 @@ def _vectors(
 
 @triton.jit
 def _column_of(words, PLACE: tl.constexpr, BRANCH: tl.constexpr, LOGIT: tl.constexpr, PLATFORM: tl.constexpr):
-    """The fp32 number that a 16-bit column among some words stands for.
+    """Convert the 16-bit column at PLACE in the words to fp32.
 
-    On NVIDIA written in assembly that names its branch in a comment: of branches that do the same to other
-    words the compiler makes one, behind a selection of each word.
+    On NVIDIA this is assembly with a comment that names its branch. Without it the compiler would merge the
+    branches, which do the same to different words, into one that selects each word first.
     """
     word = words[PLACE // 2]
     if PLATFORM == "cuda":
@@ -261,11 +261,11 @@ def _column_of(words, PLACE: tl.constexpr, BRANCH: tl.constexpr, LOGIT: tl.const
 
 @triton.jit
 def _four(a, b, c, d):
-    """Four numbers for each thread and load, in this order."""
+    """Join four numbers for each thread and load, in this order."""
     return _alternating(tl.join(a, c), tl.join(b, d))
 
 
 @triton.jit
 def _alternating(even, odd):
-    """Two blocks' numbers in turns."""
+    """Interleave two blocks along the last dimension."""
     return tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1], 2 * even.shape[2]])

@@ -1,9 +1,9 @@
 """Divergence of a student's rows of logits from a teacher's, and its gradient. One program owns one row of
 each.
 
-Both rows are read for their log-sum-exps, and again, from the cache, for the divergence; reverse KL and
-Jensen-Shannon read them once more for the gradient, which needs the whole row's sum. What is known already is
-not read for: a backward reads once. ``divergences`` has the formulas.
+Both rows are read for their log-sum-exps, and again, from the cache, for the divergence. Reverse KL and
+Jensen-Shannon read them once more for the gradient, which needs the sum over the whole row. Statistics that
+are known already need no reading, so a backward reads once. ``divergences`` has the formulas.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from gspo_kernels.types import Normalizers, PairStats, RowPair, allocate_pair_st
 
 
 class PairConstants(NamedTuple):
-    """What a divergence is compiled for.
+    """The constants for which a divergence is compiled.
 
     Attributes:
         KIND: "forward", "reverse" or "mixture".
-        KNOWN: what the statistics hold already: "nothing", "normalizers" or "all".
+        KNOWN: which statistics are known already: "nothing", "normalizers" or "all".
     """
 
     KIND: str
@@ -56,7 +56,7 @@ class PairConstants(NamedTuple):
 
 @triton.jit
 def _load(row, start, lanes, width, stride_v, slopes, mask, ROW: tl.constexpr):
-    """Transformed logits of a block, -inf beyond the width and where masked; the softcap's bend."""
+    """Load a block's transformed logits, -inf beyond the width and where masked, and the softcap's bend."""
     ACCESS: tl.constexpr = ROW.ACCESS
     raw = load_columns(row, start, lanes, width, stride_v, ACCESS, True, "evict_last")
     z, bend = transformed(raw, slopes, ROW)
@@ -78,14 +78,14 @@ def _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW
     if mask is not None:
         grad = tl.where(is_kept(mask, start + lanes, width), grad, tl.zeros_like(grad))
     if ROW.NARROWS_IN_PLACE:
-        # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
+        # Block k of the gradient overwrites logits of blocks up to k, which other threads may still read.
         tl.debug_barrier()
     tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
 
 
 @triton.jit
 def _add_block(peak, total, z, PLATFORM: tl.constexpr):
-    """The running maximum and sum of exponentials of each lane, with one more block."""
+    """Add a block to each lane's running maximum and sum of exponentials."""
     top = tl.maximum(peak, z)
     return top, total * exp_flushed(peak - top, PLATFORM) + exp_flushed(z - top, PLATFORM)
 
@@ -102,7 +102,7 @@ def _relative_entropy(q, log_q, p, log_p):
 
 @triton.jit
 def _to_mixture(log_p, log_q, mixture, PLATFORM: tl.constexpr):
-    """log(p / m) and log(q / m), by x = log(beta q) - log((1 - beta) p)."""
+    """Return log(p / m) and log(q / m) from x = log(beta q) - log((1 - beta) p)."""
     log_odds, log_teacher, log_student = mixture
     x = (log_q - log_p) + log_odds
     above = tl.where(x > 0, x, 0.0)
@@ -129,8 +129,8 @@ def divergence_kernel(
     TEACHER: tl.constexpr,
     PAIR: tl.constexpr,
 ):
-    """One row's divergence, and where there is an ``out`` its gradient. ``stats`` are ``PairStats``, ``rows``
-    and ``teacher`` a ``RowNumbers`` each; ``mixture`` are beta, its log-odds, log(beta) and log(1 - beta).
+    """Compute one row's divergence and, if there is an ``out``, its gradient. ``stats`` is a ``PairStats``,
+    ``rows`` and ``teacher`` are ``RowNumbers``, ``mixture`` is beta, its log-odds, log(beta), log(1 - beta).
     """
     ACCESS: tl.constexpr = ROW.ACCESS
     STATS: tl.constexpr = ROW.STATS
@@ -149,7 +149,7 @@ def divergence_kernel(
     lanes = tl.arange(0, BLOCK)
     width = V
     if ACCESS == "aligned":
-        # the same number, by an operation that tells the compiler what divides it
+        # the same number, but now the compiler knows that 16 divides it
         width = width // 16 * 16
     width = tl.where(counted, width, 0)
     if PAIR.KNOWN == "nothing":
@@ -191,7 +191,7 @@ def divergence_kernel(
     written = tl.where(coefficient != 0, width, 0)
     if ROW.SCALED != 0 or ROW.SOFTCAP:
         coefficient = coefficient * (slopes[0][0] + slopes[0][1])
-    # A row without a softmax has no gradient.
+    # The gradient of a row without a softmax is NaN, unless its coefficient is 0.
     coefficient = tl.where(finite | (coefficient == 0), coefficient, float("nan"))
     WRITES_AT_ONCE: tl.constexpr = (PAIR.KIND == "forward") and (out_ptr is not None)
     value = tl.zeros([BLOCK], STATS)
@@ -237,7 +237,7 @@ def divergence_kernel(
         if PAIR.KIND != "forward":
             tl.debug_barrier()
             whole = centre if PAIR.KIND == "reverse" else (1.0 - share) * centre
-            # A row that has infinitely far to go has no direction.
+            # An infinite divergence has no direction: the gradient is NaN.
             coefficient = tl.where(_is_finite(divergence) | (coefficient == 0), coefficient, float("nan"))
             for start in range(0, written, BLOCK):
                 z, bend = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
@@ -268,7 +268,7 @@ def divergence(
     mixed = 0 < beta < 1
     tile = without_spills(DIVERGENCE[max(each.element_size() for each in tensors)], mixed)
     logs = (math.log(beta) - math.log1p(-beta), math.log(beta), math.log1p(-beta)) if mixed else (0.0,) * 3
-    # whole vectors or single elements: rows that begin elsewhere are read in smaller pieces
+    # rows that aren't aligned are read as single elements, also where ``access`` calls them shifted
     rows_access = "aligned" if access(*tensors) == "aligned" else "single"
     student = RowConstants.of(logits, transform, tile, out)
     teacher = RowConstants.of(teacher_logits, teacher_transform, tile)

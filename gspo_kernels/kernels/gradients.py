@@ -42,7 +42,7 @@ from gspo_kernels.types import LogitRows, RowGradients, RowStats
 
 @triton.jit
 def _gradient(raw, is_label, of_row, slopes, ENTROPY: tl.constexpr, OUT: tl.constexpr, ROW: tl.constexpr):
-    """The gradient of some logits of a row; ``write_gradient`` says which."""
+    """Return the gradient of some logits of a row; ``write_gradient`` has the formula."""
     PLATFORM: tl.constexpr = ROW.PLATFORM
     at_label, base, rest, grad_logp, entropy, grad_entropy = of_row
     z, bend = transformed(raw, slopes, ROW)
@@ -71,21 +71,21 @@ def write_gradient(
     ENTROPY: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Read a row and write its gradient; write zeros, and read nothing, where it isn't active.
+    """Read a row and write its gradient; if the row isn't active, write zeros and read nothing.
 
-    dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both start from its own
-    log-prob, because 1 - p(label) taken from exp(z - lse) would be all rounding where p(label) is close to 1.
+    dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both are computed from its
+    log-prob, because 1 - exp(z - lse) would be all rounding where p(label) is close to 1.
 
     Args:
-        row, out_row: the addresses of its first logit and of that one's gradient.
-        stride_v: from one logit to the next.
-        label: int32, -1 where it is no column of the row.
+        row, out_row: the addresses of the row's first logit and of that logit's gradient.
+        stride_v: the stride from one logit to the next.
+        label: int32, -1 if it is no column of the row.
         width: the number of columns.
         mask: the row's sampling mask or None.
         slopes: from ``row_slopes``.
         active: whether the gradient is other than 0.
         stats: (log-prob, log-sum-exp as two numbers, entropy).
-        grads: (that of the log-prob, that of the entropy); without ENTROPY only the first is used.
+        grads: upstream gradients (of the log-prob, of the entropy); without ENTROPY only the first is used.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
     logp, base, rest, entropy = stats
@@ -110,7 +110,7 @@ def write_gradient(
     whole_out = out_row
     if ACCESS == "shifted":
         whole_out = tl.multiple_of(out_row + first, 16)
-        # Before any other store: out may be the logits.
+        # The edges are read before any store, because out may be the logits.
         columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, whole, width, VECTOR)
         reads = inside & (columns < tl.where(active, width, 0))
         shown = reads
@@ -127,13 +127,13 @@ def write_gradient(
     ahead = load_columns(whole_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
     for start in range(0, read, BLOCK):
         raw = ahead
-        # This load stands before the store, across which the compiler can't move it: out may be the logits.
+        # This load stands before the store: out may be the logits, so the compiler can't move it across.
         ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
         grad = _gradient(raw, is_label, of_row, slopes, ENTROPY, OUT, ROW)
         grad = mask_gradient(grad, first + start, first + read, mask, VECTOR, ACCESS)
         if ROW.NARROWS_IN_PLACE:
-            # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
+            # Block k of the gradient overwrites logits of blocks up to k, which other threads may still read.
             tl.debug_barrier()
         tl.store(whole_out + (start + lanes), grad, mask=start + lanes < read, eviction_policy="evict_first")
     zeros = tl.zeros([BLOCK], OUT)
@@ -163,7 +163,7 @@ def logprobs_backward_kernel(
     SHARDED: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """One row's gradient. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
+    """Write one row's gradient. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
     ACCESS: tl.constexpr = ROW.ACCESS
     STATS: tl.constexpr = ROW.STATS
     n = tl.program_id(0)
@@ -204,7 +204,7 @@ def logprobs_backward(
     """See ``ops.backends.RowBackend.logprobs_backward``.
 
     Raises:
-        ValueError: ``out`` overlaps the logits in any other way.
+        ValueError: ``out`` overlaps the logits in a way that the protocol doesn't allow.
     """
     (logits, labels, transform, _), (grad, grad_entropy, _) = rows, grads
     B, T, V = logits.shape

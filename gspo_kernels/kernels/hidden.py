@@ -1,7 +1,7 @@
-"""What is done to rows of hidden states on either side of the gradient products, in one launch each.
+"""Operations on rows of hidden states before and after the gradient products, in one launch each.
 
-Coefficients of any size neither overflow nor vanish on the way: they are taken apart into a power of two and
-what is left of them, as ``linear.scaling`` does it where PyTorch's operations serve a call.
+Coefficients of any size neither overflow nor vanish on the way: each is split into a power of two and the
+remaining factor. ``linear.sums`` and ``linear.gradients`` do it by PyTorch's operations for other backends.
 """
 
 # ruff: noqa: SIM300 - constants are what a kernel is compiled for.
@@ -22,8 +22,8 @@ _ROWS, _COLUMNS = (64, 64) if INTERPRETED else (4, _TILE.block)
 
 @triton.jit
 def power_of_two(value, STATS: tl.constexpr):
-    """The power of two at or below a magnitude, and one over it, so that to multiply by the latter rounds
-    nothing and leaves less than 2. What is 0, infinite or NaN gets some finite power, too.
+    """Return the power of two at or below the magnitude of ``value``, and its inverse: multiplication by the
+    inverse rounds nothing and leaves less than 2. For 0, infinity and NaN the power is some finite one, too.
     """
     if STATS == tl.float64:
         exponent = (value.to(tl.int64, bitcast=True) >> 52) & 0x7FF
@@ -40,13 +40,13 @@ def power_of_two(value, STATS: tl.constexpr):
 
 @triton.jit
 def times(value, factor):
-    """The product, where an exact zero of either beats an overflow of the other."""
+    """Return the product, where an exact zero of either factor beats an overflow of the other."""
     return tl.where((value == 0) | (factor == 0), 0.0, value * factor)
 
 
 @triton.jit
 def _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS: tl.constexpr):
-    """The coefficients of some rows, and the factors that multiply along with them."""
+    """Load the coefficients of some rows, and the factors that multiply along with them (default 1)."""
     coefficient = tl.load(coefficients_ptr + rows.to(tl.int64) * stride, mask=inside, other=0.0).to(STATS)
     factor = tl.full(coefficient.shape, 1.0, STATS)
     if factors_ptr is not None:
@@ -56,7 +56,7 @@ def _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS: tl
 
 @triton.jit
 def _rows_here(count, ROWS: tl.constexpr):
-    """The rows of this program, int64, and whether there are so many."""
+    """Return the rows of this program, int64, and which of them exist."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return rows.to(tl.int64), rows < count
 
@@ -83,7 +83,7 @@ def product_operand_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Some rows of dWeight's operand."""
+    """Compute some rows of the operand of dWeight's product: hidden states times coefficients."""
     rows, inside = _rows_here(count, ROWS)
     share, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     reads = inside & (share != 0)
@@ -102,7 +102,7 @@ def product_operand_kernel(
         columns = start + tl.arange(0, BLOCK)
         beyond = columns[None, :] < width
         values = tl.load(sources[:, None] + columns[None, :], mask=reads[:, None] & beyond, other=0.0)
-        # Selected: the hidden state of a row without gradient may be anything, and is not read.
+        # Selected: a row without gradient is not read, and its hidden state may be anything.
         values = tl.where(reads[:, None], values.to(STATS) * share[:, None], 0.0)
         values = narrowed(values, out_ptr.dtype.element_ty, PLATFORM)
         tl.store(targets[:, None] + columns[None, :], values, mask=inside[:, None] & beyond)
@@ -147,7 +147,7 @@ def sum_unit_kernel(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for all rows, of which there are no more than a chunk has."""
+    """Compute the unit in one program for all rows, which are no more than a chunk has."""
     peaks = tl.zeros([BLOCK], STATS)
     for start in range(0, count, BLOCK):
         rows = start + tl.arange(0, BLOCK)
@@ -182,7 +182,7 @@ def sum_unit(
 
 @triton.jit
 def _unit_rows(sources, columns, mask, unit):
-    """Some columns of rows, times their coefficients over a power of two."""
+    """Load some columns of rows and multiply them by ``unit``: coefficients over a power of two, or 1."""
     values = tl.load(sources[:, None] + columns[None, :], mask=mask, other=0.0)
     return times(values, unit[:, None])
 
@@ -210,7 +210,7 @@ def store_hidden_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Some rows of dHidden."""
+    """Store some rows of dHidden."""
     rows, inside = _rows_here(count, ROWS)
     coefficient, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     if WHOLE_LAST:
@@ -283,7 +283,7 @@ def scale_rows_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Some rows times what the row and all of them are to be multiplied by."""
+    """Multiply some rows by the scale of each row and by one factor for all."""
     rows, inside = _rows_here(count, ROWS)
     scale = tl.load(scales_ptr + rows, mask=inside, other=0.0).to(STATS) * tl.load(factor_ptr).to(STATS)
     lines = values_ptr + rows * width

@@ -22,21 +22,21 @@ INTERPRETED = not isinstance(decode, triton.runtime.JITFunction)
 
 
 def platform() -> str:
-    """What the kernels are compiled for: "interpreter", "hip" or "cuda"."""
+    """Return what the kernels are compiled for: "interpreter", "hip" or "cuda"."""
     if INTERPRETED:
         return "interpreter"
     return "cuda" if torch.version.hip is None else "hip"
 
 
 def triton_version() -> tuple[int, ...]:
-    """Its major and minor number."""
+    """Return the major and minor number of Triton's version."""
     return tuple(int(number) for number in triton.__version__.split(".")[:2])
 
 
 class Tile(NamedTuple):
-    """Columns that a program takes at a time, warps per block of threads, stages of the pipeline that feeds a
-    product, blocks of threads per program (more than one make a cluster), and the most registers of a thread
-    where the compiler isn't left to choose.
+    """How a kernel is launched: ``block`` columns at a time, ``warps`` per block of threads, ``stages`` of
+    the pipeline that feeds a product, ``blocks`` of threads per program (more than one make a cluster), and
+    at most ``registers`` per thread (None: the compiler chooses).
     """
 
     block: int
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     registers: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """What Triton compiles a kernel with.
+        """Return the options with which Triton compiles a kernel.
 
         Fusing of multiplications and additions is off, so that the same helper rounds the same in every
         kernel: old log-probs from one kernel and new ones from another then don't differ at all. Kernels ask
@@ -57,29 +57,31 @@ class Tile(NamedTuple):
         return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
-# The tile by the bytes of one logit, the same on all devices. The forward keeps two (with entropy three)
-# numbers per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would
-# move such loads down to where they are used: the number of programs hides the memory's latency. With 32 to
-# 48 registers 10 to 16 of four warps share an NVIDIA multiprocessor, and have 40 to 64 KiB under way. The
-# backward keeps nothing and takes 64 bytes per thread.
+# Tiles by the bytes of one logit, the same on all devices. The forward keeps two numbers per thread (three
+# with entropy), and a block is two 16-byte loads per thread. It loads nothing ahead, because ptxas would move
+# such loads down to where their values are used; many programs at once hide the latency of memory. With 32 to
+# 48 registers, 10 to 16 programs of four warps share an NVIDIA multiprocessor, with 40 to 64 KiB of loads
+# under way. The backward keeps no such numbers and takes 64 bytes per thread.
 FORWARD = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 
-# The on-policy kernel reads its row twice, the second time from the L2 cache. Few rows may be in flight at a
-# time, so a program takes 16 warps, and so many loads per thread that with more than 64 registers only one
-# fits on an NVIDIA multiprocessor. More warps would be more than the 1,024 threads of an AMD workgroup.
+# The on-policy kernel reads its row twice, the second time from the L2 cache, so only few rows may be in
+# flight at a time. A program takes 16 warps, and so many loads per thread that it needs more than 64
+# registers: only one fits on an NVIDIA multiprocessor. More warps would exceed the 1,024 threads of an AMD
+# workgroup.
 FORWARD_BACKWARD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 
-# A divergence has two rows under way and four numbers per lane; with eight lanes a thread takes 62 to 72
+# A divergence reads two rows and keeps four numbers per lane. With eight lanes a thread takes 62 to 72
 # registers, and seven programs share an NVIDIA multiprocessor.
 DIVERGENCE = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 
 
 def without_spills(tile: Tile, much: bool, registers: int = 128) -> Tile:
-    """The tile for a kernel that keeps ``much`` alive at a time, such as under a softcap or in fp64.
+    """Return the tile, with a limit of registers on CUDA if the kernel keeps ``much`` alive at a time.
 
-    Left alone, ptxas gives some of these a few registers less than they need, for one more program, and puts
-    a number on the stack; under a limit it gives what they need.
+    That is so under a softcap or in fp64. Without a limit ptxas gives some of these kernels a few registers
+    less than they need, to fit one more program, and spills a number to the stack. With a limit it gives them
+    what they need.
     """
     if much and platform() == "cuda":
         return tile._replace(registers=registers)
@@ -90,16 +92,16 @@ _STATS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def stats_type(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name for the dtype of the statistics."""
+    """Return Triton's dtype for the statistics of logits of ``dtype``."""
     return _STATS[stats_dtype(dtype)]
 
 
 ALIGNED_COLUMNS = 16
-"""What divides the vocabulary of rows that lie side by side in 16-byte pieces, whatever their dtype."""
+"""Contiguous rows whose length is a multiple of this consist of 16-byte pieces, whatever their dtype."""
 
 
 def is_aligned(tensor_BTV: Tensor) -> bool:
-    """Whether each row starts at a multiple of 16 bytes and no 16-byte access crosses its end."""
+    """Return whether each row starts at a multiple of 16 bytes and no 16-byte access crosses its end."""
     vocabulary = tensor_BTV.shape[-1]
     size = tensor_BTV.element_size()
     return (
@@ -112,11 +114,11 @@ def is_aligned(tensor_BTV: Tensor) -> bool:
 
 
 def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
-    """How kernels read rows, alike in the logits and in what is written for them.
+    """Return how kernels access rows: in the same way in the logits and in the outputs.
 
     Returns:
-        "aligned" where all is in 16-byte pieces, "shifted" where all but the ends of rows is (rows of both
-        begin equally far from a multiple of 16 bytes, in elements), "single" for any other strides.
+        "aligned" if all rows consist of 16-byte pieces; "shifted" if they do except for their ends, and a row
+        begins equally far from a multiple of 16 bytes, in elements, in all tensors; "single" otherwise.
     """
     tensors = (logits_BTV, *out_BTV)
     if all(is_aligned(each) for each in tensors):
@@ -130,7 +132,7 @@ def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
 
 
 def _extent(tensor: Tensor) -> range:
-    """The addresses from a tensor's first element to its last."""
+    """Return the range of addresses from a tensor's first element to its last."""
     if tensor.numel() == 0:
         return range(0)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -138,10 +140,10 @@ def _extent(tensor: Tensor) -> range:
 
 
 def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
-    """Whether ``out`` holds values narrower than the logits, in the memory of the logits' own rows.
+    """Return whether ``out`` has a narrower dtype than the logits and lies in the memory of their rows.
 
     Raises:
-        ValueError: the two share memory otherwise and aren't the same tensor.
+        ValueError: ``out`` shares memory with the logits in another way and isn't the same tensor.
     """
     logits, out = _extent(logits_BTV), _extent(out_BTV)
     if not range(max(logits.start, out.start), min(logits.stop, out.stop)):
@@ -151,7 +153,7 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
     same_rows = logits_BTV.data_ptr() == out_BTV.data_ptr() and all(
         logits_BTV.stride(dim) * wide == out_BTV.stride(dim) * narrow for dim in dims
     )
-    # From the innermost dimension outwards: the next row may begin where those so far end.
+    # Rows must not overlap. From the innermost dimension outwards, a stride is at least the extent so far.
     reach = logits_BTV.shape[2]
     for dim in sorted(dims, key=logits_BTV.stride):
         same_rows = same_rows and logits_BTV.stride(dim) >= reach
@@ -172,35 +174,35 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
 
 
 Wide = tuple[int, int]
-"""A number of 64 bits as ``encode_wide`` and ``encode_float`` make it."""
+"""A 64-bit number as two encoded halves: see ``encode_wide`` and ``encode_float``."""
 
 
 def encode(number: int) -> int:
-    """A number of 32 bits as it travels in a tuple of kernel arguments; ``columns.decode`` takes it back.
+    """Encode a 32-bit number for a tuple of kernel arguments; ``columns.decode`` decodes it.
 
-    Triton compiles anew where an integer in a tuple is 1, divides by 16 or needs more than 32 bits, has no
-    annotation to forbid that, and rounds floats there to fp32. In the upper half of an odd number of 64 bits
-    an integer is none of that (but for -1, for which it compiles once more), and takes no instruction to
-    read.
+    Triton compiles anew if an integer in a tuple is 1, is divisible by 16 or needs more than 32 bits, has no
+    annotation to forbid that, and rounds floats in tuples to fp32. In the upper half of an odd 64-bit number
+    all integers look alike to Triton (except -1, for which it compiles once more), and reading them takes no
+    instruction.
     """
     return (number << 32) + 0x80000001
 
 
 @functools.lru_cache(maxsize=4096)
 def encode_wide(number: int) -> Wide:
-    """A number of 64 bits, the lower half first."""
+    """Encode a 64-bit integer as two halves, the lower half first."""
     low = number & 0xFFFFFFFF
     return encode(low - (1 << 32) if low >> 31 else low), encode(number >> 32)
 
 
 @functools.lru_cache(maxsize=4096)
 def encode_float(number: float) -> Wide:
-    """An fp64 number by its bits."""
+    """Encode an fp64 number by its bits."""
     return encode_wide(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def encode_strides(tensor: Tensor | None) -> tuple[Wide, ...] | None:
-    """A tensor's strides as they travel in a tuple."""
+    """Encode a tensor's strides."""
     return None if tensor is None else tuple(map(encode_wide, tensor.stride()))
 
 
@@ -238,7 +240,7 @@ class RowNumbers(NamedTuple):
         grad: Tensor | None = None,
         grad_entropy: Tensor | None = None,
     ) -> RowNumbers:
-        """For logits [B, T, V]."""
+        """Encode the numbers of logits [B, T, V]."""
         scale, softcap, temperature, *_ = transform
         inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
         return RowNumbers(
@@ -257,12 +259,12 @@ class RowNumbers(NamedTuple):
 
 
 class RowConstants(NamedTuple):
-    """What a kernel over logit rows is compiled for.
+    """The constants for which a kernel over logit rows is compiled.
 
     Attributes:
         STATS: the dtype of statistics.
-        SCALED: 0 where logits are taken as they are, else the sign of what multiplies them.
-        SOFTCAP: whether there is one.
+        SCALED: 0 if logits are not multiplied, otherwise the sign of their factor.
+        SOFTCAP: whether the logits have a softcap.
         ACCESS: see ``access``.
         NARROWS_IN_PLACE: see ``narrows_in_place``.
         BLOCK, WARPS: the tile.
@@ -280,7 +282,7 @@ class RowConstants(NamedTuple):
 
     @staticmethod
     def of(logits: Tensor, transform: LogitTransform, tile: Tile, out: Tensor | None = None) -> RowConstants:
-        """For logits [B, T, V] and the gradient that is written for them; raises as ``narrows_in_place``."""
+        """Return the constants for logits [B, T, V] and their gradient; raises as ``narrows_in_place``."""
         slope = transform.logit_scale / transform.temperature
         plain = slope == 1.0 and transform.row_temperature is None
         return RowConstants(
@@ -296,10 +298,10 @@ class RowConstants(NamedTuple):
 
 
 def row_kernel(function: Callable[..., None]) -> Any:
-    """``triton.jit`` for kernels that must not be compiled anew when shapes, strides or addresses change.
+    """Apply ``triton.jit`` so that changes of shapes, strides or addresses don't compile the kernel anew.
 
-    Only dtypes, the presence of optional tensors and the constants enter the specialisation. What vectorised
-    accesses need to know of strides and addresses travels in the constant ACCESS.
+    Only dtypes, the presence of optional tensors and the constants enter the specialisation. The constant
+    ACCESS says what vectorised accesses need to know of strides and addresses.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]

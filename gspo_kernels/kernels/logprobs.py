@@ -27,7 +27,7 @@ def logprobs_forward_kernel(
     rows,
     ROW: tl.constexpr,
 ):
-    """One row's statistics. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
+    """Compute one row's statistics. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
     ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
     V = decode(rows.V)

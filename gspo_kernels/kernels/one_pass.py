@@ -1,10 +1,10 @@
 """Log-probs and the gradient of logit rows in one launch, for coefficients that are known beforehand.
 
-Rows that fit stay on the chip in between, and each logit is read once: one program owns one row and keeps an
-exponential of each of its logits in registers. Where a row is more than one block of threads holds, a program
-is a cluster of up to 16 blocks on neighbouring multiprocessors of an NVIDIA GPU, which tell each other their
-maxima and sums through shared memory. The source is the same: of how many blocks a program consists is an
-option of its launch. Other rows are read twice, the second time from the cache where that holds them.
+Rows that fit stay on the chip, and each logit is read once: one program owns one row and keeps an exponential
+of each logit in registers. If a row is larger than one block of threads holds, a program is a cluster of up
+to 16 blocks on neighbouring multiprocessors of an NVIDIA GPU, which exchange their maxima and sums through
+shared memory. The source is the same: the number of blocks is an option of the launch. Other rows are read
+twice, the second time from the cache if it holds them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _CLUSTERS_FROM = (3, 8)
 """The first Triton that compiles reductions over the blocks of a cluster."""
 _BLOCKS_BY_CAPABILITY = {9: 16, 10: 16, 12: 8}
 _NUMBERS = 40
-"""Exponentials that a thread keeps at most: with what else it needs they take 64 to 80 registers."""
+"""The most exponentials that a thread keeps; with everything else they take 64 to 80 registers."""
 
 
 def most_blocks(device: torch.device) -> int:
-    """Of how many blocks a program may consist."""
+    """Return the most blocks of threads that a program may have."""
     if platform() == "interpreter":
         return 16
     if platform() == "hip" or triton_version() < _CLUSTERS_FROM:
@@ -60,10 +60,10 @@ def most_blocks(device: torch.device) -> int:
 
 
 def on_chip_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile | None:
-    """The smallest program that holds a row of these logits, None where they are to be read twice.
+    """Return the smallest program that holds a row of these logits, or None if rows are to be read twice.
 
-    That is where a row has too many of them, doesn't come in 16-byte pieces, is of fp64, or is bent by a
-    softcap or cut by a sampling mask.
+    They are read twice if they have too many logits, don't come in 16-byte pieces, or have fp64, a softcap or
+    a sampling mask.
     """
     if access(logits, out) != "aligned":
         return None
@@ -71,11 +71,11 @@ def on_chip_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile
 
 
 def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) -> Tile | None:
-    """``on_chip_tile`` of rows in 16-byte pieces."""
+    """Return ``on_chip_tile`` of rows that come in 16-byte pieces."""
     if V == 0 or size == 8 or transform.softcap or transform.kept is not None:
         return None
     threads, blocks = 64 if platform() == "hip" else 32, most_blocks(device)
-    # With eight warps four programs' blocks share an NVIDIA multiprocessor, each at another stage of its row.
+    # With eight warps, blocks of four programs share an NVIDIA multiprocessor, each at another stage.
     for warps in (8, 16):
         count = 1
         while count <= blocks:
@@ -88,7 +88,7 @@ def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) ->
 
 @triton.jit
 def _coefficient(coefficients_ptr, b, t, rows, labelled, STATS: tl.constexpr):
-    """A row's coefficient: 1 without coefficients, 0 without a label in range, as no logit matters then."""
+    """Load a row's coefficient: 1 without coefficients, 0 without a label in range: no logit matters then."""
     coefficient = tl.full([], 1.0, STATS)
     if coefficients_ptr is not None:
         coefficient = tl.load(element(coefficients_ptr, b, t, rows.grad)).to(STATS)
@@ -108,8 +108,8 @@ def on_chip_row_kernel(
     PIECES: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """One row, of PIECES blocks of columns: all but the last of them are full. ``rows`` is a ``RowNumbers``,
-    ROW a ``RowConstants``.
+    """Compute one row of PIECES blocks of columns, of which all but the last are full. ``rows`` is a
+    ``RowNumbers``, ROW a ``RowConstants``.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
     BLOCK: tl.constexpr = ROW.BLOCK
@@ -118,7 +118,7 @@ def on_chip_row_kernel(
     THREADS: tl.constexpr = BLOCK // VECTOR
     lanes = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     V = decode(rows.V)
-    # Rows are aligned: the same number, by an operation that tells the compiler what divides it.
+    # Rows are aligned: V // VECTOR * VECTOR is V, but now the compiler knows that VECTOR divides it.
     rest_of_row = V // VECTOR * VECTOR - (PIECES - 1) * BLOCK
     n = tl.program_id(0)
     b, t, label, counted = row_label(n, labels_ptr, rows)
@@ -145,7 +145,7 @@ def on_chip_row_kernel(
             if piece == PIECES - 1:
                 z = tl.where(lanes < rest_of_row, z, -float("inf"))
             if home == piece:
-                # The barrier keeps this a branch: else every piece would pay for what one of them needs.
+                # The barrier keeps this a branch; without it every piece would pay for what one needs.
                 tl.debug_barrier()
                 z = tl.where(lanes == place - piece * BLOCK, -float("inf"), z)
             peak = tl.maximum(peak, tl.max(z, axis=1))
@@ -166,8 +166,8 @@ def on_chip_row_kernel(
             # A row with +inf has NaN for log-probs.
             rest = tl.where(base == float("inf"), float("nan"), rest)
             weight = -coefficient * exp_flushed((peak - base) - rest, PLATFORM)
-            # Where out lies in the memory of the logits, nobody may overwrite what others have still to read.
-            # The blocks of a cluster have met in the reductions.
+            # If out lies in the memory of the logits, no thread may overwrite what others have yet to read.
+            # The blocks of a cluster have waited for each other in the reductions.
             tl.debug_barrier()
             for piece in tl.static_range(PIECES):
                 grad = exponentials[piece] * weight[:, None]
@@ -202,8 +202,8 @@ def logprobs_and_grad_kernel(
     rows,
     ROW: tl.constexpr,
 ):
-    """One row's statistics, then its gradient, for which the row is read again. ``rows`` is a ``RowNumbers``,
-    ROW a ``RowConstants``.
+    """Compute one row's statistics, then its gradient, for which the row is read again. ``rows`` is a
+    ``RowNumbers``, ROW a ``RowConstants``.
     """
     ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
@@ -231,8 +231,8 @@ def logprobs_and_grad_kernel(
 
 
 def logprobs_and_grad(rows: LogitRows, coefficients: Tensor | None, out: Tensor) -> RowStats:
-    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``. Coefficients that
-    are None are 1.
+    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``. ``coefficients`` of
+    None stand for 1.
     """
     logits, labels, transform, _ = rows
     B, T, V = logits.shape
@@ -266,8 +266,8 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, None]:
 
 
 def one_pass_pays(rows: LogitRows, all_rows_active: bool) -> bool:
-    """See ``ops.backends.OnePassBackend.one_pass_pays``: where rows stay on the chip. Their sums have another
-    order than those of ``logprobs_forward``, and a row that nothing multiplies need not be written.
+    """See ``ops.backends.OnePassBackend.one_pass_pays``. It pays if rows stay on the chip and all are active:
+    sums have another order than in ``logprobs_forward``, and inactive rows would be written for nothing.
     """
     logits, vocabulary = rows.logits, rows.logits.shape[2]
     if not all_rows_active or vocabulary % ALIGNED_COLUMNS:

@@ -1,9 +1,9 @@
 """Matrix products whose sums have a fixed order: an element's bits depend on its row and its column alone.
 
 Libraries choose tiles, and how they split K, by the shapes of a product. Here tiles are the same for every
-number of rows and columns. A tile's sum along K runs in segments of fixed length, each from zero, which are
-added up from the first to the last; so products that follow each other on the same output are one product
-along the longer K. A few programs walk over all tiles.
+number of rows and columns. K is cut into segments of fixed length. A tile sums up each segment from zero and
+adds the segments from the first to the last; so products that are accumulated one after the other equal one
+product along the longer K. A few programs walk over all tiles.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gspo_kernels.kernels.launch import (
 from gspo_kernels.kernels.rows import narrowed
 
 SEGMENT = 128
-"""Steps along K that are summed up by themselves."""
+"""Values along K in a segment, which is summed up from zero before it is added to the total."""
 _VECTOR_BYTES = 16
-# Row tiles whose columns are computed side by side: they share what the L2 cache holds of `b`.
+# Row tiles that are computed side by side: they share the columns of `b` that the L2 cache holds.
 _GROUP = 8
 
 
 class _ProductTile(NamedTuple):
-    """Rows and columns of a tile, how deep a step along K is, warps, and stages of the pipeline."""
+    """The rows and columns of a tile, the depth of a step along K, warps, and stages of the pipeline."""
 
     rows: int
     columns: int
@@ -45,9 +45,9 @@ class _ProductTile(NamedTuple):
     stages: int
 
 
-# Two sums of a tile are in registers: that of a segment, and that of those before it. Operands that come in
-# 16-byte pieces are loaded a segment or two ahead. Others go through registers, too, and have a pointer for
-# each element; masks at the end of K take registers as well.
+# Registers hold two sums of a tile: that of the segment, and that of all segments before it. Operands that
+# come in 16-byte pieces are loaded a segment or two ahead. Other operands also pass through registers and
+# have a pointer for each element; masks at the end of K take registers as well.
 _LARGE = _ProductTile(128, 128, 64, 8, 3)
 _WIDE = {2: _ProductTile(128, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 3)}
 _MASKED = {2: _ProductTile(64, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 3)}
@@ -57,8 +57,8 @@ _INTERPRETED = _ProductTile(32, 64, 64, 1, 1)
 
 @triton.jit
 def _lines(first, COUNT: tl.constexpr, size, VECTOR: tl.constexpr):
-    """Lines of an operand from ``first`` on; beyond the end its first VECTOR ones again, of which nothing is
-    kept.
+    """Return the lines of an operand from ``first`` on. Lines beyond the end become some of the first VECTOR
+    lines, and what is computed from them is not stored.
     """
     lines = first + tl.arange(0, COUNT)
     return tl.where(lines < size, lines, lines % VECTOR).to(tl.int64)
@@ -66,8 +66,8 @@ def _lines(first, COUNT: tl.constexpr, size, VECTOR: tl.constexpr):
 
 @triton.jit
 def _anew(x, PLATFORM: tl.constexpr):
-    """The same number, but NVIDIA's compiler doesn't know it: addresses that follow from it don't stay in
-    registers while sums need them.
+    """Return ``x`` in a way that NVIDIA's compiler can't see through, so that addresses derived from it don't
+    stay in registers while the sums need those.
     """
     if PLATFORM == "cuda":
         return tl.inline_asm_elementwise(
@@ -81,8 +81,8 @@ class ProductNumbers(NamedTuple):
 
     Attributes:
         M, N, K: rows and columns of ``out``, and the length of its sums.
-        programs: how many there are.
-        a, b, bias, out: strides.
+        programs: the number of programs.
+        a, b, bias, out: strides of these tensors.
     """
 
     M: int
@@ -96,15 +96,15 @@ class ProductNumbers(NamedTuple):
 
 
 class ProductConstants(NamedTuple):
-    """What a product is compiled for.
+    """The constants for which a product is compiled.
 
     Attributes:
         A_ALONG_K, B_ALONG_K: whether an operand is contiguous along K, or along its other dimension.
-        A_VECTOR, B_VECTOR: elements of a 16-byte piece, or 1 where operands don't come in such.
+        A_VECTOR, B_VECTOR: elements of a 16-byte piece, or 1 if the operand doesn't come in such pieces.
         WHOLE: whether K is a multiple of LENGTH.
-        ACCUMULATE: whether ``out`` is added to.
-        ROWS, COLUMNS, DEPTH: a tile.
-        LENGTH: steps along K that are summed up by themselves.
+        ACCUMULATE: whether the product is added to ``out``.
+        ROWS, COLUMNS, DEPTH: rows and columns of a tile, and the depth of a step along K.
+        LENGTH: values along K in a segment.
         GROUP: tiles of rows that are computed side by side.
         PLATFORM: see ``launch.platform``.
     """
@@ -125,8 +125,8 @@ class ProductConstants(NamedTuple):
 
 @row_kernel
 def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr):
-    """Every so many-th tile of out (+)= a @ b + bias. ``product`` is a ``ProductNumbers``, PRODUCT a
-    ``ProductConstants``.
+    """Compute every ``programs``-th tile of out (+)= a @ b + bias. ``product`` is a ``ProductNumbers``,
+    PRODUCT a ``ProductConstants``.
     """
     PLATFORM: tl.constexpr = PRODUCT.PLATFORM
     ROWS: tl.constexpr = PRODUCT.ROWS
@@ -152,7 +152,7 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
         a_stride_k = 1
     else:
         a_stride_m = 1
-        # The same number, by an operation that tells the compiler what divides it.
+        # The same number, but now the compiler knows that A_VECTOR divides it.
         a_stride_k = a_stride_k // A_VECTOR * A_VECTOR
     if B_ALONG_K:
         b_stride_k = 1
@@ -221,17 +221,18 @@ def fixed_product(
     accumulate: bool = False,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """``out = a @ b + bias``, or ``out += a @ b`` with ``accumulate``, summed in fp32.
+    """Compute ``out = a @ b + bias``, or ``out += a @ b`` with ``accumulate``, summed in fp32.
 
     Args:
-        a, b: [M, K] and [K, N], both fp16, bf16 or fp32; copied unless one of the strides is 1.
+        a, b: [M, K] and [K, N], both fp16, bf16 or fp32; copied unless one of the strides is 1. ``a`` is also
+            copied where only its address or its other stride keeps it from coming in 16-byte pieces.
         out: [M, N], any float dtype, stride 1 along N.
         bias: [N], any float dtype and stride, or None.
         accumulate: whether to add to what ``out`` holds.
-        ends: None, or that K is cut into segments of ``SEGMENT`` as it always is: the last of them is K.
+        ends: None, or the ends of the segments: all multiples of ``SEGMENT`` below K, then K.
 
     Raises:
-        ValueError: segments of another length.
+        ValueError: ``ends`` are those of segments of another length.
     """
     (M, K), N = a.shape, b.shape[1]
     if ends is not None and ends.tolist() != [*range(SEGMENT, K, SEGMENT), K]:
@@ -243,7 +244,7 @@ def fixed_product(
     b_vector = vector if _comes_in_vectors(b.t() if b_along_k else b, vector) else 1
     a_along_k = a.stride(1) == 1 or a.stride(0) != 1
     lines = a if a_along_k else a.t()
-    # tiles must not depend on where `a` is: it holds other rows each time
+    # the tile must not depend on the address of `a`, which holds other rows in each call
     a_vector = vector if lines.shape[1] % vector == 0 else 1
     if lines.stride(1) != 1 or (a_vector > 1 and not _comes_in_vectors(lines, vector)):
         lines = lines.clone(memory_format=torch.contiguous_format)
@@ -279,14 +280,14 @@ def fixed_product(
 
 
 def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
-    """Whether lines, contiguous along their second dimension, are whole 16-byte pieces."""
+    """Return whether lines, contiguous along their second dimension, consist of aligned 16-byte pieces."""
     starts = lines.data_ptr() % _VECTOR_BYTES == 0 and lines.stride(0) % vector == 0
     return starts and lines.shape[1] % vector == 0
 
 
 def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> _ProductTile:
-    """The tile for operands of ``size`` bytes per element, in 16-byte pieces where ``wide``, and with only
-    ``whole`` segments.
+    """Return the tile for elements of ``size`` bytes. ``wide``: both operands come in 16-byte pieces.
+    ``whole``: K consists of whole segments.
     """
     if platform() == "interpreter":
         return _INTERPRETED
@@ -298,14 +299,14 @@ def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> _ProductT
 
 
 def _holds_large_tiles(device: torch.device) -> bool:
-    """Whether a block of threads may have the 192 KiB of shared memory that the large tile's operands take:
-    on Hopper and on Blackwell's server GPUs.
+    """Return whether a block of threads may have the 192 KiB of shared memory that the operands of the large
+    tile take: on Hopper and on Blackwell's server GPUs.
     """
     return platform() == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """How many programs run at once."""
+    """Return how many programs run at once: one per multiprocessor of a GPU."""
     if platform() == "interpreter":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -29,7 +29,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def lowest(STATS: tl.constexpr):
-    """The lowest finite value: unlike -inf, subtracting it from -inf is no NaN."""
+    """Return the lowest finite value. Unlike -inf, it can be subtracted from -inf without giving NaN."""
     if STATS == tl.float64:
         return tl.full([], -1.7976931348623157e308, STATS)
     return tl.full([], -3.4028234663852886e38, STATS)
@@ -37,9 +37,9 @@ def lowest(STATS: tl.constexpr):
 
 @triton.jit
 def exp_flushed(x, PLATFORM: tl.constexpr):
-    """exp(x) for x <= 0 as one hardware exponential; on NVIDIA, results below the normal range become 0.
+    """Return exp(x) for x <= 0 by one hardware exponential; on NVIDIA, subnormal results become 0.
 
-    Keeping them would cost three more instructions for each exponential, out of eight per logit.
+    To keep subnormal results would cost three more instructions for each exponential, out of eight per logit.
     """
     if PLATFORM == "cuda" and x.dtype == tl.float32:
         return _exp2_flushed(x * _LOG2_E)
@@ -48,7 +48,7 @@ def exp_flushed(x, PLATFORM: tl.constexpr):
 
 @triton.jit
 def _exp2_flushed(x):
-    """2**x as one NVIDIA instruction."""
+    """Return 2**x by one NVIDIA instruction; subnormal results become 0."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -56,12 +56,12 @@ def _exp2_flushed(x):
 
 @triton.jit
 def tanh(x, STATS: tl.constexpr, PLATFORM: tl.constexpr):
-    """Hyperbolic tangent to a few units in the last place, near 0 too; one exponential and one division."""
+    """Return tanh to a few units in the last place, also near 0, by one exponential and one division."""
     a = tl.abs(x)
     e = exp_flushed(-2.0 * a, PLATFORM)
     q = a * a
-    # Below 1/2 a convergent of Lambert's continued fraction x/(1 + x^2/(3 + x^2/(5 + ...))), which doesn't
-    # cancel: the one that ends in 9 or, for fp64, in 17.
+    # Below 1/2, take a convergent of Lambert's continued fraction x/(1 + x^2/(3 + x^2/(5 + ...))), which
+    # doesn't cancel. It ends with 9 or, for fp64, with 17.
     if STATS == tl.float64:
         top = (((q + 990.0) * q + 135135.0) * q + 4729725.0) * q + 34459425.0
         low = (((45.0 * q + 13860.0) * q + 945945.0) * q + 16216200.0) * q + 34459425.0
@@ -76,7 +76,7 @@ def tanh(x, STATS: tl.constexpr, PLATFORM: tl.constexpr):
 
 @triton.jit
 def log1p_unit(x):
-    """log(1 + x) for x in [0, 1] with full relative accuracy, as 2 artanh(x / (2 + x))."""
+    """Return log(1 + x) for x in [0, 1] with full relative accuracy, as 2 artanh(x / (2 + x))."""
     t = x / (2.0 + x)
     q = t * t
     # q <= 1/9: the first term left out is below 9**-17 / 35.
@@ -88,20 +88,20 @@ def log1p_unit(x):
 
 @triton.jit
 def one_minus_exp(logp, STATS: tl.constexpr, PLATFORM: tl.constexpr):
-    """1 - exp(logp) for logp <= 0 without cancellation, as 2t / (1 + t) with t = tanh(-logp / 2)."""
+    """Return 1 - exp(logp) for logp <= 0 without cancellation, as 2t / (1 + t) with t = tanh(-logp / 2)."""
     t = tanh(-0.5 * logp, STATS, PLATFORM)
     return 2.0 * t / (1.0 + t)
 
 
 @triton.jit
 def narrowed(value, OUT: tl.constexpr, PLATFORM: tl.constexpr):
-    """``value`` in the dtype OUT, rounded to the nearest even as hardware does."""
+    """Round ``value`` to the dtype OUT, to nearest even as hardware does."""
     if OUT == tl.float64:
         return value.to(tl.float64)
     value = value.to(tl.float32)
     if PLATFORM != "cuda" and OUT == tl.bfloat16:
-        # The interpreter truncates, and what Triton does on CDNA 3 takes more instructions. The NaN is one
-        # whose bits rounding leaves a NaN.
+        # The interpreter truncates, and Triton's own conversion takes more instructions on CDNA 3. Any NaN is
+        # replaced by one that is still NaN after its bits are rounded.
         value = tl.where(value == value, value, float("nan"))
         bits = value.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -111,13 +111,13 @@ def narrowed(value, OUT: tl.constexpr, PLATFORM: tl.constexpr):
 
 @triton.jit
 def add_hi_lo(high, low, OUT: tl.constexpr):
-    """A sum of two as one number of dtype OUT."""
+    """Return high + low as one number of dtype OUT."""
     return high.to(OUT) + low.to(OUT)
 
 
 @triton.jit
 def split_hi_lo(value, STATS: tl.constexpr):
-    """A number of any dtype as a sum of two of dtype STATS."""
+    """Split a number of any dtype into a sum of two numbers of dtype STATS."""
     high = value.to(STATS)
     rounded = high.to(value.dtype)
     return high, tl.where(value == rounded, 0.0, value - rounded).to(STATS)
@@ -125,10 +125,10 @@ def split_hi_lo(value, STATS: tl.constexpr):
 
 @triton.jit
 def _split_factor(value, STATS: tl.constexpr):
-    """A factor as a sum of two that have its sign, neither of them 0: no product with an infinity is NaN."""
+    """Split a factor into a sum of two numbers of its sign, neither 0: infinity times them is not NaN."""
     high = value.to(STATS)
     if STATS == tl.float32:
-        # Towards 0: half a unit in the last place less, then rounded.
+        # Round towards 0: take off half a unit in the last place, then round to nearest.
         high = (value * (1.0 - 2.0**-24)).to(STATS)
     low = value - high.to(tl.float64)
     return high, tl.where(low == 0, value * 2.0**-60, low).to(STATS)
@@ -136,13 +136,13 @@ def _split_factor(value, STATS: tl.constexpr):
 
 @triton.jit
 def _multiply(x, factor):
-    """``x`` times a factor that is a sum of two."""
+    """Multiply ``x`` by a factor from ``_split_factor``."""
     return tl.fma(x, factor[0], x * factor[1])
 
 
 @triton.jit
 def row_label(n, labels_ptr, rows):
-    """Where row n is, (b, t), its label, int64, and whether it counts."""
+    """Return (b, t, label, counted) of row n: its indices, its int64 label, and whether it isn't ignored."""
     T = decode(rows.T)
     b = n // T
     t = n - b * T
@@ -152,10 +152,10 @@ def row_label(n, labels_ptr, rows):
 
 @triton.jit
 def row_slopes(rows, row_temperature_ptr, b, t, STATS: tl.constexpr):
-    """The transform of one row, (slope, inner, outer) of ``launch.RowNumbers``.
+    """Return the transform of one row: (slope, inner, outer) of ``launch.RowNumbers``.
 
-    Each factor comes as a sum of two: rounding it would tilt all logits of the row the same way, and then the
-    log-prob and the entropy by much more than rounding each product does.
+    Each factor is a sum of two numbers. A rounded factor would scale all logits of the row by the same error,
+    and that would change the log-prob and the entropy by much more than rounding each product does.
     """
     slope = decode_float(rows.slopes[0])
     inner = decode_float(rows.slopes[1])
@@ -189,7 +189,7 @@ def transformed(raw, slopes, ROW: tl.constexpr):
 
 @triton.jit
 def _height(raw, slopes, ROW: tl.constexpr):
-    """Heights of logits: z of a row is its height times the row's steepness, which is positive."""
+    """Return the heights of logits: z is the height times the row's steepness, which is positive."""
     PLATFORM: tl.constexpr = ROW.PLATFORM
     x = raw.to(ROW.STATS)
     if ROW.SOFTCAP:
@@ -201,7 +201,7 @@ def _height(raw, slopes, ROW: tl.constexpr):
 
 @triton.jit
 def _exp_of_height(x, power, ROW: tl.constexpr):
-    """The exponential of a difference of heights, which is at most 0, times their steepness."""
+    """Return exp(x * steepness) for x <= 0; ``power`` is the steepness, times log2(e) where exp2 is used."""
     PLATFORM: tl.constexpr = ROW.PLATFORM
     if ROW.SCALED == 0 and not ROW.SOFTCAP:
         return exp_flushed(x, PLATFORM)
@@ -212,8 +212,8 @@ def _exp_of_height(x, power, ROW: tl.constexpr):
 
 @triton.jit
 def _add_block(state, y, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
-    """Add heights [loads, threads, vector] to (peak, total, spread) of each thread, where total is the sum of
-    exp(z - peak) and spread, over the steepness, that of exp(z - peak) (z - peak).
+    """Add heights [loads, threads, vector] to each thread's (peak, total, spread): the highest height, the
+    sum of exp(z - peak), and the sum of exp(z - peak) (z - peak) divided by the steepness.
     """
     peak, total, spread = state
     top = tl.maximum(peak, tl.max(tl.max(y, axis=2), axis=0))
@@ -243,14 +243,14 @@ def online_logsumexp(
     EVICT: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Log-prob of the label, log-sum-exp (as a sum of two) and entropy of one row, each logit read once.
+    """Return a row's log-prob of the label, log-sum-exp (two numbers) and entropy; each logit is read once.
 
-    The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
-    rounded sum. Which thread adds a column does not depend on where the row begins in memory, so neither do
-    the bits of the result.
+    The log-sum-exp is one of the logits plus a small rest: both together are more accurate than their rounded
+    sum. Which thread adds a column does not depend on the row's address, and so the bits of the result don't
+    either.
 
     Args:
-        row, stride_v: the address of its first logit, and from one logit to the next.
+        row, stride_v: the address of the row's first logit, and the stride from one logit to the next.
         label, labelled: the label, and whether it is a column of the row; otherwise the log-prob is NaN.
         width: the number of columns.
         mask: the row's sampling mask or None. Columns that it excludes count like those beyond the width.
@@ -263,7 +263,7 @@ def online_logsumexp(
     vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
     lanes = vectors[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
     if ROW.ACCESS == "aligned":
-        # The same number, by an operation that tells the compiler what divides it.
+        # The same number, but now the compiler knows that VECTOR divides it.
         width = width // VECTOR * VECTOR
     label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
@@ -325,7 +325,7 @@ def combine_threads(peak, total, spread, z_label, labelled, ENTROPY: tl.constexp
     excess = (top - z_label) + log_others
     softplus_down = log1p_unit(tl.exp(-tl.abs(excess)))
     logp = 0.0 - (tl.maximum(excess, 0.0) + softplus_down)
-    # As in PyTorch, a label at +inf is inf - inf.
+    # As in PyTorch, the log-prob of a label at +inf is inf - inf, which is NaN.
     logp = tl.where(labelled & (z_label != float("inf")), logp, float("nan"))
 
     base = tl.where(excess >= 0, top, z_label)
@@ -337,14 +337,14 @@ def combine_threads(peak, total, spread, z_label, labelled, ENTROPY: tl.constexp
 
     entropy = logp
     if ENTROPY:
-        # Move all lanes to the common peak, then the label's column with them.
+        # Relate all lanes to their common peak, then lanes and label to the higher of peak and label.
         down = tl.maximum(distance, -HUGE)
         others_spread = tl.sum(e * (spread + down * total), axis=0)
         height = tl.maximum(top, z_label)
         down_others = tl.maximum(top - height, -HUGE)
         down_label = tl.maximum(z_label - height, -HUGE)
         e_others = tl.exp(down_others)
-        # A label at +inf or NaN makes the row NaN; the term of one at -inf is 0.
+        # A label at +inf or NaN makes the entropy NaN; the term of a label at -inf is 0.
         e_label = tl.exp(z_label - height)
         whole = others * e_others + e_label
         whole_spread = e_others * (others_spread + down_others * others) + e_label * down_label

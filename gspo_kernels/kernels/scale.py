@@ -11,7 +11,7 @@ from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(8192, 8)
 _PROGRAMS = 2048
-"""At most: enough for any GPU, and few enough to cost nothing where the factor is 1."""
+"""The most programs of a launch: enough for any GPU, and so few that they cost nothing if the factor is 1."""
 
 
 @triton.jit(do_not_specialize=["factor_ptr", "count"])
@@ -23,7 +23,7 @@ def scale_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Every so many-th block. A factor of 1, the usual upstream gradient, costs no more than the launch."""
+    """Multiply every so many-th block. A factor of 1, the usual upstream gradient, costs only the launch."""
     factor = tl.load(factor_ptr).to(STATS)
     OUT: tl.constexpr = values_ptr.dtype.element_ty
     first = tl.program_id(0).to(tl.int64) * BLOCK

@@ -4,7 +4,7 @@ There are B T + sequences programs. Each of the first B T computes one row and a
 row's sequence; each of the others only adds 1, for one sequence each, so that the counter of a sequence ends
 at its rows + 1, also where it is empty. The last program of a sequence reduces its log-ratios; the program
 that finishes the last sequence reduces the loss and the metrics. No program waits for another, and every
-reduction runs over memory in a fixed order, so the order of programs leaves no trace in the result.
+reduction runs over memory in a fixed order, so the order of programs does not change the result.
 """
 
 # ruff: noqa: SIM108 - in Triton, branches choose code.
@@ -50,8 +50,8 @@ from gspo_kernels.types import (
     stats_dtype,
 )
 
-# What is reduced at a time, per thread: with more, the reductions would take more registers than a row
-# does, and leave room for fewer programs.
+# Values that a thread reduces at a time. With more of them, the reductions would take more registers than a
+# row does, and fewer programs would run at once.
 _TOKENS_PER_THREAD = 4
 _SEQUENCES_PER_THREAD = 1
 

@@ -1,4 +1,4 @@
-"""What kernels of clipped ratios do once all rows of a sequence are finished, and once all sequences are."""
+"""What kernels of clipped ratios do after all rows of a sequence, and after all sequences, are finished."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RatioNumbers(NamedTuple):
 
     Attributes:
         T: tokens of a padded sequence.
-        tokens: of all sequences together.
-        sequences: their number.
+        tokens: the number of tokens of all sequences.
+        sequences: the number of sequences.
         bounds: (low, high, dual) log-ratios of the clip.
         divisor_scale: the factor on the loss's divisor.
-        mask, old, advantages, weights, lengths, reference, beta: from one sequence to the next, and from one
-            token; 0 where there is one value for all.
+        mask, old, advantages, weights, lengths, reference, beta: the strides of these tensors, from one
+            sequence to the next and from one token to the next; 0 where one value serves all.
     """
 
     T: int
@@ -45,14 +45,14 @@ class RatioNumbers(NamedTuple):
     def of(
         form: RatioClip, T: int, tokens: int, sequences: int, packed: bool, *terms: Tensor | None
     ) -> RatioNumbers:
-        """For tensors [sequences] or like the tokens, in the order of the attributes."""
+        """Encode sizes, and strides of terms: [sequences] or like the tokens, in the attributes' order."""
         sizes = encode(T), encode(tokens), encode(sequences)
         return RatioNumbers(*sizes, *_bounds(form), *(_strides(term, packed) for term in terms))
 
 
 @functools.lru_cache(maxsize=64)
 def _bounds(form: RatioClip) -> tuple[tuple[Wide, ...], Wide]:
-    """The bounds of the clip, and the divisor's factor."""
+    """Encode the bounds of the clip, and the divisor's factor."""
     bounds = (encode_float(form.log_low), encode_float(form.log_high), encode_float(form.log_dual))
     return bounds, encode_float(form.divisor_scale)
 
@@ -61,7 +61,7 @@ _ZERO = encode_wide(0)
 
 
 def _strides(values: Tensor | None, packed: bool) -> tuple[Wide, Wide]:
-    """From one sequence to the next, and from one token."""
+    """Encode the strides from one sequence to the next, and from one token to the next."""
     if values is None:
         return _ZERO, _ZERO
     if values.ndim == 1:
@@ -70,13 +70,13 @@ def _strides(values: Tensor | None, packed: bool) -> tuple[Wide, Wide]:
 
 
 class RatioConstants(NamedTuple):
-    """What a kernel of clipped ratios is compiled for.
+    """The constants for which a kernel of clipped ratios is compiled.
 
     Attributes:
         STATS: the dtype of statistics.
         COUNT_TOKENS, DIVISOR: see ``types.RatioClip``.
         PER_TOKEN: whether each token has a ratio.
-        ESTIMATOR: of the KL penalty, or None.
+        ESTIMATOR: the estimator of the KL penalty, or None.
         TOKENS_PER_BLOCK, SEQUENCES_PER_BLOCK: how many are reduced at a time.
     """
 
@@ -90,16 +90,16 @@ class RatioConstants(NamedTuple):
 
 
 class RatioOutputs(NamedTuple):
-    """What a launch of clipped ratios writes, all contiguous.
+    """The tensors that a launch of clipped ratios writes, all contiguous.
 
     Attributes:
-        logprobs, lse: [B, T], of a launch from logits.
+        logprobs, lse: [B, T] in a launch from logits, otherwise None.
         gradient: dLoss/dlogprobs times the divisor, of each sequence, or of each token in a launch from
             log-probs.
         loss, divisor, metrics: as in ``types.SequenceRatioStats``.
         scratch: fp64 [SCRATCH_ROWS, sequences].
-        counters: int32 zeros: of each sequence the rows that are finished, of a launch from logits, and
-            behind them the finished sequences.
+        counters: int32, zeros before the launch. The last counts finished sequences; in a launch from logits,
+            one for each sequence before it counts the sequence's finished rows.
     """
 
     logprobs: Tensor | None
@@ -112,8 +112,8 @@ class RatioOutputs(NamedTuple):
     counters: Tensor
 
 
-# Rows of the [11, sequences] fp64 scratch through which sequences reach the final reduction. Where
-# tokens have ratios, those columns hold sums over a sequence's tokens.
+# Rows of the fp64 scratch [11, sequences], which the final reduction reads. If tokens have ratios, _RATIO,
+# _LOW and _HIGH are sums over a sequence's tokens.
 _RATIO: tl.constexpr = tl.constexpr(0)
 _LOSS: tl.constexpr = tl.constexpr(1)
 _LENGTH: tl.constexpr = tl.constexpr(2)
@@ -127,15 +127,13 @@ LARGEST: tl.constexpr = tl.constexpr(9)
 KL: tl.constexpr = tl.constexpr(10)
 SCRATCH_ROWS = 11
 
-# To add it and take it off rounds to multiples of 2^-40.
+# Adding and subtracting this number rounds to multiples of 2^-40.
 _GRID: tl.constexpr = tl.constexpr(1.5 * 2.0**12)
 
 
 @triton.jit
 def sequence_of(n, cu_seqlens_ptr, sequences):
-    """The sequence that holds row n: the last one that starts at or before it, which is never an empty
-    one.
-    """
+    """Return the sequence that holds row n: the last that starts at or before it, which is never empty."""
     low = sequences * 0
     high = sequences
     while high - low > 1:
@@ -148,8 +146,8 @@ def sequence_of(n, cu_seqlens_ptr, sequences):
 
 @triton.jit
 def signal_and_count(counter_ptr):
-    """Publish what this program has written, and return how many programs have done so before; what those
-    have written can then be read.
+    """Publish what this program has written, and return how many programs have done so before. What these
+    programs have written can then be read.
     """
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -159,13 +157,13 @@ def signal_and_count(counter_ptr):
 
 @triton.jit
 def log_ratio_of(a, b):
-    """The log-ratio of two log-probs; equal ones have the ratio 1, also where both are -inf."""
+    """Return the log-ratio of two log-probs; it is 0 if they are equal, also where both are -inf."""
     return tl.where(a != b, a - b, 0.0)
 
 
 @triton.jit
 def clip_bounds(ratio, STATS: tl.constexpr):
-    """The bounds of a ``RatioNumbers``."""
+    """Decode the bounds of a ``RatioNumbers``: (low, high, dual)."""
     low = decode_float(ratio.bounds[0]).to(STATS)
     high = decode_float(ratio.bounds[1]).to(STATS)
     return low, high, decode_float(ratio.bounds[2]).to(STATS)
@@ -173,7 +171,7 @@ def clip_bounds(ratio, STATS: tl.constexpr):
 
 @triton.jit
 def clip(log_ratio, advantage, weight, bounds):
-    """PPO's clip: (ratio, loss, its derivative by the log-ratio, clipped low, clipped high), fp64 and bool.
+    """Return (ratio, loss, dloss / dlog-ratio, clipped low, clipped high) of PPO's clip, fp64 and bool.
 
     The clip decision is taken on the log-ratio, in the dtype that all arguments have.
     """
@@ -207,10 +205,10 @@ def sum_sequence(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many of a sequence's tokens count, and the fp64 sum of their log-ratios.
+    """Return how many of a sequence's tokens count, and the fp64 sum of their log-ratios.
 
-    The log-ratios of fp32 log-probs are rounded to multiples of 2^-40, which all but those of log-probs near
-    0 are anyway. fp64 adds such numbers without rounding as long as sums stay below 2^13, so that the sum
+    Log-ratios of fp32 log-probs are rounded to multiples of 2^-40. All are such multiples anyway, except for
+    log-probs near 0. fp64 adds such numbers without rounding as long as sums stay below 2^13, so that the sum
     does not depend on where in the rows the tokens stand.
     """
     lanes = tl.arange(0, BLOCK)
@@ -228,7 +226,7 @@ def sum_sequence(
         labels = tl.load(element(labels_ptr, b, t, labels_strides), mask=inside, other=0)
         counted = inside & (labels.to(tl.int64) != ignore_index)
         old = tl.load(element(old_ptr, b, t, old_strides), mask=counted, other=0.0)
-        # Volatile, because other programs have written them during this launch.
+        # Volatile, because other programs have written the log-probs during this launch.
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)
         log_ratio = tl.where(counted, log_ratio_of(new, old.to(STATS)), 0.0).to(tl.float64)
         if logprobs_ptr.dtype.element_ty == tl.float32:
@@ -240,7 +238,7 @@ def sum_sequence(
 
 @triton.jit
 def length_of(sequence, count, lengths_ptr, ratio):
-    """L of a sequence, fp64; 1 where no token counts."""
+    """Return the length L of a sequence as fp64; 1 if no token counts."""
     length = count.to(tl.float64)
     if lengths_ptr is not None:
         length = tl.load(element(lengths_ptr, sequence, sequence * 0, ratio.lengths)).to(tl.float64)
@@ -258,7 +256,7 @@ def clip_sequence(
     ratio,
     RATIO: tl.constexpr,
 ):
-    """Ratio, loss, coefficient and clip flags of one sequence, from the sum of its log-ratios.
+    """Return ratio, loss, coefficient and clip flags of a sequence, from the sum of its log-ratios.
 
     Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
     is taken on log s in the statistics' dtype, as everywhere else.
@@ -279,7 +277,7 @@ def clip_sequence(
 
 @triton.jit
 def store_cell(scratch_ptr, row: tl.constexpr, sequence, sequences, value):
-    """One number of a sequence, as the reduction of the batch reads it."""
+    """Store one number of a sequence for the reduction of the batch."""
     tl.store(scratch_ptr + row * sequences.to(tl.int64) + sequence, value.to(tl.float64))
 
 
@@ -287,7 +285,7 @@ def store_cell(scratch_ptr, row: tl.constexpr, sequence, sequences, value):
 def store_sequence(
     scratch_ptr, sequence, sequences, count, log_ratio, length, ratio, loss, low, high, active
 ):
-    """What the reduction of the batch reads of every sequence."""
+    """Store the numbers that the reduction of the batch reads of every sequence."""
     store_cell(scratch_ptr, _RATIO, sequence, sequences, ratio)
     store_cell(scratch_ptr, _LOSS, sequence, sequences, loss)
     store_cell(scratch_ptr, _LENGTH, sequence, sequences, tl.where(count > 0, length, 0.0))
@@ -300,7 +298,7 @@ def store_sequence(
 
 @triton.jit
 def _column(scratch_ptr, row: tl.constexpr, indices, sequences):
-    """One row of the scratch for some sequences, 0 beyond the last."""
+    """Load one row of the scratch for some sequences, 0 beyond the last sequence."""
     pointers = scratch_ptr + row * sequences.to(tl.int64) + indices
     return tl.load(pointers, mask=indices < sequences, other=0.0, volatile=True)
 
@@ -312,7 +310,7 @@ def _share(part, whole):
 
 @triton.jit
 def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.constexpr, RATIO: tl.constexpr):
-    """Loss, divisor and metrics, from the sequences' scratch."""
+    """Compute loss, divisor and metrics from the sequences' scratch."""
     scratch_ptr = out.scratch
     metrics_ptr = out.metrics
     STATS: tl.constexpr = RATIO.STATS
@@ -398,10 +396,9 @@ def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.cons
 
 @triton.jit
 def rows_of(sequence, cu_seqlens_ptr, tokens, T):
-    """The first row of a sequence, and the one after its last."""
+    """Return the first row of a sequence, and the row after its last."""
     if cu_seqlens_ptr is not None:
-        # Clamped: cu_seqlens whose values nobody has checked may give nonsense, but no address outside the
-        # rows.
+        # Clamped: unchecked values of cu_seqlens may give wrong results, but no address outside of the rows.
         first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), tokens)
         last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), tokens)
     else:
@@ -413,7 +410,7 @@ def rows_of(sequence, cu_seqlens_ptr, tokens, T):
 def fill_without_sequences(
     form: RatioClip, normalizer: Tensor | None, loss: Tensor, divisor: Tensor, metrics: Tensor
 ) -> None:
-    """Fill in the outcome of an empty batch."""
+    """Fill in loss, divisor and metrics of a batch without sequences."""
     loss.zero_()
     divisor.fill_(form.divisor_scale)
     if normalizer is not None:

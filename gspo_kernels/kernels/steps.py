@@ -1,8 +1,8 @@
 """Clipped ratios in one launch from the log-probs, per sequence or per token, with a KL penalty.
 
-There is one program per sequence. It sums the log-ratios, reads the tokens once more for what depends on each
-of them, and the program that finishes the last sequence reduces the loss and the metrics. The divisor is
-known only then, so that gradients are still to be divided by it.
+There is one program per sequence. It sums the log-ratios, then reads the tokens once more for their ratios,
+penalties and gradients. The program that finishes the last sequence reduces the loss and the metrics. The
+divisor is known only then, so ``ratio_step`` divides the gradients by it after the launch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STEP = Tile(1024, 8)
 
 @triton.jit
 def kl_penalty(d, ESTIMATOR: tl.constexpr):
-    """``evaluate.kl_penalty`` of an fp64 log-ratio to the reference, and its derivative."""
+    """Return ``evaluate.kl_penalty`` of an fp64 log-ratio to the reference, and its derivative."""
     if ESTIMATOR == "k1":
         value = d
         slope = tl.full(d.shape, 1.0, tl.float64)
@@ -56,7 +56,7 @@ def kl_penalty(d, ESTIMATOR: tl.constexpr):
         whole = power - 1.0
         corrected = tl.where(whole == 0.0, -d, whole * -d / tl.log(power))
         grown = tl.where(tl.abs(d) < 0.5, corrected, whole)
-        # it outgrows d, also where both are infinite
+        # exp(-d) outgrows d, also where both are infinite: the sum is then +inf, not NaN
         value = grown + tl.where(d < -1.7976931348623157e308, -1.7976931348623157e308, d)
         slope = -grown
     return value, slope
@@ -64,7 +64,7 @@ def kl_penalty(d, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def _load_tokens(pointer, b, t, strides, counted):
-    """One fp64 number for each token that counts, 0 for the others."""
+    """Load one number per token as fp64, 0 for tokens that don't count."""
     return tl.load(element(pointer, b, t, strides), mask=counted, other=0.0).to(tl.float64)
 
 
@@ -84,7 +84,7 @@ def ratio_step_kernel(
     ratio,
     RATIO: tl.constexpr,
 ):
-    """One sequence, computed in fp64. ``out`` is a ``RatioOutputs``, ``ratio`` a ``RatioNumbers``."""
+    """Compute one sequence in fp64. ``out`` is a ``RatioOutputs``, ``ratio`` a ``RatioNumbers``."""
     ESTIMATOR: tl.constexpr = RATIO.ESTIMATOR
     TOKENS_PER_BLOCK: tl.constexpr = RATIO.TOKENS_PER_BLOCK
     sequence = tl.program_id(0)

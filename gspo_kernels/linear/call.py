@@ -21,8 +21,8 @@ from gspo_kernels.parallel.tokens import ScatteredTokens
 from gspo_kernels.types import LogitRows, RowOptions
 
 FOLDED_ROWS = 4096
-"""Rows whose logits are never written are projected at a time: enough that reading the weight costs nothing
-beside its product, and few enough that copies of hidden states stay small."""
+"""How many rows are projected at a time where their logits are never written: enough that reading the weight
+costs nothing compared with its product, and few enough that copies of hidden states stay small."""
 
 
 class Chunking(NamedTuple):
@@ -30,10 +30,10 @@ class Chunking(NamedTuple):
 
     Attributes:
         logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
-        max_chunk_bytes: of logits at once; 0: the default.
-        compact: leave masked rows out of every product, which looks at the device.
-        reduce_hidden_grad: sum dHidden over the ranks that have the vocabulary's shards.
-        scattered: each of those ranks has the hidden states of some tokens.
+        max_chunk_bytes: the most bytes of logits at once; 0: the default.
+        compact: leave masked rows out of every product; counting the other rows reads from the device.
+        reduce_hidden_grad: sum dHidden over the ranks that share the vocabulary.
+        scattered: each of these ranks has the hidden states of some tokens.
         batch_invariant: no result depends on what is computed along with it, see ``invariance``.
     """
 
@@ -46,11 +46,11 @@ class Chunking(NamedTuple):
 
 
 class LinearOperands(NamedTuple):
-    """What every operator over hidden states takes: hidden [B, T, H] (packed: [1, N, H]), weight [V, H], bias
-    [V] or None, labels [B, T], and how their logits are made. Scattered hidden states have this rank's T.
+    """The arguments of every operator over hidden states: hidden [B, T, H] (packed: [1, N, H]), weight
+    [V, H], bias [V] or None, labels [B, T], and how logits are made. Scattered hidden has this rank's T.
 
-    Of a head with a low-rank adapter ``base`` is the frozen [V, H], ``weight`` the adapter's [V, r], and
-    behind the H columns of the hidden states there are r more, which that multiplies.
+    With a low-rank adapter ``base`` is the frozen weight [V, H], and ``weight`` is the adapter's B [V, r].
+    Hidden states then have r more columns after the first H, and B multiplies these.
     """
 
     hidden: Tensor
@@ -63,7 +63,7 @@ class LinearOperands(NamedTuple):
 
     @property
     def scattered(self) -> int | None:
-        """How many tokens of a row this rank has hidden states of, where ranks share them."""
+        """How many tokens of each row have their hidden states on this rank; None if not scattered."""
         return self.hidden.shape[1] if self.chunking.scattered else None
 
 
@@ -71,10 +71,10 @@ class Chunk(NamedTuple):
     """Rows that are projected together.
 
     Attributes:
-        where: their positions among the flattened rows of the call.
+        where: the rows' positions among the flattened rows of the call.
         hidden: [n, H].
         labels: [1, n].
-        options: the call's, with the transform of these rows, [1, n].
+        options: the call's options, with the transform of these rows, [1, n].
         size: n.
     """
 
@@ -85,12 +85,12 @@ class Chunk(NamedTuple):
     size: int
 
     def rows(self, logits: Tensor) -> LogitRows:
-        """Logits [n, V] of the chunk, as backends take them."""
+        """Return logits [n, V] of the chunk as backends take them."""
         options = self.options
         return LogitRows(logits.unsqueeze(0), self.labels, options.transform, options.ignore_index)
 
     def select(self, keep: Tensor) -> Chunk:
-        """Some of the rows, by index."""
+        """Return a chunk of the rows with these indices."""
         transform = self.options.transform.rows(lambda rows: rows[:, keep])
         options = self.options._replace(transform=transform)
         where = as_index(self.where, keep.device)[keep]
@@ -100,17 +100,17 @@ class Chunk(NamedTuple):
 class Call:
     """One call over hidden states, as operators work on it.
 
-    Ranks that share the vocabulary gather their sizes here, to cut alike.
+    Ranks that share the vocabulary gather each other's sizes here, so that all cut the same chunks.
 
     Attributes:
         hidden, labels, options, chunking: as in ``LinearOperands``.
-        head: this rank's.
-        backend: what serves the rows.
-        launches: the backend's launches for what is done around the gradient products; None where PyTorch
-            does it. They see no columns of logits, and so work alike where ranks share these.
-        chunk_rows: the most rows of logits at once, alike on all ranks.
-        folds: whether logits whose statistics alone are wanted are never written: bits are the same.
-        tokens: where hidden states are scattered, which rank has which.
+        head: this rank's head.
+        backend: the row operations.
+        launches: the backend's launches for the work around the gradient products; None where PyTorch does
+            this work. They read no columns of logits, so they also serve ranks that share the vocabulary.
+        chunk_rows: the most rows of logits at once, the same on all ranks.
+        folds: whether logits are never written where only their statistics are needed. The bits are the same.
+        tokens: which rank has which hidden states; None where they are not scattered.
     """
 
     def __init__(self, operands: LinearOperands, checked: bool = True):
@@ -147,19 +147,19 @@ class Call:
 
     @cached_property
     def projected(self) -> slice | Tensor:
-        """Positions of the rows that have logits: the counted ones, or without compaction all."""
+        """The positions of the rows that get logits: counted rows, or all rows without compaction."""
         return self.index(self.counted if self.chunking.compact else None)
 
     @cached_property
     def ranks(self) -> Tensor:
-        """Of each of the flattened rows, how many that count come before it."""
+        """For each of the flattened rows, the number of counted rows before it."""
         counted = self.counted.flatten()
         return counted.cumsum(0) - counted.to(torch.int64)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
-        """Positions of the rows where ``keep`` holds; None: all.
+        """Return the positions of the rows where ``keep`` holds; None: of all rows.
 
-        Looks once at the device, and not at all where ``count``, how many there are, is known.
+        This reads one number from the device, or nothing if ``count``, the number of these rows, is passed.
         """
         if keep is None:
             return slice(0, self.labels.numel())
@@ -169,14 +169,14 @@ class Call:
         return keep.flatten().nonzero_static(size=count).squeeze(1)
 
     def chunks(self, where: slice | Tensor, forward_only: bool = False) -> Iterator[Chunk]:
-        """The rows at some positions in chunks of about the same size.
+        """Yield the rows at some positions in chunks of about the same size.
 
-        ``forward_only``: nothing but statistics is wanted of them. Hidden states that ranks share are
-        gathered one chunk ahead, while a chunk is multiplied.
+        ``forward_only``: only their statistics are needed. Scattered hidden states are gathered one chunk
+        ahead, while the chunk before is multiplied.
         """
         most = self.chunk_rows
         if forward_only and self.folds and self.head.in_blocks:
-            # their bits don't depend on other rows, and there are no logits to be bounded
+            # a row's bits don't depend on other rows, and no logits take memory
             most = max(most, FOLDED_ROWS)
         first, count = (
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
@@ -185,7 +185,7 @@ class Call:
         pieces = -(-count // most)
         ends = [count * piece // pieces for piece in range(1, pieces + 1)]
         if self.head.fixed and most % SEGMENT == 0:
-            # so that few segments are parted
+            # sizes are whole segments, so that chunks split few of them
             size = -(-count // max(pieces * SEGMENT, 1)) * SEGMENT
             ends = [min(count, end) for end in range(size, count + size, size)] if count else []
         begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
@@ -205,7 +205,7 @@ class Call:
     def chunk(
         self, where: slice | Tensor, labels: Tensor | None = None, hidden: Tensor | None = None
     ) -> Chunk:
-        """The rows at some positions, whose labels [n] and hidden states [n, H] may have been looked up."""
+        """Return the rows at some positions; labels [n] and hidden [n, H] are looked up unless passed."""
         labels = self.labels.flatten()[where] if labels is None else labels
         if hidden is None and self.tokens is not None:
             hidden = self.tokens.begin_gather(self.hidden, where)()
@@ -219,7 +219,7 @@ class Call:
         return Chunk(where, hidden, labels.unsqueeze(0), options, labels.numel())
 
     def rows_memory(self, logits: Tensor) -> Tensor:
-        """Memory for the rows that come from logits [n, V]: that of the logits where they fit."""
+        """Return memory for the gradient rows of logits [n, V]: the logits' own memory if the rows fit."""
         dtype = self.head.rows_dtype
         if logits.dtype == dtype:
             return logits
@@ -229,5 +229,5 @@ class Call:
 
 
 def as_index(where: slice | Tensor, device: torch.device) -> Tensor:
-    """Positions as int64 [n]."""
+    """Return the positions as int64 [n]."""
     return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where

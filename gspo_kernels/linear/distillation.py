@@ -1,8 +1,8 @@
 """Operator: a distillation loss from two pairs of hidden states and weights, with the student's gradient.
 
-What a token's divergence weighs is known beforehand from masks and lengths, so a chunk of rows is projected
-once on either side, and its gradient follows while both sides' logits exist: 3 products of the student's size
-and 1 of the teacher's.
+The weight of a token's divergence is known beforehand from masks and lengths. So a chunk of rows is projected
+once by student and teacher, and its gradient follows while the logits of both exist: 3 products of the
+student's size and 1 of the teacher's.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def linear_distillation(
     form: DivergenceForm,
     shares: Tensor,
 ) -> LinearDistilled:
-    """Loss, divergences and gradients; the labels of rows that are left out are negative.
+    """Return loss, divergences and gradients. Rows that are left out have negative labels.
 
-    The teacher has a head (hidden [B, T, H of the teacher], weight and bias), or has said something of some
-    ids, in ``teacher``, which has no logits. ``shares`` are [B, T], fp64.
+    The teacher is a head (hidden [B, T, H of the teacher], weight and bias), or log-probs of some ids in
+    ``teacher``, whose logits are None. ``shares`` [B, T], fp64, weigh the divergences in the loss.
     """
     call, theirs = Call(operands), None
     check_temperature(teacher.transform.row_temperature)
@@ -56,7 +56,7 @@ def linear_distillation(
             operands._replace(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, base=None),
             checked=False,
         )
-        # both sides have the memory of the fewest rows that one would have by default
+        # both sides take the memory that the student alone would: by default the fewest rows of CHUNK_ROWS
         rows = call.chunk_rows
         if not call.chunking.max_chunk_bytes:
             rows = min(rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
@@ -87,8 +87,8 @@ def linear_distillation(
         units, scale = (share != 0).to(gradients.dtype), share
         if out.dtype == torch.float16:
             known = pair.evaluate(chunk.options)
-            # a student near its teacher has rows as small as the square root of what divides them: powers
-            # of two divide them so that fp16 can hold them
+            # near its teacher a student's rows are as small as the square root of the divergence: powers
+            # of two divide the rows, so that fp16 can hold them
             divided_by = known.divergences.sqrt().nan_to_num(1.0, 1.0).clamp(2.0**-12, 1.0)
             scale = power_of_two(share.abs().to(divided_by.dtype) * divided_by)
             units = share / scale
@@ -110,8 +110,10 @@ def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> LinearDistilled
 
 
 class LinearDistillationFunction(torch.autograd.Function):
-    """Loss and divergences of the operands (field by field), the teacher's hidden, weight, bias and rows, the
-    form, shares, and whether the call is traced; the forward computes the gradients, too.
+    """Loss and divergences; the forward computes the gradients, too.
+
+    The arguments are the operands (field by field), the teacher's hidden, weight, bias and rows, the form,
+    shares, and whether the call is traced.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a call will do, for people."""
+"""The plan of a call, described for people."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SchedulePlan:
     """What a ``fused_linear_policy_loss`` call will do.
 
     Attributes:
-        schedule: the name of what serves it; "mixed": short and long sequences go by different ones.
-        reason: why, in words.
+        schedule: its schedule's name; "mixed": short and long sequences have different schedules.
+        reason: why it has this schedule, in words.
         products: matrix products over the counted tokens, in units of the forward's: 3.0 is 6NHV operations.
-            Rows that turn out to have no gradient make it fewer.
+            Rows that turn out to have no gradient reduce this number.
         peak_bytes: memory beyond inputs and gradients.
         parts: counted tokens by schedule; those under "forward" have no gradient.
     """
@@ -33,7 +33,7 @@ class SchedulePlan:
     parts: dict[str, int]
 
     def __str__(self) -> str:
-        """For people."""
+        """Describe the plan in three lines."""
         tokens = ", ".join(f"{name} {rows}" for name, rows in self.parts.items())
         return (
             f"schedule {self.schedule}, because {self.reason}\n"
@@ -43,7 +43,7 @@ class SchedulePlan:
 
 
 def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> SchedulePlan:
-    """The plan of a call that ``schedule.choose`` gave a schedule; looks at the lengths on the device."""
+    """Return the plan of a call with its schedule from ``schedule.choose``; reads lengths from the device."""
     call, needs = Call(operands, checked=False), plan.requires_grad
     head, groups = call.head, CoefficientGroups(call, terms, plan.depends_on, plan.leaves_out)
     trained = needs.weight or needs.bias
@@ -69,7 +69,7 @@ def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> 
     if stats_dtype(head.weight.dtype) != head.weight.dtype:
         peak += sums  # dWeight's sum is not the gradient itself
     if "deferred" in tokens:
-        peak += sums  # a sequence's own
+        peak += sums  # the sums of one sequence
     if head.fixed and trained:
         peak += SEGMENT * head.vocabulary * head.rows_dtype.itemsize  # a segment that is not yet whole
     served_by = used[0] if len(used) == 1 else "mixed"

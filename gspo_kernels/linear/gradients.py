@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
 class HeadGradients(NamedTuple):
     """Gradients of hidden, weight and bias as an operator returns them; empty where not needed.
 
-    Those of a loss's forward, for an upstream gradient of 1, are not yet in the parameters' dtypes.
+    A loss's forward computes these for an upstream gradient of 1, and not yet in the parameters' dtypes.
 
     Attributes:
         hidden: [B, T, H] in hidden's dtype.
-        scales: [B, T], factors on it, see ``Gradients``; empty where there are none.
+        scales: [B, T], factors on ``hidden``, see ``Gradients``; empty where there are none.
         weight, bias: [V, H] and [V]; in the statistics' dtype where there are scales, otherwise in hidden's.
     """
 
@@ -39,7 +39,7 @@ class HeadGradients(NamedTuple):
 
     @classmethod
     def fake(cls, operands: LinearOperands, needs: RequiresGrad, normalised: bool) -> HeadGradients:
-        """Without values, for tracing."""
+        """Return tensors of the right shapes and dtypes without values, for tracing."""
         hidden, weight = operands.hidden, operands.weight
         dtype = stats_dtype(hidden.dtype) if normalised else hidden.dtype
         return cls(
@@ -55,11 +55,11 @@ class Gradients:
 
     Attributes:
         hidden: [B, T, H] in hidden's dtype, or None.
-        scales: None, or one for each row in the statistics' dtype: dHidden is ``scales * hidden``. Rows of
+        scales: None, or a factor per row in the statistics' dtype: dHidden is ``scales * hidden``. Rows of
             ``hidden`` are then normalised by powers of two, so that fp16 loses nothing whatever the
             coefficients.
-        sums: of dWeight and dBias.
-        dtype: of sums and scales, the statistics'.
+        sums: the sums of dWeight and dBias.
+        dtype: the dtype of sums and scales, which is the statistics'.
         one: 0-d, 1 in that dtype.
     """
 
@@ -76,10 +76,10 @@ class Gradients:
     def add(
         self, projected: Projected, chunk: Chunk, grad: Tensor, grad_entropy: Tensor | None, skip: bool
     ) -> None:
-        """Add one chunk, given its coefficients; overwrites its logits.
+        """Add the gradients of a chunk, from its coefficients; overwrites its logits.
 
         Args:
-            projected: of the chunk.
+            projected: the chunk's logits or rows, and its statistics.
             chunk: the rows.
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
@@ -105,8 +105,8 @@ class Gradients:
         grad_entropy: Tensor | None = None,
         active: Tensor | None = None,
     ) -> GradientRows:
-        """What enters the gradient products for dLoss/dlogprobs (None: ones) and dLoss/dentropy, [n] each, in
-        the memory of the logits where it fits there.
+        """Return the rows of the gradient products for dLoss/dlogprobs (None: ones) and dLoss/dentropy, [n]
+        each, in the memory of the logits if they fit there.
         """
         ones = self.one.expand(chunk.size)
         coefficients = ones if grad is None else grad
@@ -126,10 +126,10 @@ class Gradients:
         return GradientRows(values, coefficients, None, active)
 
     def add_rows(self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None) -> None:
-        """Add the gradient products of rows; those of weight and bias to ``sums``, if other than ``self``'s.
+        """Add the gradient products of rows. Those of weight and bias go to ``sums``; None: to ``self.sums``.
 
-        What ranks sum of dHidden is under way while dWeight is multiplied. Of batch-invariant products the
-        whole coefficient multiplies dHidden last, as one that comes late does.
+        Ranks sum dHidden while dWeight is multiplied. In batch-invariant calls the whole coefficient
+        multiplies dHidden last, as in ``scale``.
         """
         call, fixed = self.call, self.call.head.fixed
         works: list[Work] = []
@@ -148,7 +148,7 @@ class Gradients:
             work.wait()
         where, coefficients, factors = chunk.where, rows.coefficients, rows.factors
         if call.tokens is not None:
-            # only some of the rows have their hidden states here
+            # this rank has the hidden states of only some rows
             local, where = call.tokens.own_rows(where, call.labels.device)
             coefficients, factors = coefficients[local], None if factors is None else factors[local]
         hidden, scales = self.hidden.view(-1, values.shape[1]), self.scales
@@ -156,8 +156,8 @@ class Gradients:
             flat = None if scales is None else scales.view(-1)
             call.launches.store_hidden(values, coefficients, factors, where, hidden, flat, fixed)
             return
-        # a coefficient is a power of two, which rounds nothing, times a factor below 2 that multiplies now;
-        # of fixed products all of it multiplies last
+        # a coefficient is a power of two, which rounds nothing, times a factor below 2, which multiplies now;
+        # with fixed products the whole coefficient multiplies last
         coefficients = coefficients.to(self.dtype)
         last = coefficients if fixed else power_of_two(coefficients)
         if not fixed:
@@ -174,7 +174,7 @@ class Gradients:
         hidden[where] = values.to(hidden.dtype)
 
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
-        """Let coefficients that have come late multiply the rows of dHidden at some positions."""
+        """Multiply rows of dHidden, at some positions, by coefficients that were not known before."""
         assert self.scales is not None
         if self.call.tokens is not None:
             local, where = self.call.tokens.own_rows(where, self.call.labels.device)
@@ -185,7 +185,7 @@ class Gradients:
             self.scales.view(-1)[where] *= coefficients
 
     def result(self) -> HeadGradients:
-        """As an operator returns them."""
+        """Return the gradients as an operator returns them."""
         hidden, sums = self.call.hidden, self.sums.result()
         dtype = hidden.dtype if self.scales is None else self.dtype
         weight, bias = (None if total is None else total.to(dtype) for total in sums)
@@ -195,7 +195,7 @@ class Gradients:
 
 
 def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Bool: which rows have a gradient."""
+    """Return which rows have a gradient, as bool."""
     return grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
 
 
@@ -211,11 +211,11 @@ def recompute(
 
     Args:
         scores: with the statistics of the first pass.
-        gradients: to add to.
+        gradients: where the gradient is added.
         where: positions of the rows with a gradient.
-        new_stats: take the statistics once more: a product over other rows may round otherwise, and
+        new_stats: compute the statistics once more: a product over other rows may round differently, and
             exp(z - lse) of a peaked row shows the last bit of z.
-        grad, grad_entropy: their dLoss/dlogprobs and dLoss/dentropy, [n], or None.
+        grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of these rows, [n], or None.
     """
     done = 0
     for chunk in scores.call.chunks(where):
@@ -238,8 +238,8 @@ def save_gradients(
     arguments: tuple[Any, ...],
     traced: bool,
 ) -> None:
-    """Leave gradients in an autograd context for ``take_gradients``, with the call of the operator that
-    computed them; its first argument is ``LinearOperands``.
+    """Save gradients in an autograd context for ``take_gradients``, and, unless the call is traced, the
+    operator and arguments that computed them. The first argument is ``LinearOperands``.
     """
     operands: LinearOperands = arguments[0]
     ctx.needs, ctx.dtype, ctx.backend = needs, operands.hidden.dtype, operands.options.backend
@@ -252,10 +252,10 @@ def save_gradients(
 
 
 def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden, weight and bias for an upstream gradient, None for those that nobody needs.
+    """Return the gradients of hidden, weight and bias for an upstream gradient, None where not needed.
 
-    The first backward gives those of the forward away, scaled in place; later ones (``retain_graph``) compute
-    them anew. Where code is traced they are kept, and scaled out of place.
+    The first backward scales the forward's gradients in place and gives them away; later ones
+    (``retain_graph``) compute them again. A traced call keeps them and scales out of place.
     """
     needs: RequiresGrad = ctx.needs
     dtype = ctx.dtype

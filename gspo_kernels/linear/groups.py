@@ -22,22 +22,25 @@ from gspo_kernels.terms import SPECS, ArgSpec, Terms, inactive_sequences
 
 
 def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
-    """Log-probs and terms that give dLoss/dlogprobs of the objective alone, where log-probs don't matter;
-    ``tokens`` gives the shape.
+    """Return log-probs (zeros) and terms that give dLoss/dlogprobs of the objective alone, without KL and
+    entropy bonus, where log-probs don't matter. ``tokens`` gives the shape.
     """
     alone = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
     return torch.zeros_like(tokens, dtype=exact_dtype(tokens.device)), alone
 
 
 def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
-    """dLoss/dlogprobs of the objective alone, where log-probs don't matter; only in operators."""
+    """Return dLoss/dlogprobs of the objective alone, where log-probs don't matter. For use in operators."""
     logprobs, alone = without_logprobs(tokens, terms)
     ratio = ratio_of(alone, backend)
     return evaluate_objective(logprobs, None, alone, backend, ratio, want_metrics=False).grad_logprobs
 
 
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
-    """The same terms with every tensor expanded to tokens, and aggregation as a share per token."""
+    """Return the terms with every tensor expanded to tokens, and the aggregation as a share per token.
+
+    An objective over more than a token becomes ``Linear``, with its known coefficients as token weights.
+    """
     layout = terms.layout(tokens)
     shares = Aggregation(tokens, terms).token_shares()
 
@@ -46,7 +49,7 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
             return value.to(tokens.device).expand(tokens.shape)
         return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
 
-    # the shares hold these already, or only objectives over more than a token look at them
+    # the shares contain these fields already, or only objectives over more than a token use them
     rest = terms._replace(
         cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None, cp_group=""
     )
@@ -61,17 +64,17 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
 
 
 class CoefficientGroups:
-    """The rows of a call by group: groups in the order of their parts, those without any gradient last.
+    """The rows of a call by group: groups in the order of their parts, groups without any gradient last.
 
     Attributes:
-        rows: rows of each group.
-        inactive: how many groups, the last ones, have no gradient whatever the forward gives.
+        rows: the number of rows of each group.
+        inactive: how many groups at the end have no gradient, whatever the forward gives.
     """
 
     def __init__(self, call: Call, terms: Terms, depends_on: str, skip: bool):
         self._call, self._terms = call, terms
         layout, compact = terms.layout(call.labels), call.chunking.compact
-        # every sequence has the same rows, which nobody needs to look up
+        # every sequence has T rows, so no counts are read from the device
         equal = isinstance(layout, Padded) and not compact
         asked: dict[str, Tensor] = {}
         if not equal:
@@ -86,7 +89,7 @@ class CoefficientGroups:
         if isinstance(layout, Padded):
             known["counts"] = [layout.length] * layout.sequences
         if asked:
-            # one look at the device
+            # one read from the device
             values = torch.stack([value.to(torch.int64) for value in asked.values()]).tolist()
             known |= dict(zip(asked, values, strict=True))
         counts = known["counts"]
@@ -101,7 +104,7 @@ class CoefficientGroups:
         groups = list(members.values())
         working = [group for group in groups if not all(known["inactive"][i] for i in group)]
         inactive_groups = [group for group in groups if all(known["inactive"][i] for i in group)]
-        # those that fit a chunk together, next to those that only need a projection; segments come in order
+        # groups that fit a chunk go last, next to those that are only projected; segments keep their order
         if not call.head.fixed:
             fit = [sum(counts[i] for i in group) <= call.chunk_rows for group in working]
             working = [working[i] for i in sorted(range(len(working)), key=fit.__getitem__)]
@@ -122,13 +125,13 @@ class CoefficientGroups:
     def prepare(
         self, parts: Sequence[Part], total: Tensor
     ) -> Iterator[tuple[Part, slice | Tensor, Tensor, Terms]]:
-        """Bring to the device what these parts need there, all of it at once.
+        """Copy what all parts need to the device at once, then yield part by part.
 
-        ``total`` is what the outer divisor counts in the call.
+        ``total`` is the call's ``Aggregation.total``, the count in the outer divisor.
 
         Yields:
             Each part, the positions of its rows among the flattened rows of the call, their labels [n], and
-            their terms as a packed batch of its own, with the call's outer divisor.
+            their terms as a packed batch with the call's outer divisor.
         """
         if not parts:
             return
@@ -151,7 +154,7 @@ class CoefficientGroups:
                 [len(self._sequences), *sizes]
             )
 
-        # in the order of the groups: one per sequence, or flat [1, n] where it is one per token
+        # values in the order of the groups: [B] if there is one per sequence, [1, n] if one per token
         ordered: dict[str, Tensor] = {}
         whole = self._terms._replace(skipped=None, cu_seqlens=None, normalizer=total)
         for name, form in SPECS.items():

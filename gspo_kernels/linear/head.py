@@ -13,9 +13,9 @@ from gspo_kernels.torch_internals import onednn_multiplies
 from gspo_kernels.types import stats_dtype
 
 LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
-"""Rows of the weight that a product of torch's takes on the CPU at a time, for logits and, if it is 16-bit,
-for dHidden. So logits are written in columns that stay in cache, with the same bits: with MKL on two AVX2
-cores that is a twentieth faster, and a quarter where a product has only 16 rows."""
+"""How many rows of the weight torch multiplies at a time on the CPU, for logits and, if the weight is 16-bit,
+for dHidden. So logits are written in columns that stay in cache, with the same bits. With MKL on two AVX2
+cores this is a twentieth faster, and a quarter where a product has only 16 rows."""
 
 
 class Head:
@@ -23,15 +23,15 @@ class Head:
 
     Attributes:
         weight: [V, H].
-        trained: what dWeight is that of: the weight, or the low-rank adapter's [V, r], which multiplies the
-            last r columns of hidden states.
+        trained: the matrix whose gradient is dWeight: the weight, or the low-rank adapter's [V, r], which
+            multiplies the last r columns of hidden states.
         bias: [V], or None.
         fixed: whether products add up in an order that depends on nothing but the weight.
         vocabulary: V.
-        exact: whether gradients show the last bit of the logits: those of 16-bit weights don't.
-        dtype: of the logits.
-        rows_dtype: of the rows that enter the gradient products.
-        row_bytes: of a row of logits, and of the row that enters the gradient products unless it fits there.
+        exact: whether gradients show the last bit of the logits; with 16-bit weights they don't.
+        dtype: the dtype of the logits.
+        rows_dtype: the dtype of the rows that enter the gradient products.
+        row_bytes: bytes of a row of logits, plus those of its gradient row where this has a wider dtype.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Head:
         self.vocabulary = weight.shape[0]
         self.exact = weight.dtype in (torch.float32, torch.float64)
         self.dtype = weight.dtype if self.exact or logits_dtype == "input" else torch.float32
-        # the C++ backend computes the products
+        # whether the C++ backend computes the products
         self.in_blocks = in_blocks(weight)
         if fixed:
             self.in_blocks = weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
@@ -59,11 +59,11 @@ class Head:
 
     @property
     def shows_other_rows(self) -> bool:
-        """Whether gradients show that logits were projected along with other rows than before."""
+        """Whether gradients show a difference if logits are projected again along with other rows."""
         return self.exact and not self.fixed
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """[n, H] -> [n, V], written into ``out``; with an adapter [n, H + r]."""
+        """Project hidden states [n, H], with an adapter [n, H + r], to logits [n, V] in ``out``."""
         transposed, bias, low = self.weight.t(), self.bias, None
         if self.has_adapter:
             hidden, low = hidden.split([self.weight.shape[1], self.trained.shape[1]], dim=1)
@@ -104,16 +104,16 @@ class Head:
             sums.add(columns, first)
 
     def _slabs(self, hidden: Tensor, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """Logits on the CPU in fp32 or fp64, a slab of columns [n, k] at a time, and its first column.
+        """Yield logits on the CPU in fp32 or fp64, slab by slab: the first column, and the columns [n, k].
 
-        They are in ``out``, or all in the same memory.
+        Slabs are parts of ``out``; without it every slab overwrites the one before.
         """
         dtype = self.weight.dtype
         if not (self.exact or (self.fixed and self.in_blocks)):
             dtype = stats_dtype(dtype)
         hidden, memory = hidden.to(dtype), out
         if memory is None:
-            # rows a power of two apart would share a few lines of a cache
+            # rows whose distance is a power of two would share a few cache lines
             width = min(self.vocabulary, LOGITS_SLAB) + 16
             memory = hidden.new_empty(hidden.shape[0], width, dtype=stats_dtype(dtype))
         for first in range(0, self.vocabulary, LOGITS_SLAB):
@@ -129,7 +129,10 @@ class Head:
             yield first, columns
 
     def grad_hidden(self, rows: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[n, V] -> [n, H] in the statistics' dtype, [n, H + r] with an adapter; or from ``weight`` alone."""
+        """Multiply rows [n, V] by the weight: [n, H] in the statistics' dtype, [n, H + r] with an adapter.
+
+        ``weight``: multiply by this matrix alone.
+        """
         if weight is None and self.has_adapter:
             each = [self.grad_hidden(rows, weight) for weight in (self.weight, self.trained)]
             return torch.cat(each, 1)

@@ -36,15 +36,17 @@ class ProductArguments(NamedTuple):
             name = "sequence_parallel" if scattered else "reduce_hidden_grad"
             raise ValueError(f"{name}: got {scattered} without a tp_group to sum over")
         invariant = in_force(self.batch_invariant)
-        # segments are counted in tokens that count, so that others have no part in products
+        # segments consist of counted tokens, so masked tokens must have no part in products
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
 
 
 def check_inputs(
     hidden: Tensor, weight: Tensor | LoRAHead, bias: Tensor | None, labels: Tensor, chunking: Chunking
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them, and None;
-    of a ``LoRAHead`` what ``LinearOperands`` has of it.
+    """Check hidden [B, T, H] with labels [B, T], or [N, H] with [N]; return hidden, weight, bias and base.
+
+    Autocast, if on, casts them. The base is None, or the frozen weight of a ``LoRAHead``; hidden and weight
+    are then as ``LinearOperands`` says.
     """
     check_scores("hidden", hidden, labels, "H", chunking.scattered)
     lora = weight if isinstance(weight, LoRAHead) else None
@@ -83,7 +85,9 @@ def check_inputs(
 def _with_adapter(
     hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states with ``scale * hidden @ A.T`` behind them, and B; dA follows from what is behind."""
+    """Return hidden states with the columns ``scale * hidden @ A.T`` appended, and B. dA follows from these
+    columns.
+    """
     A, (V, H) = checks.tensor("weight.A", lora.A, None, "[r, H]", hidden.device, checks.FLOATS), weight.shape
     checks.tensor("weight.A", A, (len(A) if A.ndim else 0, H), "[r, H]", hidden.device, checks.FLOATS)
     checks.tensor("weight.B", lora.B, (V, len(A)), "[V, r]", hidden.device, checks.FLOATS)
@@ -103,7 +107,7 @@ def _with_adapter(
 
 
 class LowRankFunction(torch.autograd.Function):
-    """``hidden @ A.T``. Hidden states without a gradient may be anything: they have no part in dA."""
+    """``hidden @ A.T``. A hidden state whose row has no gradient may be anything: it has no part in dA."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, A: Tensor) -> Tensor:
@@ -125,8 +129,9 @@ def check_teachers_head(
     vocabulary: int,
     chunking: Chunking,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The teacher's three, detached, and as autocast wants them; ``vocabulary`` is the student's, ``tokens``
-    has the shape that labels have.
+    """Check the teacher's hidden, weight and bias; return them detached, and cast by autocast if it is on.
+
+    ``vocabulary`` is the size of the student's; ``tokens`` has the labels' shape.
     """
     if hidden is None:
         for name, value in (("teacher_weight", weight), ("teacher_bias", bias)):

@@ -18,7 +18,7 @@ from gspo_kernels.types import RowStats
 
 @matrix_operator
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
-    """Log-probs, log-sum-exp and entropy of hidden states at their labels."""
+    """Return log-probs, log-sum-exp and entropy of hidden states at their labels."""
     call = Call(operands)
     scores = Scores(call, entropy)
     scores.forward(call.projected)
@@ -39,7 +39,7 @@ def linear_logprobs_backward(
     grad_entropy: Tensor | None,
     skip: bool,
 ) -> HeadGradients:
-    """Gradients of hidden, weight and bias, recomputing logits chunk by chunk.
+    """Return the gradients of hidden, weight and bias, recomputing logits chunk by chunk.
 
     ``skip`` leaves rows without gradient out of every product.
     """
@@ -64,8 +64,10 @@ def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
 
 
 class LinearTokenLogprobsFunction(torch.autograd.Function):
-    """Differentiable log-probs and entropy of the operands (field by field), with or without entropy, and
-    with ``skip`` as in ``linear_logprobs_backward``; the backward recomputes the logits.
+    """Differentiable log-probs and entropy; the backward recomputes the logits.
+
+    The arguments are the operands (field by field), whether the entropy is computed, and ``skip`` as in
+    ``linear_logprobs_backward``.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """A hidden-state loss whose gradient is computed along with it, by the schedules of ``schedule``.
 
-Log-probs of whole groups (sequences, or groups of them) give their coefficients, so the gradient of a part of
-the batch can follow while its logits, or what is left of them, still exist. The outer divisor is known
+Coefficients follow from the log-probs of a whole group (one sequence or several). So the gradient of a part
+of the batch can follow while its logits, or rows made of them, still exist. The outer divisor is known
 beforehand from masks and lengths alone.
 """
 
@@ -58,7 +58,7 @@ class LinearLoss(NamedTuple):
 
 @matrix_operator
 def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
-    """A hidden-state loss, its log-probs and its gradients."""
+    """Return a hidden-state loss, its log-probs and its gradients."""
     terms = check_values(operands.labels, terms)
     run = Run(Call(operands), terms, plan)
     if plan.schedule == "known":
@@ -84,8 +84,9 @@ def _(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
 
 
 class LinearPolicyFunction(torch.autograd.Function):
-    """Loss, metrics, log-probs and entropy of the operands (field by field), terms, the plan, and whether the
-    call is traced; the forward computes the gradients, too.
+    """Loss, metrics, log-probs and entropy; the forward computes the gradients, too.
+
+    The arguments are the operands (field by field), terms, the plan, and whether the call is traced.
     """
 
     @staticmethod
@@ -104,22 +105,23 @@ class LinearPolicyFunction(torch.autograd.Function):
 
 
 class Run:
-    """One call: its schedules add up statistics and gradients, a method each."""
+    """One call. Every schedule is a method, which adds to the call's statistics and gradients."""
 
     def __init__(self, call: Call, terms: Terms, plan: Plan):
         self.call, self.terms, self.plan = call, terms, plan
         self.scores = Scores(call, plan.entropy)
         self.gradients = Gradients(call, plan.requires_grad, normalised=True)
-        # log-probs that come along with the rows may differ in their last bits, which a ratio would show
+        # log-probs computed along with gradient rows may differ in their last bits, which a ratio would show
         self.no_ratio = terms.old_logprobs is None and terms.ref_logprobs is None
-        # where other ranks have tokens of the same sequences, or sums over sequences must have one order
+        # evaluate all tokens at once: other ranks have tokens of the same sequences, or sums over sequences
+        # need one order
         self.at_once = bool(terms.cp_group) or (call.head.fixed and plan.depends_on in ("group", "batch"))
         self._step: PolicyStep | None = None
         self._sequence_sums: HeadSums | None = None
 
     def known(self) -> None:
-        """A token's coefficient is known beforehand, or follows from its own log-prob: log-probs and gradient
-        come from the same chunk.
+        """Serve a call in which a token's coefficient is known beforehand, or depends on the token's log-prob
+        alone: log-probs and gradient come from the same chunk.
         """
         call, where, skip, terms = self.call, self.call.projected, self.plan.leaves_out, self.terms
         if self.plan.depends_on == "nothing":
@@ -156,7 +158,7 @@ class Run:
         for chunk in call.chunks(where):
             projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
-            # the chunk is a row of tokens, or, for PyTorch, each token a sequence of its own
+            # the launch takes the chunk as one row of tokens, PyTorch each token as a sequence
             across = 0 if in_one_launch else 1
             chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(across))  # noqa: B023
             if in_one_launch:
@@ -177,7 +179,7 @@ class Run:
         parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
         self.scores.most_rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
         if self.at_once:
-            # the one evaluation, of all tokens on all ranks, follows the last projection
+            # the one evaluation needs all tokens projected, so parts that are only projected go first
             parts.sort(key=lambda part: part.schedule != "forward")
         total = Aggregation(call.labels, self.terms).total
         for part, where, labels, terms in groups.prepare(parts, total):
@@ -193,14 +195,14 @@ class Run:
                 self.two_pass(where, terms)
 
     def aligned(self, chunk: Chunk, terms: Terms) -> None:
-        """A chunk holds whole groups: log-probs, coefficients and gradient of the same logits."""
+        """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits."""
         skip = self.plan.leaves_out
         projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
         grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
         self.gradients.add(projected, chunk, grad, grad_entropy, skip)
 
     def deferred(self, where: slice | Tensor, terms: Terms) -> None:
-        """A sequence longer than a chunk, with one coefficient: its sums take it when the sequence ends."""
+        """Serve a sequence in chunks: its one coefficient multiplies the sequence's sums at its end."""
         call, gradients, factors = self.call, self.gradients, terms.token_weights
         if self._sequence_sums is None:
             self._sequence_sums = HeadSums(call.head, self.plan.requires_grad, self.plan.backend)
@@ -219,7 +221,7 @@ class Run:
             gradients.add_rows(gradients.rows(projected, chunk, unit, None, active), chunk, sums)
             del projected
         grad, _ = self.coefficients(where, terms)
-        # one number for the sequence, taken where rounding matters least
+        # the sequence's one coefficient, from the token of the largest weight, where rounding matters least
         most = torch.where(counted, weights.abs(), -1.0).argmax()
         weight, whole = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
         coefficient = torch.where(weight == 0, 0.0, whole / weight)
@@ -227,7 +229,7 @@ class Run:
         gradients.sums.add_sums(sums, coefficient)
 
     def frozen(self, where: slice | Tensor, terms: Terms) -> None:
-        """The head has no gradient: rows of dHidden wait for their coefficients."""
+        """Serve a head without gradient: rows of dHidden wait for the coefficients that multiply them."""
         for chunk in self.call.chunks(where):
             projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio)
             self.gradients.add_rows(self.gradients.rows(projected, chunk), chunk)
@@ -235,7 +237,7 @@ class Run:
         self.gradients.scale(where, self.coefficients(where, terms)[0])
 
     def two_pass(self, where: slice | Tensor, terms: Terms) -> None:
-        """The logits of rows with a gradient are computed once more."""
+        """Project all rows for their coefficients, and rows with a gradient once more."""
         head = self.call.head
         self.scores.forward(where)
         grad, grad_entropy = self.coefficients(where, terms)
@@ -254,7 +256,7 @@ class Run:
     def coefficients(
         self, where: slice | Tensor, terms: Terms, stats: RowStats | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """dLoss/dlogprobs and dLoss/dentropy of a part's rows, [n] each; ``stats`` may have been taken."""
+        """Return dLoss/dlogprobs and dLoss/dentropy of a part's rows, [n] each, from ``stats`` if passed."""
         if self.at_once:
             step = self.whole_step()
         else:
@@ -266,7 +268,7 @@ class Run:
         return step.grad_logprobs.flatten()[where], grad_entropy
 
     def whole_step(self) -> PolicyStep:
-        """Loss and metrics of the whole call, once all its log-probs are there."""
+        """Return loss, coefficients and metrics of the whole call, once all its log-probs are computed."""
         if self._step is None:
             logprobs, _, entropy = self.scores.stats
             self._step = evaluate_objective(logprobs, entropy, self.terms, self.plan.backend, self.plan.ratio)
@@ -274,22 +276,22 @@ class Run:
 
 
 SMALL_BYTES = 2**20
-"""Logits on the CPU that take no more stay until the backward."""
+"""Logits on the CPU that take at most this many bytes stay until the backward."""
 _LEAST, _MOST = 2.0**-64, 2.0**64
-"""Coefficients between these, or zero, lose nothing in a product and overflow none."""
+"""Coefficients with a magnitude between these, or zero, neither lose accuracy nor overflow in a product."""
 
 
 def small_loss(
     operands: LinearOperands, terms: Terms, plan: Plan
 ) -> tuple[Tensor, SequenceRatioStats] | None:
-    """Logits [B, T, V] and loss of a small call on the CPU, without autograd; None where the schedules are to
-    serve it.
+    """Return logits [B, T, V] and loss of a small call on the CPU, without autograd; None where the schedules
+    must serve the call.
 
     Where the logits fit a cache, planning, chunks and normalised coefficients would take longer than the
-    products that they save or protect. The schedules serve what plain arithmetic could spoil: tokens that are
-    left out, whose hidden states may be anything; coefficients that only normalised arithmetic bears; ranks
-    that share a vocabulary; products in a fixed order, or with an adapter. They also serve whoever traces
-    operators.
+    products that they save or protect. The schedules serve calls that plain arithmetic could spoil: with
+    tokens that are left out, whose hidden states may be anything; with coefficients that need normalised
+    arithmetic; with ranks that share a vocabulary; with products in a fixed order, or with an adapter. They
+    also serve calls that must pass torch's dispatcher.
     """
     hidden, weight, bias, labels, options, chunking, base = operands
     if plan.schedule != "auto" or plan.entropy:

@@ -13,7 +13,7 @@ sequences that determine each other's coefficients: one sequence, a group of the
 | two_pass | always | (1 + 3f)G | rows with a gradient are projected once more |
 
 "auto" is the first row of the table that is exact for the call: groups that fit in a chunk are aligned, each
-longer one is deferred. Where nothing needs a gradient there is only the forward product.
+longer group is deferred. If no input needs a gradient, there is only the forward product.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
 def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool) -> dict[str, str]:
-    """Why schedules are not exact for a call, by name, or not batch-invariant where that is asked for."""
+    """Return, by name, why schedules are not exact for a call, or not batch-invariant if ``invariant``."""
     name, depends_on = type(objective).__name__, plan.depends_on
     reasons: dict[str, str] = {}
     if depends_on not in ("nothing", "token"):
@@ -42,7 +42,7 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
             f"it needs coefficients that depend on one token alone, but {what} makes them "
             f"depend on the {depends_on}"
         )
-    # where the tokens of a sequence have more than one coefficient
+    # "deferred" is not exact if the tokens of a sequence have more than one coefficient
     if terms.kl_beta is not None:
         reasons["deferred"] = "kl_beta adds a coefficient of each token's own"
     elif not objective.factorizes:
@@ -75,14 +75,14 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
 
 
 def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise: bool) -> tuple[str, str]:
-    """What serves a call, from what is known without looking at any value, and why.
+    """Return the schedule of a call, and the reason for it, without looking at any value.
 
     "two_pass" projects again in the backward; all others compute the gradient along with the loss. "auto"
     stands for parts: groups that fit in a chunk, and longer ones.
 
     Args:
         schedule: "auto" or a name.
-        reasons: of ``unsupported``.
+        reasons: what ``unsupported`` returns.
         learns: whether any input needs a gradient.
         may_synchronise: whether sequence lengths may be read from the device.
 
@@ -111,7 +111,7 @@ def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise
 
 
 class Part(NamedTuple):
-    """Groups ``start`` to ``stop`` and the schedule that they are worked through by.
+    """Groups ``start`` to ``stop - 1`` and the schedule that serves them.
 
     The last ``inactive_rows`` of the ``rows`` have no gradient: they only share the projection.
     """
@@ -130,9 +130,8 @@ def plan_parts(
 
     Args:
         schedule: "auto", or any name but "known", which needs no parts.
-        rows: counted rows of each group; the last ``inactive`` of them have no gradient, whatever the forward
-            gives.
-        inactive: how many.
+        rows: the number of rows of each group.
+        inactive: how many groups at the end have no gradient, whatever the forward gives.
         chunk_rows: rows of logits that fit the budget.
         defers: whether "deferred" is exact for the call.
 
@@ -152,7 +151,7 @@ def plan_parts(
     parts: list[Part] = []
     for name, run in itertools.groupby(range(len(working)), schedules.__getitem__):
         members = list(run)
-        # neighbours go together: aligned ones in parts of about the same size, deferred ones each alone
+        # neighbouring groups share a part: aligned parts have about the same size, a deferred group is alone
         most = {"aligned": chunk_rows, "deferred": 0}.get(name, math.inf)
         total = sum(working[i] for i in members)
         target = total / max(1, -(-total // chunk_rows)) if name == "aligned" else most
@@ -166,7 +165,7 @@ def plan_parts(
     parts = [part for part in parts if part.rows]
     stop = len(working)
     if parts and parts[-1].schedule == "aligned":
-        # what is left of the last chunk is for groups without a gradient
+        # groups without a gradient fill up the last chunk
         last, count = parts[-1], parts[-1].rows
         while stop < len(rows) and count + rows[stop] <= chunk_rows:
             count += rows[stop]

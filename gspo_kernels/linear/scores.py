@@ -15,17 +15,17 @@ from gspo_kernels.types import RowStats, stats_dtype
 
 
 def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | None:
-    """The rows where ``keep`` [n] holds, None where it holds for all; looks once at the device.
+    """Find how the k rows where ``keep`` [n] holds move to the front; None if it holds for all rows.
 
-    They are in an order that moves few: those in front stay, those behind fill gaps. Or in their first order.
-    Either way a row that moves lies behind all places that are already filled, also where rows move a few at
-    a time.
+    By default few rows move: kept rows in front stay, those behind fill the gaps. With ``in_order`` the rows
+    keep their order. Either way a row comes from behind all places that were filled before, so that rows can
+    move within the same memory, a few at a time. This reads the device once.
 
     Returns:
-        The index of each row, [k], and the positions among them to which another row moves.
+        The index that each of the k rows comes from, [k], and the places into which another row moves.
     """
     before = keep.cumsum(0)
-    # how many are kept, and how many of these have their place already
+    # how many rows are kept, and how many of these are among the first ``count`` already
     count, stay = torch.cat([before[-1:], before.take(before[-1:] - 1)]).tolist()
     if count == keep.numel():
         return None
@@ -41,10 +41,10 @@ class Projected(NamedTuple):
     """A chunk on its way from logits to the gradient products.
 
     Attributes:
-        values: [n, V], the logits, or what enters the gradient products in their stead.
+        values: [n, V], the logits, or the rows of the gradient products in their place.
         stats: [1, n] each.
-        written: whether ``values`` are rows d logprob/dlogits already, but for a factor of each.
-        factors: [n] in the statistics' dtype; None: 1.
+        written: whether ``values`` are rows d logprob/dlogits already, up to a factor for each row.
+        factors: these factors, [n] in the statistics' dtype; None: 1.
     """
 
     values: Tensor
@@ -53,7 +53,7 @@ class Projected(NamedTuple):
     factors: Tensor | None = None
 
     def select(self, rows: Tensor, gaps: Tensor) -> Projected:
-        """Some of the rows, see ``compacted``, in the same memory: they move a few at a time."""
+        """Move some rows to the front of the same memory, a few at a time; see ``compacted``."""
         values = self.values
         step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
         for start in range(0, gaps.numel(), step):
@@ -70,7 +70,7 @@ class Scores:
     Attributes:
         call: the call.
         stats: the statistics of all rows, [B, T] each; zeros where nothing was projected.
-        most_rows: for how many rows of logits there is room at once.
+        most_rows: the number of rows of logits to make room for.
     """
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
@@ -89,7 +89,7 @@ class Scores:
         self._logits: Tensor | None = None
 
     def logits(self, chunk: Chunk) -> Tensor:
-        """[n, V], in memory that the next call of this writes over."""
+        """Return logits [n, V], in memory that the next call of this method overwrites."""
         head = self.call.head
         if self._logits is None:
             size = torch.Size((max(chunk.size, self.most_rows), head.vocabulary))
@@ -97,7 +97,7 @@ class Scores:
         return head.logits(chunk.hidden, self._logits[: chunk.size])
 
     def forward(self, where: slice | Tensor) -> None:
-        """Project rows of which only the statistics are wanted."""
+        """Project rows that need only statistics."""
         call, head, entropy = self.call, self.call.head, self.stats.entropy is not None
         for chunk in call.chunks(where, forward_only=True):
             if not call.folds:
@@ -111,18 +111,18 @@ class Scores:
             self._keep(sums.statistics(), chunk)
 
     def project(self, chunk: Chunk, entropy: bool, all_rows_active: bool, keep: bool = True) -> Projected:
-        """Project a chunk whose gradient is wanted, too.
+        """Project a chunk that needs a gradient, too.
 
-        Where one pass makes statistics and the rows of the gradient products, it writes the rows into the
-        memory of the logits. Never in batch-invariant calls: statistics that come alone, as in scoring, sum
-        in another order.
+        Where the backend has one pass for statistics and gradient rows, the rows go into the memory of the
+        logits. Batch-invariant calls never use that pass: statistics that are computed alone, as in scoring,
+        sum in another order.
 
         Args:
             chunk: the rows.
-            entropy: whether the entropy is wanted.
-            all_rows_active: no row is left out because of its statistics, and nobody compares the log-probs
+            entropy: whether to compute the entropy.
+            all_rows_active: no row is left out because of its statistics, and the log-probs are not compared
                 with others.
-            keep: whether ``stats`` get the chunk's; those of an earlier pass stay without.
+            keep: whether ``stats`` get the chunk's statistics; False: those of an earlier pass stay.
         """
         call, logits = self.call, self.logits(chunk)
         backend, rows = cast(OnePassBackend, call.backend), chunk.rows(logits)
@@ -138,11 +138,11 @@ class Scores:
         return projected
 
     def _keep(self, stats: RowStats, chunk: Chunk) -> None:
-        """Put a chunk's statistics where they belong."""
+        """Write a chunk's statistics into ``stats``."""
         for all_rows, part in zip(self.stats, stats, strict=True):
             if all_rows is not None and part is not None:
                 all_rows.view(-1)[chunk.where] = part
 
     def at(self, where: slice | Tensor) -> RowStats:
-        """The statistics of some rows, [1, n] each."""
+        """Return the statistics of some rows, [1, n] each."""
         return self.stats.each(lambda stat: stat.view(1, -1)[:, where])

@@ -19,7 +19,10 @@ from gspo_kernels.plan import RequiresGrad
 
 @matrix_operator
 def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
-    """Log-probs of ids [B, T, K] and what is left; the labels of rows without ids are ``ignore_index``."""
+    """Return log-probs of ids [B, T, K] and the mass that they leave, as a log; see ``SelectedRows``.
+
+    Rows without ids have the label ``ignore_index``.
+    """
     call = Call(operands)
     result = fake_rows(ids, operands.hidden.dtype)
     for values in result:
@@ -48,7 +51,7 @@ def linear_selected_backward(
     grads: SelectedGradients,
     within: bool,
 ) -> HeadGradients:
-    """Gradients of hidden, weight and bias, recomputing logits chunk by chunk, by the same products."""
+    """Return the gradients of hidden, weight and bias. The same products recompute logits chunk by chunk."""
     call = Call(operands)
     scores, gradients = Scores(call, False), Gradients(call, needs, normalised=False)
     for chunk in call.chunks(call.projected):
@@ -60,7 +63,7 @@ def linear_selected_backward(
         largest = of_ids.abs().amax(-1)
         if of_tail is not None:
             largest = torch.maximum(largest, of_tail.abs())
-        # K coefficients of a row go into the row itself, so divided that 16 bits can hold them
+        # the K coefficients of a row go into the row itself, divided so that 16 bits can hold them
         scale = power_of_two(largest.to(gradients.dtype))
         of_tail = None if of_tail is None else of_tail / scale
         logits = scores.logits(chunk)
@@ -86,8 +89,9 @@ def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
 
 
 class LinearSelectedLogprobsFunction(torch.autograd.Function):
-    """Differentiable log-probs of ids for the operands (field by field), ids and ``within``; the backward
-    recomputes the logits.
+    """Differentiable log-probs of ids; the backward recomputes the logits.
+
+    The arguments are the operands (field by field), ids and ``within``.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Gradients of weight and bias, summed over chunks, and what goes into them."""
+"""Gradients of weight and bias, summed over chunks, and the rows that enter these sums."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gspo_kernels.types import stats_dtype
 
 
 class GradientRows(NamedTuple):
-    """What enters the gradient products: d loss/d logits is each row times its factor and its coefficient.
+    """The rows of the gradient products: d loss/d logits is each row times its factor and its coefficient.
 
     Attributes:
         values: [n, V].
         coefficients: [n], any float dtype and stride.
         factors: [n] in the statistics' dtype, or None for 1.
-        active: [n], bool: rows that have a gradient; None: those whose coefficient isn't 0.
+        active: [n], bool: rows that have a gradient; None: rows whose coefficient isn't 0.
     """
 
     values: Tensor
@@ -33,12 +33,12 @@ class GradientRows(NamedTuple):
 
 
 class HeadSums:
-    """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype.
+    """dWeight [V, H] and dBias [V] summed over chunks, where they are needed; in the statistics' dtype.
 
-    dWeight is summed inside of the products. Their 16-bit operands must hold the coefficients: bf16 does; for
-    fp16 the sum counts in a power of two, which grows with the largest coefficient so far.
+    The products themselves sum dWeight, so their 16-bit operands must hold the coefficients. bf16 does. For
+    fp16 a power of two is the unit of the sum; it grows with the largest coefficient so far.
 
-    Of a head whose products are fixed, both are sums over segments of rows, in their order.
+    If the head's products are fixed, both sums run over segments of rows, in order.
     """
 
     def __init__(self, head: Head, needs: RequiresGrad, backend: str):
@@ -47,26 +47,27 @@ class HeadSums:
         self._head, self._backend, self._launches = head, load(backend), launches_of(backend)
         self._dtype = dtype
         self._power: Tensor | None = None
-        # a sum that is rounded to be the gradient is given up by the end of the backward
+        # a sum that is rounded to the gradient's dtype is freed by the end of the backward
         memory = torch.empty if dtype == weight.dtype else used_memory
         self._weight = memory(weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
         self._segments: Segments | None = None
         if head.fixed:
-            # how many rows a product may sum up in one step of an order of its own
+            # how many rows a product may sum in one step, in whatever order
             self._segments = Segments(SEGMENT if weight.is_cuda else values_in_step(head.rows_dtype))
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start both sums anew."""
         assert self._segments is None
         self._empty, self._power = True, None
         if self._bias is not None:
             self._bias.zero_()
 
     def add(self, rows: GradientRows, hidden: Tensor, ranks: Tensor | None = None) -> None:
-        """Add those of rows with hidden states [n, H]; ``ranks`` [n], ascending, are those of ``Call.ranks``,
-        where products are fixed.
+        """Add the gradients from rows with hidden states [n, H].
+
+        Where products are fixed, ``ranks`` [n], ascending, are the rows' ``Call.ranks``.
         """
         values, total = rows.values, self._weight
         if total is None and self._bias is None:
@@ -88,7 +89,7 @@ class HeadSums:
         if total is not None:
             unit = self._unit(rows, factors, total) if values.dtype == torch.float16 else None
             left, operand = values.t(), self._operand(rows, factors, hidden, unit)
-            # the first product is written: zeros would cost as much as to fill them
+            # the first product overwrites the memory: filling it with zeros would cost extra
             if self._head.in_blocks:
                 multiply(left, operand, total, accumulate=not self._empty)
             elif left.dtype == total.dtype:
@@ -109,7 +110,7 @@ class HeadSums:
     def _operand(
         self, rows: GradientRows, factors: Tensor | None, hidden: Tensor, unit: Tensor | None
     ) -> Tensor:
-        """Hidden states times factors, over ``unit``, as the products take them."""
+        """Return hidden states times factors, divided by ``unit``, in the dtype of the products."""
         dtype, active = rows.values.dtype, rows.active
         if self._launches is not None:
             most = MOST_IN_SUMS[self._dtype]
@@ -123,7 +124,7 @@ class HeadSums:
             active = rows.coefficients != 0
         chosen = hidden.to(factors.dtype)
         if not (active.is_cpu and bool(active.all())):
-            # selected: the hidden state of a row without gradient may be anything
+            # selected, not multiplied: the hidden state of a row without gradient may be anything
             chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
         return (chosen * factors.unsqueeze(1)).to(dtype)
 
@@ -138,7 +139,7 @@ class HeadSums:
         self._empty = False
 
     def _unit(self, rows: GradientRows, factors: Tensor | None, total: Tensor) -> Tensor:
-        """What dWeight counts in, once that is as large as the largest of the rows' factors."""
+        """Raise the unit of dWeight's sum to at least the rows' largest factor, and return it."""
         before = self._power
         if before is None and not self._empty:
             before = torch.ones((), dtype=total.dtype, device=total.device)
@@ -151,12 +152,12 @@ class HeadSums:
             unit = unit if before is None else torch.maximum(before, unit)
             shrink = unit if before is None else before / unit
         if before is not None:
-            self._backend.scale_(total, shrink)  # costs nothing where it stays
+            self._backend.scale_(total, shrink)  # costs nothing if the unit stays
         self._power = unit
         return unit
 
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
-        """Add other sums times a coefficient that has come late."""
+        """Add other sums times a coefficient that was not known when they were summed."""
         if self._power is not None:
             self._count_in_ones()
         for total, other in zip((self._weight, self._bias), sums.result(), strict=True):
@@ -171,7 +172,7 @@ class HeadSums:
         self._empty = False
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """The two sums."""
+        """Return dWeight and dBias."""
         if self._segments is not None:
             for segmented in self._segments.rest():
                 self._add_segments(segmented)
@@ -189,19 +190,19 @@ class HeadSums:
 
 
 SegmentedRows = tuple[tuple[Tensor, ...], Tensor]
-"""Parts of rows of whole segments, [n, ...] each, and where each segment ends, int64
+"""Tensors over the rows of whole segments, [n, ...] each, and where each segment ends, int64
 [segments] on the CPU."""
 
 
 class Segments:
-    """Cuts rows that come in ascending ranks into segments of ``SEGMENT`` tokens that count, and keeps the
-    last back until it is whole.
+    """Cuts rows that come in ascending ranks into segments of ``SEGMENT`` counted tokens, and keeps the last
+    segment back until it is whole.
 
-    Rows of a segment may be missing: they have no gradient. Products that sum a few rows in one step get
-    zeros in their place, so that the same rows share a step.
+    Rows without a gradient may be missing from a segment. Products that sum a few rows in one step get zeros
+    in their place, so that the same rows always share a step.
 
     Args:
-        step: how many rows; a divisor of ``SEGMENT``.
+        step: how many rows a product sums in one step; a divisor of ``SEGMENT``.
     """
 
     def __init__(self, step: int) -> None:
@@ -209,7 +210,7 @@ class Segments:
         self._unfinished: tuple[Tensor, ...] | None = None
 
     def cut(self, parts: tuple[Tensor, ...], ranks: Tensor) -> Iterator[SegmentedRows]:
-        """The segments that become whole with ``parts``, [n, ...] of rows with ``ranks`` [n]."""
+        """Yield the segments that become whole with ``parts``, [n, ...] over the rows of ``ranks`` [n]."""
         if not ranks.numel():
             return
         rows = (*parts, ranks.cpu())
@@ -229,26 +230,26 @@ class Segments:
         stop = count
         if not whole:
             stop = max(start, int(ends[-2]) if ends.numel() > 1 else 0)
-            # copied, as the rows' memory is the next chunk's
+            # copied, as the next chunk overwrites the rows' memory
             self._unfinished = tuple(row[stop:].clone() for row in rows)
         if stop > start:
             yield self._padded(tuple(row[start:stop] for row in rows))
 
     def rest(self) -> Iterator[SegmentedRows]:
-        """The rows that are kept back, if there are any."""
+        """Yield the rows that are kept back, if there are any."""
         rows, self._unfinished = self._unfinished, None
         if rows is not None:
             yield self._padded(rows)
 
     def _padded(self, rows: tuple[Tensor, ...]) -> SegmentedRows:
-        """Whole segments, with zeros in the place of the rows that a step of the products lacks."""
+        """Return whole segments, with zeros in place of rows that are missing in a step of the products."""
         *parts, ranks = rows
         groups, place, sizes = torch.unique_consecutive(
             ranks // self._step, return_inverse=True, return_counts=True
         )
         if self._step < SEGMENT:
-            # What is missing behind the last row is zeros for products anyway. On a GPU, where a step is a
-            # segment, zeros are put there, so that products over any number of rows have the same tile.
+            # Products take rows that are missing behind the last one for zeros anyway. On a GPU, where a step
+            # is a segment, zeros are written, so that products over any number of rows have the same tile.
             sizes[-1] += self._step - 1 - ranks[-1] % self._step
         if bool((sizes == self._step).all()):
             return tuple(parts), _ends(ranks // SEGMENT)
@@ -259,7 +260,7 @@ class Segments:
 
 
 def _ends(segments: Tensor) -> Tensor:
-    """Where each run of equal numbers ends."""
+    """Return where each run of equal numbers ends."""
     inner = (segments[1:] != segments[:-1]).nonzero().squeeze(1) + 1
     return torch.cat([inner, inner.new_tensor([len(segments)])])
 
@@ -267,20 +268,20 @@ def _ends(segments: Tensor) -> Tensor:
 # Arithmetic in which coefficients of any size neither overflow nor vanish on their way into gradients
 
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
-"""Integers of a dtype's width, and the bits of the exponent among them."""
+"""By dtype: the integer type of the same width, and the bits of the exponent in it."""
 
 
 def largest(values: Tensor, dim: int | None = None) -> Tensor:
-    """The largest magnitude, of all or along a dimension."""
+    """Return the largest magnitude, of all values or along a dimension."""
     if values.is_cpu:
-        # there a norm takes a hundred times as long
+        # on the CPU a norm takes a hundred times as long
         return values.abs().amax(() if dim is None else dim)
     return torch.linalg.vector_norm(values, float("inf"), dim)
 
 
 def power_of_two(values: Tensor) -> Tensor:
-    """The power of two at or below the magnitude of each of ``values``, fp32 or fp64, so that dividing by it
-    rounds nothing and leaves less than 2. What is 0, infinite or NaN gets some finite power, too.
+    """Return the power of two at or below the magnitude of each value, fp32 or fp64. Dividing by it rounds
+    nothing and leaves less than 2. Values that are 0, infinite or NaN get some finite power, too.
     """
     integers, exponent = _EXPONENT[values.dtype]
     limits = torch.finfo(values.dtype)
@@ -289,12 +290,12 @@ def power_of_two(values: Tensor) -> Tensor:
 
 
 def times(values: Tensor, factor: Tensor) -> Tensor:
-    """The product, where an exact zero of either beats an overflow of the other."""
+    """Return the product, where an exact zero of either operand beats an overflow of the other."""
     return torch.where((values == 0) | (factor == 0), 0.0, values * factor)
 
 
 def times_(values: Tensor, factor: Tensor) -> Tensor:
-    """The same in place, for few factors beside many values (on the CPU, to look at each costs more)."""
+    """Do what ``times`` does in place, for few factors and many values (checking each is slow on the CPU)."""
     zero = factor == 0
     if not (factor.is_cpu and bool(factor.isfinite().all())):
         zero = zero | (values == 0)
@@ -303,4 +304,4 @@ def times_(values: Tensor, factor: Tensor) -> Tensor:
 
 
 MOST_IN_SUMS = {dtype: torch.finfo(dtype).max * 2.0**-24 for dtype in _EXPONENT}
-"""A bound of coefficients with which no product overflows: infinities of both signs would add to NaN."""
+"""The bound on coefficients by dtype. It keeps products finite: infinities of both signs would add to NaN."""

@@ -1,4 +1,4 @@
-"""``gspo mismatch``: its options, and what they ask for."""
+"""The command ``gspo mismatch``: its options, and the comparison that they ask for."""
 
 from __future__ import annotations
 

@@ -25,38 +25,38 @@ CORRECTIONS: dict[str, dict[str, Any]] = {  # options of `gk.rollout_weights`, t
 
 @dataclass(frozen=True)
 class Comparison:
-    """Training's log-probs of N tokens in B sequences next to the sampler's."""
+    """Log-probs of N tokens in B sequences, by training and by the sampler."""
 
     training: Tensor  # [N] fp64, nats
     sampling: Tensor  # [N] fp64, nats
     cu_seqlens: Tensor  # int32 [B + 1]
-    clip: tuple[float, float]  # GSPO's range, below and above 1
+    clip: tuple[float, float]  # GSPO's clip range, below and above 1
 
     @property
     def difference(self) -> Tensor:
-        """[N], training less sampling: the token's log-ratio; 0 where both call a token impossible."""
+        """Each token's log-ratio, training minus sampling, [N]; 0 where both find a token impossible."""
         return finite.difference(self.training, self.sampling)
 
     @property
     def possible(self) -> Tensor:
-        """[N] bool: tokens to which both sides give a probability."""
+        """Tokens that neither side finds impossible, [N] bool."""
         return self.training.isfinite() & self.sampling.isfinite()
 
     @property
     def log_s(self) -> Tensor:
-        """[B], GSPO's log s with these as new and old log-probs: the mean difference per token."""
+        """GSPO's log s of each sequence, [B]: the mean difference, training minus sampling, per token."""
         layout = layout_of(self.difference, self.cu_seqlens)
         total = layout.sum(self.difference.unsqueeze(0))
         return total / self.cu_seqlens.diff().clamp(min=1)
 
     @property
     def outside(self) -> Tensor:
-        """[B] bool, sequences outside of the clip range although nothing was trained."""
+        """Sequences outside of the clip range although nothing was trained, [B] bool."""
         low, high, _ = log_bounds(*self.clip, None)
         return (self.log_s < low) | (self.log_s > high)
 
     def summary(self) -> dict[str, float]:
-        """Numbers of tokens, in nats, and of sequences."""
+        """Return statistics of the tokens' differences, in nats, and of the sequences' log s."""
         difference, log_s = self.difference[self.possible], self.log_s[self.log_s.isfinite()]
         sizes, ratios = difference.abs(), difference.exp()
         low, high, _ = log_bounds(*self.clip, None)
@@ -78,13 +78,13 @@ class Comparison:
         }
 
     def range_that_holds(self, share: float) -> tuple[float, float]:
-        """The clip range, below and above 1, that holds this share of the sequences before any training."""
+        """Return the clip range, below and above 1, that holds this share of the untrained sequences."""
         log_s = self.log_s[self.log_s.isfinite()]
         low, high = quantile(log_s, (1 - share) / 2), quantile(log_s, (1 + share) / 2)
         return max(-math.expm1(low), 0.0), max(math.expm1(high), 0.0)
 
     def corrections(self) -> dict[str, dict[str, float]]:
-        """What `gk.rollout_weights` would leave of a batch whose advantages are all alike."""
+        """Return for each correction what its weights would leave of a batch with equal advantages."""
         counted, seqlens = self.possible, self.cu_seqlens
         advantages = torch.ones(len(seqlens) - 1, dtype=torch.float64)
         effects = {}
@@ -98,12 +98,12 @@ class Comparison:
 
 
 def mean(values: Tensor) -> float:
-    """Return the mean; NaN of nothing."""
+    """Return the mean, or NaN if there are no values."""
     return float(values.mean()) if len(values) else math.nan
 
 
 def quantile(values: Tensor, q: float) -> float:
-    """Return the q-quantile, NaN of nothing; torch's takes no more than 2^24 values."""
+    """Return the q-quantile, or NaN if there are no values; `torch.quantile` takes at most 2^24 values."""
     if len(values) == 0:
         return math.nan
     return float(values.sort().values[min(len(values) - 1, int(q * len(values)))])

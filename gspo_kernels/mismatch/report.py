@@ -1,4 +1,4 @@
-"""What was measured as JSON, a picture and a short text, with advice."""
+"""The report of a comparison: JSON, a picture, and a short text with advice."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from gspo_kernels.mismatch.scoring import Samples, Switched
 from gspo_kernels.trainer.report import BLUE, INK, ORANGE, style
 
 EXPLAINED = 0.5  # a switch explains a difference if it takes away this share of the mean
-_HARMLESS = 0.01  # share of sequences outside of the clip range that changes nothing
+_HARMLESS = 0.01  # share of sequences outside of the clip range up to which no correction is advised
 
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """A comparison, what each switch does to it, and the tokens that differ most."""
+    """A comparison, the effect of each switch on it, and the tokens that differ most."""
 
     comparison: Comparison
-    # Tokens that differ most: "sequence", "position", "token", "training" and "sampling" in nats; with a
-    # tokenizer "text", and "context" before it.
+    # Tokens that differ most, each with "sequence", "position", "token", "training" and "sampling" in nats;
+    # with a tokenizer also its "text", and the "context" before it.
     worst: list[dict[str, Any]]
     switched: Sequence[Switched]
     about: dict[str, Any]  # what was compared, for the file
@@ -41,7 +41,7 @@ class MismatchReport:
         return paths
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as the file has it; "per_token" and "log_s" are whole, numbers are in nats."""
+        """Return the report as the file has it, with all values of "per_token" and "log_s", in nats."""
         comparison = self.comparison
         return {
             "about": self.about,
@@ -61,7 +61,7 @@ class MismatchReport:
         }
 
     def text(self) -> str:
-        """A table and the advice, for a terminal."""
+        """Return a table and the advice, for a terminal."""
         n = self.comparison.summary()
         lines = [
             f"{n['tokens/count']:,} tokens in {n['sequences/count']:,} sequences",
@@ -129,7 +129,7 @@ def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
 
 
 def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
-    """Return sentences: how bad it is, where it comes from, what to do."""
+    """Return sentences that say how bad the difference is, where it comes from, and what to do."""
     numbers = comparison.summary()
     outside, impossible = numbers["sequences/outside"], numbers["tokens/impossible"]
     low, high = comparison.clip

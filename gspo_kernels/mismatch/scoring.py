@@ -1,4 +1,4 @@
-"""Sampled completions, and training's log-probs of them: as they are, and with one thing switched."""
+"""Sampled completions, and training's log-probs of them, by the baseline and with one setting switched."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from gspo_kernels.trainer.rollout import Sampling, SamplingMask
 
 @dataclass(frozen=True)
 class Samples:
-    """B completions of N tokens in all, one after the other."""
+    """B sampled completions with N tokens in total, packed one after the other."""
 
     prompts: list[Tensor] | None  # B of token ids, [P_i]; None where files are compared without a model
     completions: list[Tensor]  # B of token ids, [C_i], C_i > 0
-    logprobs: Tensor  # [N] fp64, by the sampler, in nats; -inf: it calls the token impossible
-    masks: list[SamplingMask] | None = None  # B, what the sampler could have drawn; None: not known
+    logprobs: Tensor  # [N] fp64, by the sampler, in nats; -inf: the sampler finds the token impossible
+    masks: list[SamplingMask] | None = None  # B, tokens that the sampler could have drawn; None: not known
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """int32 [B + 1], where each completion begins among the N tokens."""
+        """Offsets of the completions among the N tokens, int32 [B + 1]."""
         return offsets_of(torch.tensor([len(each) for each in self.completions], dtype=torch.int64))
 
 
 def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
-    """Read the first completions of a file as a run keeps it (``save_rollouts``).
+    """Read at most the first ``most`` completions of a file that a run has kept (``save_rollouts``).
 
-    Of its columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt"; "sampling_mask" is
-    taken where every completion has it. An `InputError` names a row that is not of this kind.
+    The columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt". "sampling_mask" is used
+    if every completion has one. An `InputError` names a row that does not fit.
     """
     whole = load_prompts(path)
     rows = [whole[i] for i in range(min(most, len(whole)))]
@@ -52,7 +52,7 @@ def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
             raise InputError(f"{path}, row {number}: the prompt is no text, as a run would have kept it")
     prompts = None
     if tokenizer is not None:
-        # They were written with the special tokens that the tokenizer had added.
+        # The file's prompts already have the special tokens that the tokenizer had added.
         ids = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
         prompts = [torch.tensor(each) for each in ids]
         for number, each in enumerate(ids, start=1):
@@ -86,7 +86,7 @@ def _check_row(row: Mapping[str, Any], where: str) -> None:
 
 
 def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
-    """Raise an `InputError` for tokens beyond the ``embedded`` ones that the model has."""
+    """Raise an `InputError` if a token id is not below ``embedded``, the number that the model embeds."""
     masks = samples.masks or [SamplingMask.of([])] * len(samples.completions)
     rows = zip(samples.prompts or (), samples.completions, (mask.ids for mask in masks), strict=True)
     for number, (prompt, completion, drawable) in enumerate(rows, start=1):
@@ -98,7 +98,7 @@ def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
 
 
 def other_logprobs(path: Path, samples: Samples) -> Tensor:
-    """Read [N] log-probs of the same tokens from another file of that kind."""
+    """Read log-probs [N] of the samples' tokens from another file; `read_samples` describes its form."""
     other = read_samples(path, None, len(samples.completions))
     for number, (one, two) in enumerate(zip(samples.completions, other.completions, strict=False), start=1):
         if not torch.equal(one, two):
@@ -110,14 +110,14 @@ def other_logprobs(path: Path, samples: Samples) -> Tensor:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOGIT_BYTES = 64 << 20  # of fp32 logits that exist at once where the head isn't fused
-_FEW_ROWS = 16  # of logits in a chunk, for the switch of the chunk
+_FEW_ROWS = 16  # rows of logits in a chunk, for the switch of the chunk's size
 
-# The model in a precision of its weights, with an implementation of attention or the default one.
+# A function that loads the model with weights in a dtype and an attention implementation (None: its default).
 Load = Callable[[torch.dtype, str | None], Any]
 
 
 class Models:
-    """Loads a directory's model in a precision, and keeps only the last one."""
+    """A loader of one model in any precision; it keeps only the last model that it loaded."""
 
     def __init__(self, path: str, device: torch.device) -> None:
         self.path, self.device = path, device
@@ -143,17 +143,17 @@ class Setting:
     head: str = "fp32"
     softmax: str = "fp32"  # precision of the log-softmax
     attention: str | None = None  # transformers' implementation; None: its default
-    packed: bool = True  # whether sequences share the rows of the model; else one at a time
+    packed: bool = True  # whether sequences share a row; else the model runs one sequence at a time
     temperature: float = 1.0  # logits are divided by it
-    top_p: float = 1.0  # outside of these two a log-prob is -inf
+    top_p: float = 1.0  # tokens that top_p or top_k cut off have a log-prob of -inf
     top_k: int = 0
-    recorded: bool = False  # among the tokens that the sampler could have drawn, as keep_sampling_mask
-    max_chunk_bytes: int | None = None  # of logits in one chunk of the fused head; None: its default
+    recorded: bool = False  # softmax over the tokens that the sampler could have drawn, as keep_sampling_mask
+    max_chunk_bytes: int | None = None  # bytes of logits in a chunk of the fused head; None: its default
 
 
 @dataclass(frozen=True)
 class Switched:
-    """Training's log-probs with one thing switched."""
+    """Training's log-probs with one setting switched, compared with the sampler's."""
 
     name: str
     change: dict[str, Any]  # the fields of `Setting` that differ from the baseline
@@ -163,9 +163,9 @@ class Switched:
 
 @torch.no_grad()
 def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor:
-    """Return log-probs of the N completion tokens, fp64 on the CPU; ``budget`` tokens go through at once.
+    """Return log-probs of the N completion tokens, fp64 on the CPU; packed passes have ``budget`` tokens.
 
-    The samples' prompts must be known, and for a ``recorded`` mask their masks.
+    The samples must have prompts, and masks if ``setting.recorded`` is true.
     """
     assert samples.prompts is not None
     model = load(DTYPES[setting.weights], setting.attention)
@@ -179,7 +179,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
         prompts, completions = ([pairs[row][side].to(device) for row in rows] for side in (0, 1))
         if setting.packed:
             hidden = packed_hidden_states(model, prompts, completions).hidden
-        else:  # with any attention, as there is nothing to keep apart
+        else:  # any attention works, as there are no sequences to keep apart
             ids = torch.cat([*prompts, *completions]).unsqueeze(0)
             hidden = last_hidden_states(model, {"input_ids": ids})[0, len(prompts[0]) - 1 : -1]
         kept = None
@@ -211,7 +211,7 @@ def _head_logprobs(
             logits_dtype="input" if half else "float32",
             max_chunk_bytes=setting.max_chunk_bytes,
         ).logprobs
-    if not half:  # products of 16-bit numbers, kept in fp32
+    if not half:  # logits stay in fp32, also with 16-bit weights
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     parts = []
     for rows in torch.arange(len(labels)).split(max(1, _LOGIT_BYTES // (4 * weight.shape[0]))):
@@ -230,10 +230,10 @@ def _head_logprobs(
 def switches(
     baseline: Setting, sampling: Sampling, attention: str, vocabulary: int
 ) -> dict[str, dict[str, Any]]:
-    """Return what can be switched, by name, as changes of the baseline.
+    """Return the possible switches by name, each with the fields of the baseline that it changes.
 
-    ``attention`` is the implementation that the baseline resolves to. The size of the ``vocabulary`` says how
-    many bytes a few rows of logits have.
+    ``attention`` is the implementation that the baseline resolves to. ``vocabulary`` is the number of logits
+    in a row, which gives the bytes of a small chunk.
     """
     half = baseline.weights if baseline.weights != "fp32" else "bf16"
     other_half = "fp16" if half == "bf16" else "bf16"
@@ -269,7 +269,7 @@ def attribute(
     budget: int,
     tell: Callable[[str], None],
 ) -> list[Switched]:
-    """Score the samples once per switch, those that need the same model one after the other."""
+    """Score the samples once per switch; switches that need the same model run one after the other."""
     settings = {name: replace(baseline, **change) for name, change in named.items()}
     done: dict[str, Switched] = {}
     for name in sorted(named, key=lambda name: (settings[name].weights, str(settings[name].attention))):

@@ -15,7 +15,7 @@ class ABCGRPO(Objective):
 
     ``loss_t = -A_t clip(r_t, 1 - low, 1 + high)`` with the bounds of the advantage's sign; ``dloss_t/dlogp_t
     = -A_t r_t`` inside them, 0 on either side. From the paper. It numbers its bounds e1 to e4, the upper one
-    of each sign first; elsewhere the lower one comes first, so here they go by name.
+    of each sign first. Other objectives have the lower bound first, so these bounds are passed by name.
 
     Args:
         positive_low, positive_high: clip range below and above 1 for A > 0; the paper's e2 and e1.

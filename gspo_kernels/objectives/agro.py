@@ -14,8 +14,8 @@ class AGRO(Objective):
     against the paper.
 
     ``q_i = R_i - beta sum_t(logp_t - ref_t)``; ``loss_i = (q_i - mean_group(q))^2 / 2``, whose mean over a
-    group is half its variance; ``dloss/dlogp_t = -beta (q_i - mean_group(q)) / G``. No importance ratio:
-    the responses may come from any policy.
+    group is half its variance; ``dloss/dlogp_t = -beta (q_i - mean_group(q)) / G``. There is no importance
+    ratio: the responses may come from any policy.
 
     ``advantages`` hold rewards.
 

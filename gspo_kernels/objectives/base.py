@@ -33,8 +33,8 @@ class PolicyBatch:
     """The inputs of an objective, in fp64. "Tokens" means [B, T] padded or [1, N] packed; masked ones hold 0.
 
     Attributes:
-        layout: sums over sequences and expands from them. What it sums may lie on several ranks, so that
-            tokens of different positions meet in no other way.
+        layout: sums over sequences and expands from them. A sequence's tokens may lie on several ranks, so
+            tokens of different positions must not be combined in any other way.
         mask: bool, tokens that count.
         lengths: [B], |y_i|: counted tokens, or the caller's ``lengths``; at least 1.
         logprobs: tokens, the tensor that carries the gradient.
@@ -68,14 +68,14 @@ class PolicyBatch:
         return self.layout.expand(values) if values.ndim == 1 else values
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """The mean of tokens over each sequence's counted ones; [B] stays as it is."""
+        """Return each sequence's mean over its counted tokens, [B]; values [B] stay as they are."""
         if values.ndim == 1:
             return values
         counts = self.layout.sum(self.mask.to(values.dtype)).clamp(min=1.0)
         return self.layout.sum(torch.where(self.mask, values, 0.0)) / counts
 
     def range_of(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[B], [B]: smallest and largest of a sequence's counted tokens; inf and -inf where it has none."""
+        """Return smallest and largest value of each sequence's counted tokens, [B]; without any inf, -inf."""
         sequences = self.sequence_ids().flatten()
 
         def largest(candidates: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class PolicyBatch:
         return self.layout.expand(torch.arange(self.layout.sequences, device=self.mask.device))
 
     def sequence_log_ratio(self) -> Tensor:
-        """[B], log s_i: the log-ratios' sum over the length (GSPO's Eq. 7)."""
+        """Return log s_i, [B]: the sum of log-ratios over the length (GSPO's Eq. 7)."""
         return self.layout.sum(self.log_ratio) / self.lengths
 
     def turn_log_ratio(self) -> Tensor:
@@ -104,7 +104,7 @@ class PolicyBatch:
         for ids in (sequences[order], self.turn_ids.flatten()[order]):
             changes[1:] |= ids[1:] != ids[:-1]
         segments = changes.cumsum(0)
-        # as many segments as tokens, so that their number stays on the device
+        # as many segments as there are tokens, so that the number of turns need not be read from the device
         turns = Packed(
             torch.searchsorted(segments, torch.arange(order.numel() + 1, device=order.device)), segments
         )
@@ -130,7 +130,7 @@ class PolicyBatch:
         return mean + finite.zero_with_gradient(self.log_ratio)
 
     def token_advantages(self) -> Tensor:
-        """The advantages as tokens."""
+        """Return the advantages per token."""
         assert self.advantages is not None
         return self.per_token(self.advantages)
 
@@ -141,7 +141,7 @@ class PolicyBatch:
         return finite.mul(self.token_weights, self.logprobs)
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """``loss`` (tokens or [B]) times the rollout weights at its level."""
+        """Multiply ``loss`` (tokens or [B]) by the rollout weights at its level."""
         if self.rollout_weights is None:
             return loss
         level = self.per_sequence if loss.ndim == 1 else self.per_token
@@ -149,13 +149,13 @@ class PolicyBatch:
 
 
 class ObjectiveLoss(NamedTuple):
-    """An objective's value before aggregation. Each is tokens or [B]; ``loss`` is what ``level`` says.
+    """An objective's value before aggregation. Each field is tokens or [B]; for ``loss`` see ``level``.
 
     Attributes:
         loss: differentiable with respect to ``PolicyBatch.logprobs``.
         log_ratio: the log importance ratio, differentiable.
-        clipped_low: bool, the lower bound cut the gradient off, or bounded its weight. None: there is none.
-        clipped_high: bool, an upper bound did.
+        clipped_low: bool, the lower bound cut the gradient off, or bounded its weight. None: no such bound.
+        clipped_high: bool, the same for an upper bound.
     """
 
     loss: Tensor
@@ -169,7 +169,7 @@ def ppo_clip(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped loss ``-min(r A, clip(r, 1-low, 1+high) A)``, and for A < 0 at most ``-dual A``.
 
-    Clip decisions are taken on the log-ratio; exactly on a bound counts as inside. Returns the loss and the
+    Clip decisions are taken on the log-ratio; a value exactly on a bound is inside. Returns the loss and the
     masks of what the lower and the upper bounds cut off.
     """
     return log_clip(log_ratio, advantages, *log_bounds(low, high, dual))
@@ -182,7 +182,7 @@ def log_clip(
     log_high: float | Tensor,
     log_dual: float | Tensor = math.inf,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``ppo_clip`` between bounds of the log-ratio, which may differ from token to token."""
+    """Clip as ``ppo_clip`` does, between bounds of the log-ratio, which may differ from token to token."""
     gains, losses = advantages > 0, advantages < 0
     clipped_low = losses & (log_ratio < log_low)
     over_high, over_dual = gains & (log_ratio > log_high), losses & (log_ratio > log_dual)
@@ -193,7 +193,7 @@ def log_clip(
 
 
 def log_bounds(low: float, high: float, dual: float | None) -> tuple[float, float, float]:
-    """Clip range as log-ratios: log(1-low), log(1+high), log(dual) with +inf for none."""
+    """Return a clip range as log-ratios: log(1-low), log(1+high) and log(dual), +inf without a dual clip."""
     log_low = math.log1p(-low) if low < 1 else -math.inf
     return log_low, math.log1p(high), math.inf if dual is None else math.log(dual)
 
@@ -203,19 +203,19 @@ _REGISTRY: dict[str, type[Objective]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
-    """Base of all objectives: options every one has, and the declarations that schedules and losses read.
+    """Base of all objectives: options that all have, and the declarations that schedules and losses read.
 
     Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None. Clip bounds come first
-    and may be given by position, in the order of ``clip(r, 1 - low, 1 + high)``; all other fields are
-    keyword-only. What the class declares holds for its default options; other options may ``_declare``
-    otherwise for their instance.
+    and may be passed by position, in the order of ``clip(r, 1 - low, 1 + high)``; all other fields are
+    keyword-only. A class's declarations hold for its default options; an instance with other options may
+    ``_declare`` others.
 
     Args:
         aggregation: how values become one loss; |y_i| is the number of counted tokens or ``lengths[i]``.
             "sequence_mean": mean over a sequence's tokens, then over sequences. "token_mean": sum over tokens
             (a sequence-level value counts |y_i| times) over the number of tokens. "sequence_mean_token_sum":
             the same sum over the number of sequences. "constant": the same sum over sequences *
-            ``aggregation_constant``. "sum".
+            ``aggregation_constant``. "sum": the same sum undivided.
         aggregation_constant: for "constant" only (Dr. GRPO takes the maximum completion length).
 
     Raises:
@@ -238,13 +238,13 @@ class Objective(ABC):
     """False: the objective has no advantages and refuses them."""
 
     advantages_are: ClassVar[Literal["advantages", "rewards", "levels"]] = "advantages"
-    """What ``advantages`` hold: compared within groups, raw rewards, or ranks in the group, best is 1."""
+    """What ``advantages`` hold: advantages within groups, raw rewards, or levels in the group, 1 the best."""
 
     takes_token_advantages: ClassVar[bool] = True
     """False: advantages must be [B]."""
 
     needs_token_order: ClassVar[bool] = False
-    """It looks at which tokens of a sequence come first: ranks that share sequences can't say."""
+    """The objective depends on the order of a sequence's tokens; ranks that share sequences don't know it."""
 
     zero_advantage_is_inactive: ClassVar[bool] = True
     """A zero advantage means a zero gradient, whatever the log-probs."""
@@ -254,7 +254,7 @@ class Objective(ABC):
 
     factorizes: ClassVar[bool] = False
     """With one advantage per sequence dLoss/dlogprob_t is ``c_i * token_weights_t``: one number c_i for all
-    tokens of sequence i. (Rollout weights one per sequence too, unless ``level`` is "sequence".)"""
+    tokens of sequence i. (Rollout weights must be one per sequence, too, unless ``level`` is "sequence".)"""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -282,24 +282,24 @@ class Objective(ABC):
 
     @abstractmethod
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """The loss before aggregation; must be differentiable in ``batch.logprobs``."""
+        """Return the loss before aggregation; it must be differentiable in ``batch.logprobs``."""
 
     def ratio_form(self) -> RatioClip | None:
-        """The parameters under which a fused clipped ratio equals this objective, or None."""
+        """Return the parameters under which a fused clipped ratio equals this objective, or None."""
         return None
 
     def outer_divisor(self) -> tuple[str, float]:
-        """What the outer divisor counts ("sequences", "tokens", "pairs" or "one") and a factor on it."""
+        """Return what the outer divisor counts ("sequences", "tokens", "pairs" or "one") and its factor."""
         counts = {"token_mean": "tokens", "sum": "one"}.get(self.aggregation, "sequences")
         return counts, 1.0 if self.aggregation_constant is None else float(self.aggregation_constant)
 
     def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
-        """How many pairs a call has, 0-d fp64, where the outer divisor counts them; arguments are [B]."""
+        """Return the number of pairs in a call, 0-d fp64, if the outer divisor counts pairs; from [B]."""
         raise NotImplementedError(f"{type(self).__name__} has no pairs")
 
     @property
     def spec(self) -> str:
-        """The objective as a string, as it travels through opaque operators."""
+        """The objective as a string, which passes through opaque operators."""
         if not torch.compiler.is_compiling():
             return _cached_spec(self)
         cls = type(self)
@@ -325,7 +325,7 @@ def _spec(cls: type[Objective], names: tuple[str, ...], values: tuple[Any, ...])
 
 @functools.lru_cache(maxsize=1024)
 def from_spec(spec: str) -> Objective:
-    """The inverse of ``Objective.spec``."""
+    """Return the objective with this ``Objective.spec``."""
     name, fields = json.loads(spec)
     return _REGISTRY[name](**fields)
 
@@ -342,7 +342,7 @@ def require_clip_range(low: float, high: float, dual: float | None) -> None:
 
 
 def refuse_multipliers(low: float, high: float) -> None:
-    """Refuse a clip range of a sequence's ratio that looks like its ends: (0.8, 1.2) for 0.8 to 1.2."""
+    """Refuse a sequence ratio's clip range that looks like its ends, (0.8, 1.2), not distances from 1."""
     if 0.5 <= low < 1.0 < high < 2.0:
         raise ValueError(
             f"clip_low, clip_high: got {low} and {high}, which look like the ends of the range; expected "

@@ -20,18 +20,18 @@ from gspo_kernels.objectives.base import (
 class ClipCov(Objective):
     """Clip-Cov of "The Entropy Mechanism" (arXiv 2505.22617), after verl's code.
 
-    ``cov_t = (A_t - mean A)(logp_t - mean logp)``, means over all counted tokens of the batch. GRPO's clipped
-    loss, but 0 for ``max(1, int(clip_cov_ratio N))`` tokens drawn at random among those that are not clipped
-    and have ``clip_cov_lb < cov_t < clip_cov_ub``; ``dloss_t/dlogp_t = -r_t A_t`` for the others where not
-    clipped, else 0. The metric "clip_fraction/high" counts the drawn tokens too.
+    ``cov_t = (A_t - mean A)(logp_t - mean logp)``, means over all counted tokens of the batch. The loss is
+    GRPO's, but 0 for ``max(1, int(clip_cov_ratio N))`` tokens drawn at random among those that are not
+    clipped and have ``clip_cov_lb < cov_t < clip_cov_ub``; ``dloss_t/dlogp_t = -r_t A_t`` for the others
+    where not clipped, else 0. The metric "clip_fraction/high" counts the drawn tokens too.
 
     The draw depends on ``seed`` and on the candidates in the order of their covariance: not on the device,
     the layout or the order of sequences. Take another seed in each step (``dataclasses.replace``). The whole
-    batch is needed: for micro-batches, ``policy_coefficients`` on the batch, then ``Linear`` on each part.
+    batch is needed: for micro-batches, use ``policy_coefficients`` on it, then ``Linear`` on each part.
 
     Args:
         clip_low, clip_high: clip range below and above 1.
-        clip_cov_ratio: how many of all tokens are drawn.
+        clip_cov_ratio: the fraction of all tokens that is drawn.
         clip_cov_lb, clip_cov_ub: the covariances between which tokens are drawn.
         seed: decides the draw.
     """
@@ -80,7 +80,7 @@ class ClipCov(Objective):
 
 
 def token_covariance(batch: PolicyBatch) -> Tensor:
-    """Tokens: ``(A_t - mean A)(logp_t - mean logp)``, detached; anything where not counted."""
+    """Tokens: ``(A_t - mean A)(logp_t - mean logp)``, detached; tokens that don't count hold any value."""
     count = batch.mask.sum().clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ class CTPO(Objective):
 
     ``c_t = exp(sum over u <= t of l_u)``; ``loss_t = -min(c_t A_t, clip(c_t, exp(-log_clip_low t^power),
     exp(log_clip_high t^power)) A_t)`` for the t-th counted token; ``dloss_t/dlogp_t = -c_t A_t`` where not
-    clipped, else 0. The gradient is that of the token's own log-prob, the ratio of those before it is
+    clipped, else 0. The gradient is that of the token's own log-prob; the ratio of the tokens before it is
     detached, as in the code. Log-ratios are clamped to +-20 in the sum.
 
     Args:
-        log_clip_low, log_clip_high: half-widths of the band at the first token; the paper's.
-        power: how the band grows with the position; the paper's.
+        log_clip_low, log_clip_high: half-widths of the band at the first token; the defaults are the paper's.
+        power: the exponent of the position in the band's growth; the default is the paper's.
         log_dual_clip: for A < 0 the log-ratio is at most this times ``t^power``, or None. The official script
             has 0.05; the paper's objective has none, according to text about it.
     """

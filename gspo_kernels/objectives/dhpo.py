@@ -24,9 +24,9 @@ class DHPO(Objective):
     ``loss_t = alpha_t clipped(r_t, A_t) + (1 - alpha_t) clipped(s, A_t)``. In a mean over the sequence a
     token's coefficient is ``-(A / |y_i|) (alpha_t r_t [r_t unclipped] + mean_u(1 - alpha_u) s [s
     unclipped])``. alpha 1 is GRPO, alpha 0 GSPO. The structure (two clipped branches, a fixed or an
-    entropy-guided mix) is from the paper. How the entropy guides is assumed: alpha_t is the token's entropy,
-    detached, scaled from the smallest to the largest among the sequence's counted tokens to 0 to 1 (0.5 where
-    all are equal), so that uncertain tokens follow their own ratio.
+    entropy-guided mix) is from the paper. How the entropy guides the mix is our assumption: alpha_t is the
+    token's entropy, detached, rescaled so that the smallest among the sequence's counted tokens becomes 0 and
+    the largest 1 (0.5 where all are equal). So uncertain tokens follow their own ratio.
 
     Args:
         clip_low, clip_high: clip range of the token ratios; GRPO's.

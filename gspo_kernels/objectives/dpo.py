@@ -41,9 +41,9 @@ class DPO(Pairwise):
         return batch.layout.sum(reference_log_ratio(batch))
 
     def pairs(self, values: Tensor) -> Tensor:
-        """The first has the lower level, by more than ``min_gap``."""
+        """Return pairs whose first sequence has the lower level, by more than ``min_gap``."""
         return values.unsqueeze(1) - values.unsqueeze(2) > self.min_gap
 
     def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """-log sigmoid."""
+        """Return -log sigmoid(beta gap)."""
         return torch.logaddexp(-self.beta * gap, torch.zeros_like(gap))

@@ -17,10 +17,11 @@ class DPPO(Objective):
     """Divergence PPO in its binary form (arXiv 2602.04879), after verl's ``dppo_tv`` and ``dppo_kl``.
 
     ``loss_t = -keep_t A_t sg[min(r_t, max_ratio)] logp_t``; ``dloss_t/dlogp_t = -keep_t A_t min(r_t,
-    max_ratio)``. With p and p_old the label's probabilities, a token with A > 0 is kept while ``p - p_old <=
-    bound_high`` (total variation) or while ``KL(Bern(p_old), Bern(p)) <= bound_high`` or ``p <= p_old``; one
-    with A <= 0 while ``p - p_old >= -bound_low``, or KL ``<= bound_low`` or ``p >= p_old``. verl adds 1e-8 to
-    the probabilities inside its KL, and clamps log-ratios to +-20; this does not.
+    max_ratio)``. The label's probabilities are p and p_old. With "tv", total variation, a token with A > 0 is
+    kept while ``p - p_old <= bound_high``, one with A <= 0 while ``p - p_old >= -bound_low``. With "kl" and
+    ``k = KL(Bern(p_old), Bern(p))``, a token with A > 0 is kept while ``k <= bound_high`` or ``p <= p_old``,
+    one with A <= 0 while ``k <= bound_low`` or ``p >= p_old``. verl adds 1e-8 to the probabilities inside its
+    KL, and clamps log-ratios to +-20; this package does neither.
 
     Args:
         bound_low, bound_high: bounds of the divergence for A <= 0 and for A > 0; 0.2 is verl's default for
@@ -62,7 +63,7 @@ class DPPO(Objective):
 
 
 def _bernoulli_kl(old: Tensor, new: Tensor) -> Tensor:
-    """KL(Bern(p_old), Bern(p)) from log-probs; rounding above 0 counts as 0."""
+    """Return KL(Bern(p_old), Bern(p)) from log-probs; a log-prob that is rounded above 0 counts as 0."""
     old, new = old.clamp(max=0.0), new.clamp(max=0.0)
     chosen = finite.mul(old.exp(), old - new)
     others = finite.mul(-torch.expm1(old), torch.log(-torch.expm1(old)) - torch.log(-torch.expm1(new)))

@@ -15,10 +15,10 @@ class DRO(Objective):
 
     The paper (arXiv 2405.19107) has one value per sequence, and a learned value function instead of A.
     ``loss_t = -(A_t logp_t - beta/2 l_t^2)`` with ``l_t = logp_t - old_t``; ``dloss_t/dlogp_t = -A_t +
-    beta l_t``, not zero where the advantage is. Rollout weights multiply both terms.
+    beta l_t``, which a zero advantage does not make zero. Rollout weights multiply both terms.
 
     Args:
-        beta: weight of the quadratic term; its default is ours, verl has none and wants ``dro_beta`` given.
+        beta: weight of the quadratic term; the default is ours, verl has none and requires ``dro_beta``.
     """
 
     beta: float = 0.1

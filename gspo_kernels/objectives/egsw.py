@@ -22,7 +22,7 @@ class EGSW(GRPO):
     Args:
         clip_low, clip_high, dual_clip: as in GRPO.
         alpha: what a nat of entropy is worth in advantage; its default is ours.
-        temperature: divides what the softmax is taken of; its default is ours.
+        temperature: divisor of the softmax's argument; its default is ours.
     """
 
     _: KW_ONLY

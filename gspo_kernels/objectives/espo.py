@@ -21,8 +21,8 @@ class ESPO(GSPO):
     Args:
         clip_low, clip_high, dual_clip: as in GSPO; the default is that of ``recipes/train.yaml`` in the
             official code, whose other recipes have 4e-4 or 0. We have not read the paper's.
-        elbo_kl_beta: weight of the quadratic KL; the default is of the same file, the other recipes have from
-            1e-3 to 1e-2. With 0 it is left out, and no ``ref_logprobs`` are needed.
+        elbo_kl_beta: weight of the quadratic KL; the default is from the same file, the other recipes have
+            1e-3 to 1e-2. With 0 the KL is left out, and no ``ref_logprobs`` are needed.
     """
 
     clip_low: float = 0.2

@@ -19,13 +19,14 @@ class FIPO(DAPO):
     1 + influence_high)``; ``loss_t = sg[f_t]`` times DAPO's; ``dloss_t/dlogp_t = -f_t r_t A_t`` where not
     clipped, else 0. Tokens with a ratio above ``dual_clip`` are not in the sum, and where A < 0 and the ratio
     is above ``safe_ratio``, f is at most 1. Log-ratios are clamped to +-20 in the sum. Distances are counted
-    tokens; the code's are positions, which differ where the mask has holes. Its filter of sequences in which
-    two tokens meet the dual clip is left out, as in ms-swift. The defaults are the official 32B script's.
+    tokens; those in the code are positions, which differ where the mask has holes. The code's filter of
+    sequences in which two tokens meet the dual clip is left out, as in ms-swift. The defaults are those of
+    the official 32B script.
 
     Args:
         clip_low, clip_high, dual_clip: as in GRPO.
-        half_life: of a token's influence, in tokens.
-        influence_low, influence_high: range of f below and above 1; the code has 0.2 twice for small models.
+        half_life: the half-life of a token's influence, in tokens.
+        influence_low, influence_high: range of f below and above 1; for small models the code has 0.2 twice.
         safe_ratio: see above; 4 is the code's and ms-swift's default.
     """
 

@@ -11,12 +11,12 @@ class FSPO(Objective):
 
     ``S_i = sum_t(logp_t - old_t)``; ``loss_i = -min(exp(S_i) A_i, exp(clip(S_i, -log_clip_low sqrt(|y_i|),
     log_clip_high sqrt(|y_i|))) A_i)``; ``dloss_i/dlogp_t = -exp(S_i) A_i`` for every counted token of an
-    unclipped sequence, else 0. S is the sequence's own log-ratio, not GSPO's mean of it, and the band grows
-    as its spread does, so that long sequences are clipped no more often than short ones.
+    unclipped sequence, else 0. S is the sum of a sequence's log-ratios, not their mean as in GSPO. The band
+    grows as the spread of S does, so that long sequences are clipped no more often than short ones.
 
-    That the band scales with the square root is from the abstract, the sum and the minimum from a public
-    implementation that names the paper's Eqs. 3 to 5. The first version shifts the band by a drift, which
-    is 0 there; the paper's dual clip is left out.
+    The square root in the band is from the abstract; the sum and the minimum are from a public implementation
+    that names the paper's Eqs. 3 to 5. The first version shifts the band by a drift, which is 0 there; the
+    paper's dual clip is left out.
 
     Args:
         log_clip_low, log_clip_high: half-widths of the band for a length of 1; the defaults are that

@@ -31,28 +31,28 @@ class Groups:
 
     @classmethod
     def of(cls, batch: PolicyBatch) -> Groups:
-        """The groups of a batch."""
+        """Return the groups of a batch."""
         assert batch.group_ids is not None
         return cls(batch.group_ids, batch.layout.sum(exact(batch.mask)) > 0)
 
     def table(self, values: Tensor) -> Tensor:
-        """[B] -> [groups, size], zeros in places without a sequence."""
+        """Bring [B] into a table [groups, size], with zeros in places without a sequence."""
         return values.new_zeros(self._shape).index_put(self._places, values[self._order])
 
     def flat(self, table: Tensor) -> Tensor:
-        """[groups, size] -> [B]."""
+        """Bring a table [groups, size] back to [B]."""
         return table[self._places][self._order.argsort()]
 
     def sum(self, table: Tensor) -> Tensor:
-        """Each place's sum over the sequences present in its group."""
+        """Return in each place the sum over the sequences present in its group."""
         return torch.where(self.present, table, 0.0).sum(1, keepdim=True).expand(self._shape)
 
     def mean(self, table: Tensor) -> Tensor:
-        """Each place's mean over the sequences present in its group."""
+        """Return in each place the mean over the sequences present in its group."""
         return self.sum(table) / self.sum(torch.ones_like(table)).clamp(min=1.0)
 
     def softmax(self, table: Tensor) -> Tensor:
-        """Over the sequences present in a group; 0 elsewhere."""
+        """Return the softmax over the sequences present in each group; 0 elsewhere."""
         weights = torch.where(self.present, table, -torch.inf).softmax(1)
         return torch.where(self.present, weights, 0.0)
 
@@ -66,11 +66,11 @@ def reference_log_ratio(batch: PolicyBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Pairwise(Objective):
-    """A loss of pairs (i, j) of sequences within a group, which looks at the difference of their scores.
+    """A loss of pairs (i, j) of sequences within a group, which depends on the difference of their scores.
 
-    The aggregation "sequence_mean" is the mean over all pairs of the call, and a ``normalizer`` stands for
-    their number. A pair's value belongs to its two sequences by halves: that decides what other aggregations
-    make of it, and its rollout weight is the mean of the two.
+    The aggregation "sequence_mean" is the mean over all pairs of the call, and a ``normalizer`` replaces
+    their number. Each of a pair's two sequences gets half of the pair's value. Other aggregations take these
+    halves, and the rollout weight of a pair is the mean of its sequences' weights.
     """
 
     coefficient_scope = "group"
@@ -82,31 +82,31 @@ class Pairwise(Objective):
 
     @abstractmethod
     def score(self, batch: PolicyBatch) -> Tensor:
-        """[B], differentiable in ``batch.logprobs``."""
+        """Return the scores [B], differentiable in ``batch.logprobs``."""
 
     @abstractmethod
     def pairs(self, values: Tensor) -> Tensor:
-        """Which (i, j) are pairs, [groups, size, size], of the table of ``advantages``."""
+        """Return which (i, j) are pairs, [groups, size, size], from the table of ``advantages``."""
 
     @abstractmethod
     def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """The loss of ``gap = score_i - score_j``; ``first`` and ``second`` are i's and j's advantages."""
+        """Return the loss of ``gap = score_i - score_j``; ``first``, ``second``: i's and j's advantages."""
 
     def penalty(self, batch: PolicyBatch) -> Tensor | None:
-        """[B] or None: a pair's loss also gets the mean of its two sequences' penalties."""
+        """Return penalties [B] or None; a pair's loss also gets the mean of its two sequences' penalties."""
         return None
 
     def outer_divisor(self) -> tuple[str, float]:
-        """Pairs instead of sequences for "sequence_mean"."""
+        """Count pairs instead of sequences for "sequence_mean"."""
         return ("pairs", 1.0) if self.aggregation == "sequence_mean" else super().outer_divisor()
 
     def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
-        """How many pairs the call has."""
+        """Return how many pairs the call has."""
         groups = Groups(group_ids, nonempty)
         return exact(self._pairs(groups, groups.table(advantages)).sum())
 
     def paired(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
-        """[B] bool: the sequences that are in a pair."""
+        """Return which sequences are in a pair, [B] bool."""
         groups = Groups(group_ids, nonempty)
         pairs = self._pairs(groups, groups.table(advantages))
         return groups.flat(pairs.any(1) | pairs.any(2))
@@ -115,7 +115,7 @@ class Pairwise(Objective):
         return self.pairs(values) & groups.present.unsqueeze(2) & groups.present.unsqueeze(1)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence: half of each of its pairs."""
+        """One value per sequence: half of the losses of its pairs."""
         assert batch.advantages is not None
         groups = Groups.of(batch)
         scores, values = groups.table(self.score(batch)), groups.table(batch.advantages)

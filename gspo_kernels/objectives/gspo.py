@@ -38,5 +38,5 @@ class GSPO(ClippedRatio):
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
     def ratio_form(self) -> RatioClip | None:
-        """The clipped ratio per sequence; None for subclasses with another loss."""
+        """Return the clipped ratio per sequence; None for subclasses with another loss."""
         return self.clip_form(GSPO)

@@ -18,11 +18,11 @@ class KLCov(Objective):
     ``max(1, int(kl_cov_ratio N))`` tokens of largest covariance; ``dloss_t/dlogp_t = -r_t A_t``, there
     ``+ ppo_kl_coef sign(l_t)``.
 
-    The whole batch is needed: for micro-batches, ``policy_coefficients`` on the batch, then ``Linear`` on
-    each part.
+    The whole batch is needed: for micro-batches, use ``policy_coefficients`` on it, then ``Linear`` on each
+    part.
 
     Args:
-        kl_cov_ratio: how many of all tokens are penalised.
+        kl_cov_ratio: the fraction of all tokens that is penalised.
         ppo_kl_coef: weight of the penalty; 1 is the default of verl's code, 0.1 that of its configuration.
     """
 

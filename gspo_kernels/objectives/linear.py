@@ -12,9 +12,9 @@ from gspo_kernels.objectives.finite import mul
 class Linear(Objective):
     """``loss = sum(token_weights * logp)``: carries any gradient computed elsewhere through the fused paths.
 
-    With ``policy_coefficients`` on the whole batch it takes an objective over groups or the batch through any
-    split into micro-batches: the coefficients of each part are its ``token_weights``. There are no
-    advantages, and the aggregation is "sum" unless another is asked for.
+    So an objective over groups or the batch can be split into micro-batches: call ``policy_coefficients`` on
+    the whole batch, and pass the coefficients of each part as ``token_weights``. There are no advantages, and
+    the aggregation is "sum" by default.
     """
 
     aggregation: str = "sum"

@@ -13,14 +13,14 @@ from gspo_kernels.objectives.parts import surrogate
 class M2PO(Objective):
     """Second-Moment Trust Policy Optimization, from the paper's Algorithm 1 and Eq. 5 (arXiv 2510.01161).
 
-    ``loss_t = -M_t r_t A_t``; ``dloss_t/dlogp_t = -M_t r_t A_t``. M is 1 but for the tokens of largest
-    ``l_t^2``, left out one by one until the mean of ``l_t^2`` over the rest is at most ``threshold``. Only
-    tokens that their advantage pushed away from the old policy (A > 0 and r > 1, or A < 0 and r < 1) are in
-    that mean and may be left out. They still count in the divisor, as in the paper.
+    ``loss_t = -M_t r_t A_t``; ``dloss_t/dlogp_t = -M_t r_t A_t``. M is 0 for the tokens of largest ``l_t^2``,
+    which are left out one by one until the mean of ``l_t^2`` over the rest is at most ``threshold``; else M
+    is 1. Only tokens that their advantage pushed away from the old policy (A > 0 and r > 1, or A < 0 and
+    r < 1) are in that mean and may be left out. Tokens left out still count in the divisor, as in the paper.
 
     Tokens of the same ``l_t^2`` stay or go together, so that their order decides nothing. The paper's code
-    clips at a bound found from that mean instead, AReaL compares the policies before the update. The whole
-    batch is needed: for micro-batches, ``policy_coefficients`` on the batch, then ``Linear`` on each part.
+    clips at a bound derived from that mean instead; AReaL compares the policies before the update. The whole
+    batch is needed: for micro-batches, use ``policy_coefficients`` on it, then ``Linear`` on each part.
 
     Args:
         threshold: bound of the mean squared log-ratio; the paper's.

@@ -24,7 +24,7 @@ class ClippedRatio(Objective):
     """PPO's clip, token by token, on the ratio of the token or of the segment that it belongs to.
 
     ``loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)``; ``dloss_t/dlogp_t = -r_t A_t``
-    where not clipped, decided by the sign of A_t, else 0. A subclass says by ``ratio_level`` whose ratio.
+    where not clipped, decided by the sign of A_t, else 0. A subclass's ``ratio_level`` says whose ratio r is.
 
     Args:
         clip_low, clip_high: clip range below and above 1.
@@ -52,11 +52,11 @@ class ClippedRatio(Objective):
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
     def ratio_form(self) -> RatioClip | None:
-        """The clipped ratio per token; None for longer segments, and for subclasses with another loss."""
+        """Return the clipped ratio per token; None for longer segments, or if a subclass has another loss."""
         return self.clip_form(ClippedRatio) if self.ratio_level == "token" else None
 
     def clip_form(self, cls: type[Objective]) -> RatioClip | None:
-        """The clipped ratio at this level, with this aggregation, where ``evaluate`` is that of ``cls``."""
+        """Return the clipped ratio at this level, with this aggregation, if ``evaluate`` is ``cls``'s."""
         if type(self).evaluate is not cls.evaluate:
             return None
         bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)
@@ -73,8 +73,8 @@ def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:
 def running_sums(batch: PolicyBatch, values: Tensor, decay: float = 1.0, *, onwards: bool = False) -> Tensor:
     """Tokens: sums over a sequence's counted tokens up to each one, or ``onwards`` from each one. Detached.
 
-    A value that lies k counted tokens away has the weight ``decay ** k``. Doubling the reach of all sums
-    takes the logarithm of the length in steps, and keeps sequences apart whatever the layout.
+    A value that lies k counted tokens away has the weight ``decay ** k``. Each step doubles the reach of all
+    sums, so the number of steps is the logarithm of the length. Sequences stay apart whatever the layout.
     """
     ids, sums = batch.sequence_ids(), torch.where(batch.mask, values.detach(), 0.0)
     factors = torch.where(batch.mask, torch.full_like(sums, decay), 1.0)
@@ -91,9 +91,9 @@ def running_sums(batch: PolicyBatch, values: Tensor, decay: float = 1.0, *, onwa
 
 
 def surrogate(batch: PolicyBatch, gain: Tensor, log_ratio: Tensor, *clipped: Tensor | None) -> ObjectiveLoss:
-    """The loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B].
+    """Return the loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B].
 
-    ``clipped`` are ``ObjectiveLoss.clipped_low`` and ``clipped_high``, where there are bounds.
+    ``clipped`` are ``ObjectiveLoss.clipped_low`` and ``clipped_high``, if there are bounds.
     """
     assert batch.advantages is not None
     advantages = batch.advantages if gain.ndim == 1 else batch.token_advantages()
@@ -104,7 +104,7 @@ def surrogate(batch: PolicyBatch, gain: Tensor, log_ratio: Tensor, *clipped: Ten
 def policy_gradient(
     batch: PolicyBatch, weight: Tensor, log_ratio: Tensor, *clipped: Tensor | None
 ) -> ObjectiveLoss:
-    """The loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A``, whatever the weight is.
+    """Return the loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A`` for any weight.
 
     ``clipped``: see ``surrogate``.
     """

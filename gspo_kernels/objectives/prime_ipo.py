@@ -16,14 +16,14 @@ class PrimeIPO(Objective):
 
     ``loss_t = -keep_t A_t min(r_t, max_ratio) + kl_tau l_t^2`` with ``keep_t`` where ``|p_t - p_old_t| <=
     eps``, p and p_old the label's probabilities; ``dloss_t/dlogp_t = -keep_t A_t min(r_t, max_ratio) +
-    2 kl_tau l_t``. From prime-rl's code and its pull requests 1930, 3418 and 3586; there is no paper, it
+    2 kl_tau l_t``. From prime-rl's code and its pull requests 1930, 3418 and 3586. There is no paper; it
     derives from DPPO (arXiv 2602.04879), which masks by the advantage's sign. The squared log-ratio covers
-    tokens that are not kept, too. ``old_logprobs`` are the inference engine's there. Rollout weights multiply
-    both terms. prime-rl's option ``score_centering`` is not part of it.
+    tokens that are not kept, too. In prime-rl ``old_logprobs`` are the inference engine's. Rollout weights
+    multiply both terms. prime-rl's option ``score_centering`` is not part of this objective.
 
     Args:
         eps: how far a token's probability may move; 0.3 since pull request 3586, 0.1 before.
-        max_ratio: bound of the ratio, which keeps its gradient there.
+        max_ratio: bound of the ratio; a ratio that is bounded keeps its gradient.
         kl_tau: weight of the squared log-ratio; 1e-3 before pull request 3586, now gone from prime-rl.
     """
 

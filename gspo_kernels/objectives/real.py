@@ -21,7 +21,8 @@ class REAL(Objective):
 
     Args:
         tau: temperature; the official script's and ms-swift's.
-        threshold: a reward above it is a success. The paper's are 0 and 1; ms-swift splits advantages at 0.
+        threshold: a reward above this is a success. The paper's rewards are 0 and 1; ms-swift splits
+            advantages at 0.
     """
 
     tau: float = 0.5

@@ -22,7 +22,7 @@ def _identity(log_ratio: Tensor, tau: Tensor) -> Tensor:
 
 
 LOG_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sigmoid": _sigmoid, "identity": _identity}
-"""By name, the log of a gate, from log-ratios and temperatures (tokens). Add your own gates here."""
+"""Functions by name that return the log of a gate from log-ratios and temperatures (tokens). Add your own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ class TLGRPO(ClippedRatio):
     1 - clip_low, 1 + clip_high) A_t)``; ``dloss_t/dlogp_t = -s_k A_t`` where not clipped, else 0. With one
     turn per sequence it is GSPO-token, with one per token GRPO.
 
-    That advantages belong to turns is from the paper (pass them per token); the ratio per turn is this
-    package's option. For the paper's ratio per token use ``GRPO`` with the same advantages. The clip range is
-    that of GSPO's paper, for segments of a sequence's length; we have not read one for turns.
+    Advantages per turn are from the paper (pass them per token); the ratio per turn is this package's option.
+    For the paper's ratio per token use ``GRPO`` with the same advantages. The clip range is that of GSPO's
+    paper, for segments of a sequence's length; we have not read one for turns.
 
-    A turn is what has one id within one sequence, its tokens need not be adjacent. Counted tokens of no turn
-    (-1) have a ratio of 1.
+    A turn is the tokens of a sequence that have the same id; they need not be adjacent. Counted tokens of no
+    turn (-1) have a ratio of 1.
 
     Args:
         clip_low, clip_high: clip range below and above 1.

@@ -21,9 +21,10 @@ class TRPA(Pairwise):
     number of its pairs and P that of all pairs.
 
     ``advantages`` hold levels: 1 is the best, a lower level wins, and all sequences of a group with different
-    levels form pairs. Three differences to the official code: its KL is the mean over all tokens of the
-    batch, here over the pairs' sequences, so that one divisor serves both; it clamps the KL of a token at 10;
-    and where a batch has no pair at all it pushes every sequence by its level, here the loss is 0.
+    levels form pairs. There are three differences to the official code. The code's KL is the mean over all
+    tokens of the batch; here it is over the pairs' sequences, so that one divisor serves both. The code
+    clamps the KL of a token at 10. If a batch has no pair, the code pushes every sequence by its level, while
+    here the loss is 0.
 
     Args:
         beta: strength of the reference.
@@ -47,16 +48,16 @@ class TRPA(Pairwise):
         return batch.layout.sum(reference_log_ratio(batch)) / batch.lengths
 
     def pairs(self, values: Tensor) -> Tensor:
-        """The first has the lower level."""
+        """Return pairs whose first sequence has the lower level."""
         return values.unsqueeze(2) < values.unsqueeze(1)
 
     def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """-log sigmoid."""
+        """Return -log sigmoid of kappa beta gap."""
         h = self.beta * torch.where(first == 1, self.anisotropy * gap, gap)
         return torch.logaddexp(-h, torch.zeros_like(h))
 
     def penalty(self, batch: PolicyBatch) -> Tensor | None:
-        """``eta k3(new, old)``."""
+        """Return ``eta KL``, the KL a sequence's mean over its tokens."""
         if self.kl_coef == 0:
             return None
         return self.kl_coef * batch.layout.sum(finite.k3(batch.log_ratio)) / batch.lengths

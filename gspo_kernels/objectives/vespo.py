@@ -18,8 +18,8 @@ class VESPO(Objective):
 
     ``W = exp(sum_t (logp_t - old_t))``; ``phi(W) = W^k exp(lambda (1 - W))``; ``loss_t = -sg[phi(W)] A_t
     logp_t``; ``dloss_t/dlogp_t = -phi(W) A_t``, with k and lambda by the sign of the advantage. As in the
-    official code and TRL, log-ratios are clamped to +-20 and log W to [log 1e-8, 20]. TRL puts the ratio to
-    the rollout's policy into W: pass the rollout's log-probs as ``old_logprobs`` for that, rollout weights
+    official code and TRL, log-ratios are clamped to +-20 and log W to [log 1e-8, 20]. In TRL W includes the
+    ratio to the rollout's policy: for that, pass the rollout's log-probs as ``old_logprobs``. Rollout weights
     multiply the loss here. The mean over all tokens is TRL's.
 
     Args:

@@ -30,18 +30,18 @@ from gspo_kernels.types import (
 
 
 class RowBackend(Protocol):
-    """What a backend module offers. All functions run without autograd and never modify inputs but ``out``.
+    """The functions of a backend module. All run without autograd and never modify inputs but ``out``.
 
     The statistics of an ignored row are 0.0, its gradient row is zero. Any other label outside [0, V), or of
-    a column that ``transform.kept`` cuts, makes the row's log-prob NaN; none outside is used as an address.
-    Statistics are fp32, fp64 for fp64 logits.
+    a column that ``transform.kept`` cuts, makes the row's log-prob NaN. A label outside is never used as an
+    address. Statistics are fp32, fp64 for fp64 logits; for the log-sum-exp see ``RowStats``.
     """
 
     def unavailable(self, device: torch.device) -> str | None:
-        """None where the backend can serve tensors on ``device``, otherwise the reason why not."""
+        """Return None if the backend can serve tensors on ``device``, otherwise the reason why not."""
 
     def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
-        """Log-prob of the label, log-sum-exp and, where asked for, entropy of each row."""
+        """Return each row's log-prob of the label, log-sum-exp and, if ``entropy``, entropy."""
 
     def logprobs_backward(
         self, rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
@@ -58,51 +58,51 @@ class RowBackend(Protocol):
         """
 
     def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
-        """Forward and backward in one go, for coefficients dLoss/dlogprobs [B, T] known beforehand."""
+        """Do forward and backward at once, for coefficients dLoss/dlogprobs [B, T] known beforehand."""
 
     def divergence(
         self, rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
     ) -> PairStats:
-        """How far each row's softmax is from the teacher's in nats. A row whose logits have no softmax, on
-        either side, has a divergence of NaN.
+        """Return the divergence of each row's softmax from the teacher's, in nats. It is NaN for a row that
+        has no softmax on one of the two sides.
 
-        What is ``known`` is returned as it is and not computed again: all of it, or ``Normalizers``. Those
-        may be of wider rows; divergences and centres are then sums over the columns here.
+        ``known`` statistics, all or ``Normalizers``, are returned unchanged and not computed again.
+        Normalizers may be of wider rows; divergences and centres are then sums over the columns of ``rows``.
 
-        ``grad``, [B, T] floats with any strides, and ``out`` come together or not at all; then ``out``, as in
-        ``logprobs_backward``, becomes d/dlogits of ``sum(grad * divergences)``. A divergence of +inf, from a
-        column that one side rules out, has a gradient of NaN unless ``rows.beta`` is 0.
+        ``grad``, [B, T] floats with any strides, and ``out`` are passed together or not at all. ``out``, as
+        in ``logprobs_backward``, becomes d/dlogits of ``sum(grad * divergences)``. A divergence of +inf, from
+        a column that one side rules out, has a gradient of NaN unless ``rows.beta`` is 0.
         """
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:
-        """Multiply contiguous ``values`` in place by a 0-d tensor, without touching them where that is 1."""
+        """Multiply contiguous ``values`` in place by a 0-d tensor; a factor of 1 leaves them untouched."""
 
 
 class OnePassBackend(RowBackend, Protocol):
     """A backend that can write the rows of gradient products along with the statistics."""
 
     def one_pass_pays(self, rows: LogitRows, all_rows_active: bool) -> bool:
-        """Whether that is less work than first statistics, then rows, for contiguous logits.
+        """Return whether one pass is less work than statistics first, rows later, for contiguous logits.
 
-        ``all_rows_active``: every row will enter the products, and nobody will see whether log-probs have
-        the bits of ``logprobs_forward``. Otherwise rows come along only where they cost nothing and bits
-        are the same.
+        ``all_rows_active``: every row will enter the products, and log-probs need not have the bits of
+        ``logprobs_forward``. Otherwise one pass pays only where the rows cost nothing and the bits are the
+        same.
         """
 
     def logprobs_and_rows(self, rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor | None]:
-        """The forward, and in ``out`` d logprob/dlogits but for a factor per row, returned as [B, T]; or None
-        where the factors are 1.
+        """Return statistics and a factor per row, [B, T] or None for 1; write d logprob/dlogits, up to these
+        factors, into ``out``.
 
-        ``out`` is as in ``logprobs_backward``; with factors in the statistics' dtype or bf16. With factors,
-        elements can be the exponentials that the log-sum-exp takes anyway, each computed once.
+        ``out`` is as in ``logprobs_backward``; with factors its dtype is the statistics' or bf16, and its
+        elements can be the exponentials that the log-sum-exp needs anyway, each computed once.
         """
 
 
 class HiddenBackend(RowBackend, Protocol):
-    """A backend with a launch for each thing that a call over hidden states does around its products.
+    """A backend with one launch for each step around the matrix products of a call over hidden states.
 
-    Arguments [n] are of the n rows of a chunk; coefficients may have any stride. ``factors`` [n] multiply
-    along with the coefficients. An exact zero of either beats an overflow of the other.
+    Arguments [n] have a value for each of a chunk's n rows; coefficients may have any stride. ``factors`` [n]
+    multiply along with the coefficients. An exact zero of either beats an overflow of the other.
     """
 
     def product_operand(
@@ -115,9 +115,9 @@ class HiddenBackend(RowBackend, Protocol):
         most: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Hidden states [n, H] times coefficients of at most ``most`` either way, as ``dtype``; over the
-        power of two ``unit``, 0-d. Of rows whose coefficient is 0, or that aren't ``active`` [n], zeros,
-        whatever the hidden states are.
+        """Return hidden states [n, H] times coefficients, clamped to +-``most``, over ``unit``, a 0-d power
+        of two, in ``dtype``. Rows whose coefficient is 0, or that aren't ``active`` [n], become zeros,
+        whatever their hidden states are.
         """
 
     def sum_unit(
@@ -128,8 +128,9 @@ class HiddenBackend(RowBackend, Protocol):
         most: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """The power of two at or below the largest of the coefficients, each of at most ``most`` either way,
-        or ``before`` where that is larger; and ``before`` over it. Both are 0-d, of a dtype of statistics.
+        """Return the unit of a sum, and ``before`` over this unit. The unit is the power of two at or below
+        the largest coefficient, clamped to +-``most``, or ``before`` if that is larger. Both are 0-d and of
+        ``dtype``, the statistics'.
         """
 
     def store_hidden(
@@ -142,9 +143,9 @@ class HiddenBackend(RowBackend, Protocol):
         scales: Tensor | None,
         whole_last: bool,
     ) -> None:
-        """Put ``values`` [n, H] in the statistics' dtype times coefficients where they belong: into the lines
-        ``where`` of ``hidden`` [N, H], for each of the n rows. With ``scales`` [N] a line's power of two goes
-        there. ``whole_last``: the coefficient multiplies last, and not only its own power of two.
+        """Write ``values`` [n, H], in the statistics' dtype, times coefficients into the n lines ``where`` of
+        ``hidden`` [N, H]. With ``scales`` [N] lines are normalised, and ``scales * hidden`` is the result.
+        ``whole_last``: the whole coefficient multiplies last, not only the power of two in it.
         """
 
     def scale_rows_(self, values: Tensor, scales: Tensor, factor: Tensor) -> None:
@@ -152,20 +153,20 @@ class HiddenBackend(RowBackend, Protocol):
 
 
 class OnlineSoftmax(Protocol):
-    """Rows whose logits come some columns at a time and are never whole."""
+    """Statistics of rows whose logits come some columns at a time and are never in memory as a whole."""
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Columns [n, k] from column ``first`` on; k is a multiple of 2,048, but for the last columns."""
+        """Add columns [n, k] from ``first`` on; k is a multiple of 2,048, except for the last columns."""
 
     def add_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """All columns, as the backend's own product of [n, H] and [V, H] computes them."""
+        """Add all columns, computed by the backend's own product of [n, H] and [V, H]."""
 
     def statistics(self) -> RowStats:
-        """Once all columns are there, [1, n] each: those of ``logprobs_forward``, with the same bits."""
+        """Return the statistics, [1, n] each, after all columns: with the bits of ``logprobs_forward``."""
 
 
 class FoldingBackend(RowBackend, Protocol):
-    """A backend that takes statistics of rows without having them whole."""
+    """A backend that computes the statistics of rows without having their logits in memory as a whole."""
 
     def folds(
         self,
@@ -176,37 +177,37 @@ class FoldingBackend(RowBackend, Protocol):
         dtype: torch.dtype,
         entropy: bool,
     ) -> OnlineSoftmax:
-        """Begin rows [1, n], whose logits will be of ``dtype``."""
+        """Begin the statistics of rows [1, n] whose logits will have ``dtype``."""
 
 
 class MaskBackend(RowBackend, Protocol):
     """A backend that merges mask and labels in one operation, where PyTorch takes many."""
 
     def reads_mask(self, mask: Tensor) -> bool:
-        """Whether ``ratio_step`` takes the mask, of whatever dtype, as the caller gave it."""
+        """Return whether ``ratio_step`` takes the mask in the dtype that the caller passed."""
 
     def merge_mask(
         self, mask: Tensor, labels: Tensor | None, ignore_index: int
     ) -> tuple[Tensor, Tensor | None, bool] | None:
-        """Tokens that count, as bool: where ``mask`` isn't 0, nor a label ``ignore_index``; the labels,
-        ``ignore_index`` where ``mask`` is 0, or None for None; and whether the mask holds only 0 and 1.
+        """Return which tokens count, as bool: ``mask`` isn't 0 and the label isn't ``ignore_index``; the
+        labels, ``ignore_index`` where ``mask`` is 0, or None; and whether the mask holds only 0 and 1.
 
-        None for dtypes that aren't served.
+        Return None for dtypes that aren't supported.
         """
 
 
 class RatioBackend(RowBackend, Protocol):
-    """A backend that also has clipped ratios in one launch: per sequence from logits, and from log-probs."""
+    """A backend that also evaluates clipped ratios in one launch, from logits or from log-probs."""
 
     def sequence_ratio_forward(
         self, rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
     ) -> SequenceRatioStats:
-        """Loss, coefficients and metrics of a clipped sequence ratio, straight from the logits. Old log-probs
-        are given, advantages and weights are one per sequence, ``cu_seqlens`` is int32.
+        """Return loss, coefficients and metrics of a clipped sequence ratio, straight from the logits. Old
+        log-probs are required, advantages and weights are one per sequence, ``cu_seqlens`` is int32.
 
-        ``doubt`` looks at the values that callers pass, and raises where one is wrong. A backend calls it at
-        the end, but may leave that out where it has seen itself that no counted log-prob, of whichever
-        policy, is above 1 nat, and no advantage, log-ratio or penalty is NaN.
+        ``doubt`` checks the values that callers pass, and raises if one is wrong. A backend calls it at the
+        end. It may skip the call if it has itself seen that no counted log-prob, of any policy, is above 1
+        nat, and that no advantage, log-ratio or penalty is NaN.
         """
 
     def ratio_step(
@@ -218,14 +219,14 @@ class RatioBackend(RowBackend, Protocol):
         kl: KLPenalty | None = None,
         doubt: Doubt = None,
     ) -> RatioStep:
-        """The same from log-probs [B, T] or [1, N], fp32 or fp64 and contiguous, per sequence or token.
+        """Return the same from log-probs [B, T] or [1, N], fp32 or fp64, contiguous, per sequence or token.
 
-        Everything is computed in fp64. ``mask`` is of the same shape: rows that are not ignored. It is bool,
-        or what ``reads_mask`` says yes to, and then ValueError says where it isn't only 0 and 1.
+        Everything is computed in fp64. ``mask`` has the same shape and marks rows that are not ignored. It is
+        bool, or a mask that ``reads_mask`` accepts; such a mask raises ValueError unless it is only 0 and 1.
         """
 
 
-# beneath the package under whatever name that was imported
+# relative, as the package may be imported under another name
 _MODULES = {"triton": "..kernels", "cpp": "..cpp", "reference": "..reference.rows"}
 _AUTO = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
 
@@ -234,25 +235,25 @@ BACKENDS = tuple(_MODULES)
 
 @functools.cache
 def load(name: str) -> RowBackend:
-    """The backend module called ``name``, imported on first use."""
+    """Return the backend module called ``name``, imported on first use."""
     return cast(RowBackend, importlib.import_module(_MODULES[name], __package__))
 
 
 def rows_of(options: RowOptions) -> RowBackend:
-    """What serves the rows of a call: the backend, or around it what asks the other ranks."""
+    """Return the row operations of a call: the backend, in ``ShardedRows`` if ranks share the vocabulary."""
     rows = load(options.backend)
     return ShardedRows(rows, options.shard) if options.shard.group else rows
 
 
 @functools.cache
 def launches_of(name: str) -> HiddenBackend | None:
-    """The backend called ``name`` where it is a ``HiddenBackend``."""
+    """Return the backend called ``name`` if it is a ``HiddenBackend``, otherwise None."""
     backend = load(name)
     return cast(HiddenBackend, backend) if hasattr(backend, "store_hidden") else None
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """None where ``name`` can serve tensors on ``device``, otherwise the reason why it can't."""
+    """Return None if ``name`` can serve tensors on ``device``, otherwise the reason why it can't."""
     try:
         return load(name).unavailable(device)
     except ImportError as error:

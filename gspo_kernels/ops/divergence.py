@@ -19,7 +19,7 @@ from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
 
 def summed(divergences: Tensor, shares: Tensor) -> Tensor:
-    """The loss; what has no share may be anything."""
+    """Return the sum of divergences times shares; a divergence without a share may be anything."""
     counted = torch.where(shares != 0, exact(divergences), 0.0).mul(shares)
     return exact_sum(counted.flatten()).to(divergences.dtype)
 
@@ -31,13 +31,13 @@ def _checked(pair: Pair, options: RowOptions) -> None:
 
 @operator
 def divergence_forward(pair: Pair, options: RowOptions) -> PairStats:
-    """Of logits [B, T, V]; see ``RowBackend.divergence``."""
+    """Return the divergences of logits [B, T, V]; see ``RowBackend.divergence``."""
     _checked(pair, options)
     return pair.evaluate(options)
 
 
 def _fake_pair(labels: Tensor, dtype: torch.dtype) -> PairStats:
-    """Empty ones for logits of ``dtype``."""
+    """Return empty statistics for logits of ``dtype``."""
     kinds = pair_dtypes(stats_dtype(dtype), exact_dtype(labels.device))
     return PairStats(*(labels.new_empty(labels.shape, dtype=kind) for kind in kinds))
 
@@ -49,7 +49,7 @@ def _(pair: Pair, options: RowOptions) -> PairStats:
 
 @operator
 def divergence_backward(pair: Pair, options: RowOptions, known: PairStats, grad: Tensor) -> Tensor:
-    """The student's gradient in the dtype of its logits, contiguous."""
+    """Return the student's gradient in the dtype of its logits, contiguous."""
     out = used_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
     pair.evaluate(options, known, grad, out)
     return out
@@ -70,7 +70,7 @@ def divergence_backward_(
     known: PairStats,
     grad: Tensor,
 ) -> None:
-    """The same, written over the logits."""
+    """Write the student's gradient over its logits."""
     Pair(logits, teacher, labels, form).evaluate(options, known, grad, logits)
 
 
@@ -86,7 +86,7 @@ class PairWithGradient(NamedTuple):
 
 @operator
 def divergence_and_grad(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
-    """Both, for gradients that are known beforehand."""
+    """Return divergences and the gradient of logits, for an upstream gradient known beforehand."""
     _checked(pair, options)
     out = used_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
     return PairWithGradient(*pair.evaluate(options, None, grad, out), out)
@@ -142,9 +142,10 @@ class DivergenceFunction(torch.autograd.Function):
 
 
 class KnownDivergenceFunction(torch.autograd.Function):
-    """The sum of shares times divergences, and these; the forward has the gradient of upstream 1 already.
+    """The sum of shares times divergences, and the divergences.
 
-    The first backward gives it away; later ones (``retain_graph``) compute it anew.
+    The forward also computes the gradient, for an upstream gradient of 1. The first backward gives it away;
+    later ones (``retain_graph``) compute it again.
     """
 
     @staticmethod

@@ -22,14 +22,14 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 F = TypeVar("F", bound=Callable[..., Any])
 
 NAMESPACE = __name__.partition(".")[0]
-"""Of the operators: the package's name, which is another for each copy of it that a process has imported."""
+"""The operators' namespace: the package's name, which differs for each copy that a process has imported."""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LEAVES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", bool: "bool", str: "str"}
 
 
 class _Struct:
-    """How an argument becomes operands: a leaf is one, a named tuple those of its fields."""
+    """How an argument becomes operands: a leaf becomes one, a named tuple the operands of its fields."""
 
     def __init__(self, kind: Any):
         self.kind = kind
@@ -39,7 +39,7 @@ class _Struct:
         self.places = () if self.fields is None else _places(self.fields)
 
     def operands(self, name: str) -> Iterator[tuple[str, str]]:
-        """Name and schema type of each operand, for an argument of a name."""
+        """Yield name and schema type of each operand of an argument called ``name``."""
         if self.fields is None:
             yield name, _LEAVES[self.kind]
             return
@@ -47,14 +47,14 @@ class _Struct:
             yield from inner.operands(f"{name}_{field}")
 
     def take(self, operands: Iterator[Any]) -> Any:
-        """The argument, from the next of the operands."""
+        """Build the argument from the next operands."""
         if self.fields is None:
             return next(operands)
         return self.kind(*[inner.take(operands) for inner in self.fields.values()])
 
 
 def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
-    """Where among arguments there are tensors, or structs that hold some."""
+    """Return the places, among arguments, of tensors and of structs that contain tensors."""
     leaves = (Tensor, Tensor | None)
     return tuple((i, x) for i, x in enumerate(structs.values()) if x.places or x.kind in leaves)
 
@@ -62,9 +62,9 @@ def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
 def _collect_tensors(
     places: tuple[tuple[int, _Struct], ...], values: Any, tensors: list[Tensor]
 ) -> list[Tensor]:
-    """``tensors``, and after it the tensors among arguments and in structs among them.
+    """Append the tensors among arguments, and in structs among these, to ``tensors``; return that list.
 
-    In the path of every small call: what can't be a tensor is not looked at.
+    Every small call does this, so arguments that can't be tensors are not looked at.
     """
     for place, struct in places:
         value = values[place]
@@ -78,7 +78,7 @@ def _collect_tensors(
 
 
 def flat(values: Any) -> list[Any]:
-    """Arguments as operands: structs taken apart."""
+    """Return arguments as operands, with structs taken apart."""
     operands = []
     for value in values:
         if isinstance(value, tuple):
@@ -89,10 +89,10 @@ def flat(values: Any) -> list[Any]:
 
 
 def can_bypass_dispatcher(tensors: list[Tensor]) -> bool:
-    """Whether a call on these may go straight to the implementation, because nothing would notice it.
+    """Return whether a call on these tensors may skip the dispatcher, because nothing would notice it.
 
-    To pass the dispatcher takes as long as a dozen small operations. Compilers, dispatch modes, functorch,
-    tensor subclasses and profilers need it.
+    Passing it takes as long as a dozen small operations. Compilers, dispatch modes, functorch, tensor
+    subclasses and profilers need the dispatcher.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _profiler_enabled():
         return False
@@ -146,7 +146,7 @@ class Operator:
         return result if self._result is None else tuple(flat(result))
 
     def __call__(self, *args: Any) -> Any:
-        """Dispatch; the arguments are those of the implementation."""
+        """Call the operator with the arguments of the implementation."""
         tensors = _collect_tensors(self._places, args, [])
         if can_bypass_dispatcher(tensors):
             with _isolation(tensors, self._multiplies):
@@ -156,12 +156,12 @@ class Operator:
             return result
         result = self.default(*flat(args))
         if self._mutates and not torch.compiler.is_compiling():
-            # a kernel writes unseen by autograd, which must refuse what it has saved of the tensor
+            # autograd doesn't see a kernel's writes; a new version makes it refuse what it saved of args[0]
             torch.autograd.graph.increment_version(args[0])
         return result if self._result is None else self._result.take(iter(result))
 
     def tensors(self, *args: Any) -> list[Tensor]:
-        """The tensors among the arguments of a call, and in structs among them."""
+        """Return the tensors among the arguments of a call, and in structs among these."""
         return _collect_tensors(self._places, args, [])
 
     def save(self, ctx: Any, *args: Any) -> None:
@@ -171,7 +171,7 @@ class Operator:
         ctx.constants = [None if isinstance(x, Tensor) else x for x in operands]
 
     def repeat(self, ctx: Any) -> Any:
-        """The call whose arguments were saved, once more."""
+        """Repeat the call whose arguments were saved."""
         saved = zip(ctx.saved_tensors, ctx.constants, strict=True)
         left = iter([constant if tensor is None else tensor for tensor, constant in saved])
         return self(*[struct.take(left) for struct in self._arguments.values()])
@@ -192,12 +192,12 @@ def operator(implementation: Callable[..., Any]) -> Operator:
 
 
 def matrix_operator(implementation: Callable[..., Any]) -> Operator:
-    """The same for a function that multiplies matrices."""
+    """Register the decorated function, which multiplies matrices, as an operator."""
     return Operator(implementation, multiplies=True)
 
 
 def inplace_operator(implementation: Callable[..., Any]) -> Operator:
-    """The same for a function that writes into its first argument."""
+    """Register the decorated function, which writes into its first argument, as an operator."""
     return Operator(implementation, mutates=next(iter(inspect.signature(implementation).parameters)))
 
 
@@ -205,7 +205,9 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any]:
-    """An operator computes what it says: no autograd, and no autocast or TF32 that the caller has on."""
+    """Return a context without autograd, and without the autocast or TF32 that the caller has on: an operator
+    computes what it says.
+    """
     device = tensors[0].device.type if tensors else "cpu"
     multiplies = multiplies and device == "cuda"
     if multiplies or torch.is_autocast_enabled(device):
@@ -227,10 +229,10 @@ _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_pre
 
 @contextlib.contextmanager
 def _exact_matmul() -> Iterator[None]:
-    """CUDA's products in fp32 where they say so, whatever the caller has set by the old switches or the new.
+    """Keep TF32 and 16-bit sums out of CUDA's products, whatever the caller has set by old or new switches.
 
-    ``fp32_precision`` is the new one for what ``allow_tf32`` and ``set_float32_matmul_precision`` set, which
-    can't be read any more once it was used.
+    ``fp32_precision`` is the new switch for what ``allow_tf32`` and ``set_float32_matmul_precision`` set. The
+    old ones can't be read any more once the new one was used.
     """
     matmul = torch.backends.cuda.matmul
     precision = matmul.fp32_precision
@@ -247,7 +249,7 @@ def _exact_matmul() -> Iterator[None]:
 
 
 def _reduction(name: str) -> bool | tuple[bool, bool]:
-    """A setting of 16-bit sums, and that of split sums where this PyTorch has one."""
+    """Return a setting of 16-bit sums, along with that of split sums if this PyTorch has one."""
     matmul = torch.backends.cuda.matmul
     alone: bool = getattr(matmul, name)
     split = getattr(matmul, f"{name}_split_k", None)
@@ -255,5 +257,5 @@ def _reduction(name: str) -> bool | tuple[bool, bool]:
 
 
 def checked_values(device: torch.device) -> bool:
-    """Whether values are to be checked: always on CPU, on other devices with GSPO_KERNELS_VALIDATE=1."""
+    """Return whether values are checked: always on CPU, on other devices with GSPO_KERNELS_VALIDATE=1."""
     return device.type == "cpu" or os.environ.get("GSPO_KERNELS_VALIDATE") == "1"

@@ -30,13 +30,13 @@ class ScoredRows(NamedTuple):
 
     @classmethod
     def of(cls, stats: RowStats) -> ScoredRows:
-        """From statistics, whose tensors it takes."""
+        """Make it from statistics, with the same tensors."""
         missing = stats.logprobs.new_empty(0)
         return cls(stats.logprobs, stats.lse, missing if stats.entropy is None else stats.entropy)
 
     @classmethod
     def fake(cls, labels: Tensor, dtype: torch.dtype, entropy: bool) -> ScoredRows:
-        """Empty ones for inputs of ``dtype``."""
+        """Make empty ones for inputs of ``dtype``."""
         kind = stats_dtype(dtype)
         return cls(
             labels.new_empty(labels.shape, dtype=kind),
@@ -54,8 +54,8 @@ class LogitGradient(NamedTuple):
 
 
 def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
-    """Every label must be ``ignore_index``, or in the vocabulary and in its sampling mask, and temperatures
-    positive; looked at as ``ops.values`` says. Of a shard, ``vocabulary`` is what is here.
+    """Check that every label is ``ignore_index``, or in the vocabulary and in its sampling mask, and that
+    temperatures are positive, where ``ops.values`` checks. Of a shard ``vocabulary`` counts its columns.
     """
     if options.shard.group:
         check_shards(labels, vocabulary, options)
@@ -74,7 +74,7 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
 
 
 def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
-    """What to raise for a label in a counted position; a vocabulary of 0 is one of unknown size."""
+    """Return the error for a label in a counted position; a vocabulary of 0 has an unknown size."""
     most = vocabulary or "the vocabulary's size"
     return ValueError(
         f"labels: got {value} in a counted position, expected 0 <= label < {most} "
@@ -83,11 +83,11 @@ def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
 
 
 def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int, int, int]:
-    """The first of this rank's ``width`` columns and how many they are, and the lowest and highest counted
-    label [B, T], which are ids of the whole vocabulary; after looking at temperatures, labels and masks.
+    """Check temperatures, labels [B, T] and masks. Return the first of this rank's ``width`` columns, their
+    number, and the lowest and highest counted label, which are ids of the whole vocabulary.
 
     Raises:
-        ValueError: on this rank.
+        ValueError: a value is wrong; on this rank alone.
     """
     check_temperature(options.transform.row_temperature)
     start, total = columns_of(options.shard, width)
@@ -102,7 +102,7 @@ def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int,
 
 
 def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
-    """Look at ``range_of`` of all ranks.
+    """Check what ``range_of`` returned on all ranks.
 
     Raises:
         ValueError: shards that don't make one vocabulary, or labels outside of it.
@@ -121,9 +121,9 @@ def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
 
 
 def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
-    """Look at labels [B, T] and at what ranges the ranks have, where values are looked at.
+    """Check labels [B, T], and the ranges of all ranks, where values are checked.
 
-    Ranges that the caller gives are gathered, 32 bytes of each rank.
+    Ranges that the caller passed are gathered, 32 bytes of each rank.
 
     Raises:
         ValueError: see ``range_of`` and ``check_ranges``.
@@ -135,7 +135,7 @@ def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
 
 @operator
 def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
-    """Log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
+    """Return log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
     check_rows(labels, logits.shape[-1], options)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     return ScoredRows.of(rows_of(options).logprobs_forward(rows, entropy))
@@ -150,7 +150,7 @@ def _(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> Sco
 def logprobs_backward(
     logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> Tensor:
-    """The logits' gradient in their dtype, contiguous."""
+    """Return the logits' gradient in their dtype, contiguous."""
     out = used_memory(logits.shape, logits.dtype, logits.device)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     rows_of(options).logprobs_backward(rows, stats, grads, out)
@@ -166,7 +166,7 @@ def _(logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, opti
 def logprobs_backward_(
     logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> None:
-    """The same, written over the logits."""
+    """Write the logits' gradient over the logits."""
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     rows_of(options).logprobs_backward(rows, stats, grads, logits)
 
@@ -179,7 +179,7 @@ def gradient_of_logits(
     options: RowOptions,
     inplace: bool = False,
 ) -> Tensor:
-    """The logits' gradient, in their own memory where ``inplace``."""
+    """Return the logits' gradient, in the logits' memory if ``inplace``."""
     if not inplace:
         return logprobs_backward(logits, labels, stats, grads, options)
     logprobs_backward_(logits, labels, stats, grads, options)
@@ -190,7 +190,7 @@ def gradient_of_logits(
 def logprobs_and_grad(
     logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
 ) -> LogitGradient:
-    """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
+    """Return log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
     check_rows(labels, logits.shape[-1], options)
     out = used_memory(logits.shape, logits.dtype, logits.device)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
@@ -242,7 +242,7 @@ def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
 
 
 def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
-    """What ``save_rows`` saved."""
+    """Return what ``save_rows`` saved."""
     *tensors, row_temperature, kept = ctx.saved_tensors
     options: RowOptions = ctx.options
     transform = options.transform._replace(row_temperature=row_temperature, kept=kept)
@@ -252,9 +252,9 @@ def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
 class KnownCoefficientsFunction(torch.autograd.Function):
     """Log-probs and logit gradient in one pass, for a loss whose coefficients are known before the forward.
 
-    ``loss_of(logprobs)`` is evaluated by the caller afterwards; this function hands its gradient to the
-    logits. The first backward gives away the gradient that the forward wrote; later ones (``retain_graph``)
-    compute it anew.
+    The caller evaluates the loss from the log-probs afterwards; this function carries the loss's gradient to
+    the logits. The first backward gives away the gradient that the forward wrote; later ones
+    (``retain_graph``) compute it again.
     """
 
     @staticmethod
@@ -282,5 +282,5 @@ class KnownCoefficientsFunction(torch.autograd.Function):
 
 @inplace_operator
 def scale_(values: Tensor, factor: Tensor, backend: str) -> None:
-    """Multiply in place by a 0-d tensor; costs nothing where that is 1."""
+    """Multiply in place by a 0-d tensor; a factor of 1 costs nothing."""
     load(backend).scale_(values, factor)

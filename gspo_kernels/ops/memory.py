@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 MIN_CHUNK_BYTES = 64 * 2**20
-"""A default chunk may take this much whatever its rows."""
+"""A default chunk may take this many bytes, however many rows they are."""
 CHUNK_BYTES = 256 * 2**20
-"""Rows beyond the fewest may fill a default chunk up to this."""
+"""A default chunk may have more than the fewest rows up to this many bytes."""
 CHUNK_ROWS = {"cpu": (1024, 2048), "cuda": (4096, 4096)}
-"""Rows per chunk by default, fewest and most: enough that adding a chunk's dWeight costs little beside its
-products."""
+"""Rows per chunk by default, fewest and most: enough that adding a chunk's dWeight costs little compared with
+its products."""
 MEMORY_SHARE = 16
-"""The default chunk is never more than this part of the device's memory."""
+"""The default chunk takes at most the device's memory divided by this."""
 
 
 def default_chunk_bytes(row_bytes: int, total_memory: int, device: str) -> int:
-    """The default of ``max_chunk_bytes``.
+    """Return the default of ``max_chunk_bytes``.
 
-    As many rows of logits as fit ``CHUNK_BYTES``, but within ``CHUNK_ROWS``; at least ``MIN_CHUNK_BYTES``, at
-    most ``total_memory / MEMORY_SHARE``.
+    It holds as many rows of logits as fit ``CHUNK_BYTES``, but within ``CHUNK_ROWS``; it is at least
+    ``MIN_CHUNK_BYTES`` and at most ``total_memory / MEMORY_SHARE``.
 
     Args:
-        row_bytes: of one row of logits.
-        total_memory: of the device in bytes.
-        device: its type; any that is not "cpu" counts as a GPU.
+        row_bytes: the bytes of one row of logits.
+        total_memory: the device's memory in bytes.
+        device: the device's type; any that is not "cpu" counts as a GPU.
     """
     fewest, most = CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"])
     wanted = max(fewest * row_bytes, min(most * row_bytes, CHUNK_BYTES), MIN_CHUNK_BYTES)
@@ -42,7 +42,7 @@ def default_chunk_bytes(row_bytes: int, total_memory: int, device: str) -> int:
 
 @functools.cache
 def host_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's limit."""
+    """Return the bytes of memory that this process may use: the machine's, or its control group's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -52,7 +52,7 @@ def host_memory() -> int:
 
 
 def chunk_rows(row_bytes: int, max_chunk_bytes: int, device: torch.device) -> int:
-    """How many rows of logits fit ``max_chunk_bytes`` (0: the default); at least one."""
+    """Return how many rows of logits fit ``max_chunk_bytes`` (0: the default); at least one."""
     if not max_chunk_bytes:
         on_gpu = device.type == "cuda"
         total = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory()
@@ -65,17 +65,17 @@ HUGE_PAGES_FROM = 16 * 2**20
 
 
 def used_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised, contiguous tensor that is soon given up again.
+    """Return an uninitialised, contiguous tensor, for data that is soon freed again.
 
-    To fault in new pages takes as long as all that is computed on them. On Linux a large tensor is therefore
-    made of the pages of one of the last two that nothing refers to any more, if it was up to twice as large;
-    until then the system may take them whenever it needs memory (``MADV_FREE``). New ones ask for huge pages.
+    Faulting in new pages takes as long as all that is computed on them. On Linux a large tensor therefore
+    reuses the pages of one of the last two freed tensors, if that was up to twice as large. Until then the
+    system may take those pages whenever it needs memory (``MADV_FREE``). New tensors ask for huge pages.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
         return torch.empty(shape, dtype=dtype, device=device)
     pages = _pages(size)
-    # the tensor's storage is what holds this view, so its end is the view's
+    # the tensor's storage alone holds this view, so both end together
     view = memoryview(pages)
     weakref.finalize(view, _give_back, pages).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=shape.numel()).view(shape)
@@ -103,5 +103,5 @@ def _give_back(pages: mmap.mmap) -> None:
 
 
 def release() -> None:
-    """Give what is kept between calls back to the system now."""
+    """Give memory that is kept between calls back to the system now."""
     _given_back.clear()

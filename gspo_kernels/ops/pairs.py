@@ -1,7 +1,7 @@
-"""A student's rows and a teacher's: what is compared of them, and how.
+"""A student's rows and a teacher's, and how they are compared.
 
-Over the whole vocabulary both rows are read side by side. Over K ids each side has their log-probs and what
-they leave (``ops.selected``), and what is done with these numbers is done in fp64.
+Over the whole vocabulary both rows are read side by side. Over K ids each side has the ids' log-probs and the
+mass that they leave (``ops.selected``); these numbers are compared in fp64.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gspo_kernels.ops.shards import leading_of_all
 from gspo_kernels.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
 
 LEAST_LOG_MASS = -(2.0**-24)
-"""The log of the most that log-probs which an engine has rounded leave nothing of."""
+"""The bound on the log of the ids' mass: an engine's rounded log-probs may add up to 1 and leave nothing."""
 
 
 class DivergenceForm(NamedTuple):
-    """Which divergence.
+    """Which divergence to compute.
 
     Attributes:
-        beta: as ``divergences`` has it.
-        top_k: of how many ids, 0: all.
-        top_k_of_student: which side's most likely ids these are.
-        tail: whether what the ids leave is one more column; otherwise both sides are normalised over the
-            ids.
+        beta: see ``divergences``.
+        top_k: how many ids to compare; 0: all.
+        top_k_of_student: whether these are the student's most likely ids, or else the teacher's.
+        tail: whether the mass that the ids leave is one more column; otherwise both sides are normalised
+            over the ids.
     """
 
     beta: float
@@ -40,13 +40,13 @@ class DivergenceForm(NamedTuple):
 
 
 class TeacherRows(NamedTuple):
-    """What there is of a teacher: logits, or the log-probs of some ids.
+    """A teacher's rows: logits, or the log-probs of some ids.
 
     Attributes:
         logits: [B, T, V], or None.
-        ids: int64 [B, T, K], ``bits.NO_ID`` where there are fewer, or None.
-        logprobs: like the ids, over the whole vocabulary.
-        transform: from its raw logits to z, without a mask.
+        ids: int64 [B, T, K], ``bits.NO_ID`` where a row has fewer, or None.
+        logprobs: of the ids, the same shape, normalised over the whole vocabulary; or None.
+        transform: from the teacher's raw logits to z, without a mask.
     """
 
     logits: Tensor | None
@@ -55,7 +55,7 @@ class TeacherRows(NamedTuple):
     transform: LogitTransform
 
     def at(self, where: slice | Tensor, logits: Tensor | None) -> TeacherRows:
-        """What there is of some of the rows, [1, n], without their logits [n, V]."""
+        """Return some of the rows as [1, n]; ``logits`` are theirs, [n, V], or None."""
 
         def here(values: Tensor) -> Tensor:
             return values.flatten(0, 1)[where].unsqueeze(0)
@@ -69,8 +69,8 @@ class TeacherRows(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Rows of a student beside what there is of a teacher, [B, T], and what is compared of them. Labels only
-    say which rows are ignored.
+    """Rows [B, T] of a student and of a teacher, and the form of their divergence. Labels only say which rows
+    are ignored.
     """
 
     logits: Tensor
@@ -95,7 +95,7 @@ class Pair(NamedTuple):
 
 
 def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Log-probs of the ids, and the log of what they leave; in fp64."""
+    """Return the teacher's log-probs of the ids, and the log of the mass that they leave; in fp64."""
     teacher, within = pair.teacher, not pair.form.tail
     if teacher.logprobs is None:
         assert teacher.logits is not None
@@ -145,7 +145,7 @@ def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor 
 
 
 def _leading_ids(logits: Tensor, k: int, largest: bool, options: RowOptions) -> Tensor:
-    """The ids of the k largest, or smallest, logits of each whole row."""
+    """Return the ids of the k largest, or smallest, logits of each whole row."""
     width = logits.shape[-1]
     leading = logits.topk(min(k, width), largest=largest, sorted=False)
     if not options.shard.group:

@@ -1,9 +1,9 @@
 """Matrix products with a head's weight: torch's, or on the CPU the C++ backend's where those are faster.
 
-bf16 operands go to the C++ backend wherever the processor has AVX-512: no product of torch's takes bf16 and
-leaves fp32 there. fp32 operands go there on AMD (``fp32_library``).
+bf16 operands go to the C++ backend if the processor has AVX-512: on a CPU torch has no product from bf16 to
+fp32. Large fp32 operands go to it on AMD (``fp32_library``).
 The choice depends on the weight alone, so that a token's logits come from one library however many rows are
-projected together: log-probs that were taken earlier, by another call, remain comparable.
+projected together: log-probs from an earlier call remain comparable.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = [
 ]
 
 SEGMENT = 128
-"""Rows whose products are summed up in one piece where the order of sums is fixed: no more than
+"""The number of rows whose products are summed in one piece where the order of sums is fixed: at most
 ``cpp.products.PIECE``."""
 SMALL = 2**20
 """Elements of an fp32 weight below which torch multiplies."""
 
 
 def fp32_library() -> str:
-    """Who multiplies large fp32 matrices on this processor: "torch" (MKL) or "cpp".
+    """Return which library multiplies large fp32 matrices on this processor: "torch" (MKL) or "cpp".
 
     Milliseconds of the three products of a head, [256, 2048, 512], and their share of the peak at
     [512, 32000, 512] on one thread, AVX-512:
@@ -43,14 +43,14 @@ def fp32_library() -> str:
     | Intel Xeon with AMX | 5.3 ms | 7.4 ms |
     | AMD EPYC (Zen 4) | 0.79 to 0.83 | 0.80 to 0.84 |
 
-    A product of torch's may give a token other bits when other rows are projected with it, one of cpp's never
-    does: so cpp multiplies where it is no slower.
+    Torch's products may give a token other bits when other rows are projected with it, cpp's never do. So cpp
+    multiplies where it is no slower.
     """
     return "cpp" if multiplies(torch.float32) and not on_intel() else "torch"
 
 
 def in_blocks(weight: Tensor) -> bool:
-    """Whether ``multiply`` computes the products with a weight [V, H]."""
+    """Return whether ``multiply`` computes the products with a weight [V, H]."""
     if not weight.is_cpu:
         return False
     if weight.dtype == torch.float32:
@@ -59,7 +59,7 @@ def in_blocks(weight: Tensor) -> bool:
 
 
 def transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
-    """[n, V].T @ [n, k] in the operand's dtype."""
+    """Return [n, V].T @ [n, k] in the operand's dtype."""
     if rows.dtype == operand.dtype:
         return torch.mm(rows.t(), operand)
     operand = operand.to(rows.dtype)
@@ -69,7 +69,7 @@ def transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
 
 
 def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
-    """None where ``fixed_product`` serves a weight, which may be ``trained``; otherwise why not."""
+    """Return None if ``fixed_product`` serves a weight, which may be ``trained``; otherwise why not."""
     if weight.dtype == torch.float64:
         return "products of fp64 have no fixed order of their sums"
     if weight.is_cpu:
@@ -98,7 +98,7 @@ def fixed_product(
     accumulate: bool = False,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """``cpp.products.multiply``, or the same on a GPU: the order of an element's sum is always the same."""
+    """Multiply as ``cpp.products.multiply`` does, on a GPU, too. The order of an element's sum is fixed."""
     if out.is_cpu:
         return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
     from gspo_kernels.kernels import fixed_product as on_gpu

@@ -1,16 +1,16 @@
 """Operators over logits: log-probs of K ids per row, the log of the mass that is left, and their gradient.
 
-With U = log-sum-exp of the columns that are *not* selected, by one row pass with the selected ones cut, and
-the K logits z_k of the ids,
+U is the log-sum-exp of the columns that are *not* selected, from one row pass that cuts the selected columns;
+z_k are the K logits of the ids. Then
 
     tail = U - L,   logp_k = z_k - L,   L = logaddexp(U, logsumexp over the set of z_k),
 
-so a mass of 1e-8 that is left keeps its relative accuracy. Outside of the set, with G = sum_k g_k + g_tail,
+so a remaining mass of 1e-8 keeps its relative accuracy. Outside of the set, with G = sum_k g_k + g_tail,
 
     d/dz_j = (g_tail - G exp(tail)) exp(z_j - U),
 
 which is the gradient of a row whose log-sum-exp is U and whose label lies elsewhere; the columns of the set
-get g_k - G p_k. What is done with K numbers is done in fp64.
+get g_k - G p_k. All arithmetic on the K numbers is in fp64.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SelectedGradients(NamedTuple):
 
 @operator
 def checked_ids(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
-    """A copy of ids [B, T, K] as int64, after checking that each is ``bits.NO_ID`` or in the vocabulary, and
-    in the row's sampling mask. Of a shard, ``vocabulary`` is how many columns are here.
+    """Check that each of ids [B, T, K] is ``bits.NO_ID``, or in the vocabulary and the row's sampling mask.
+    Return a copy as int64. Of a shard ``vocabulary`` counts its columns.
     """
     first, whole = columns_of(options.shard, vocabulary)
     check_ids("ids", ids, whole)
@@ -78,10 +78,10 @@ def _are_kept(kept: Tensor, ids: Tensor) -> Tensor:
 
 
 class _IdSet:
-    """The ids of rows, [B, T, K], each id of a row once where it counts.
+    """The ids of rows, [B, T, K], in which an id may occur several times.
 
     Attributes:
-        ids: those where there are some, -1 elsewhere.
+        ids: the ids where ``present``, -1 elsewhere.
         present: bool, which places have an id that is a column of the whole row and not cut.
         first: bool, the first place of each id.
     """
@@ -95,7 +95,7 @@ class _IdSet:
         self._group = new.cumsum(-1) - 1
 
     def sums(self, values: Tensor) -> Tensor:
-        """In each place the sum over all places of its id, always in the same order."""
+        """Return in each place the sum over all places with the same id, always in the same order."""
         if values.numel() == 0:
             return values
         K = values.shape[-1]
@@ -115,7 +115,7 @@ class _LocalIds:
 
     Attributes:
         present: bool, which places have such an id that is not cut.
-        index: int64, where to read: the column, or any in places without one.
+        index: int64, the column to read, or any column in places without such an id.
     """
 
     def __init__(self, ids: Tensor, width: int, kept: Tensor | None, first: int = 0):
@@ -127,15 +127,15 @@ class _LocalIds:
 
 
 def first_places(ids: Tensor, vocabulary: int | None) -> Tensor:
-    """Bool like the ids [B, T, K]: the first place of each id that is a column; of a vocabulary whose size
-    isn't known, of each id.
+    """Return the first place of each id that is a column, as bool of the shape of ids [B, T, K]; if the
+    vocabulary is None, the first place of each id from 0 on.
     """
     present = ids >= 0 if vocabulary is None else _LocalIds(ids, vocabulary, None).present
     return _IdSet(ids, present).first
 
 
 def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
-    """Raw logits [B, T, K] as z, and dz/dx; in fp64."""
+    """Return z and dz/dx of raw logits x [B, T, K]; in fp64."""
     heat: Tensor | float = transform.temperature
     if transform.row_temperature is not None:
         heat = exact(transform.row_temperature).unsqueeze(-1)
@@ -148,12 +148,12 @@ def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) with full relative accuracy."""
+    """Return log(1 + exp(x)) with full relative accuracy."""
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
 def _rest(logits: Tensor, ids: Tensor, here: _LocalIds, transform: LogitTransform) -> LogitRows:
-    """The rows without what is selected; those without ids are ignored."""
+    """Return the rows with the selected columns cut; rows without ids are ignored."""
     width = logits.shape[-1]
     others = ~bits.packed_ids(torch.where(here.present, here.index, bits.NO_ID), width)
     if transform.kept is not None:
@@ -163,9 +163,10 @@ def _rest(logits: Tensor, ids: Tensor, here: _LocalIds, transform: LogitTransfor
 
 
 def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
-    """Log-probs of ids [B, T, K] and what is left; each logit is read once, or only theirs (``within``).
+    """Return log-probs of ids [B, T, K] and the log of the mass that they leave. Each logit is read once, or,
+    ``within`` the set, the ids' logits alone.
 
-    Of a shard of the columns, 2 K + 1 numbers a row are gathered from all ranks.
+    If ranks share the columns, 2 K + 1 numbers per row are gathered from each rank.
     """
     V, transform, shard = logits.shape[-1], options.transform, options.shard
     here = _LocalIds(ids, V, transform.kept, columns_of(shard, V)[0])
@@ -187,7 +188,7 @@ def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Sel
     logp_top = -_softplus(remaining - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
     tail = -_softplus(each.logsumexp(-1) - rest)
-    # a row with +inf or NaN has no softmax, nor has one of nothing but -inf
+    # a row with +inf or NaN has no softmax, nor has a row of -inf alone
     none = ~torch.maximum(top.squeeze(-1), rest).isfinite()
     logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
@@ -207,7 +208,10 @@ def write_gradient(
     options: RowOptions,
     within: bool,
 ) -> None:
-    """d/dlogits of ``sum(grads * (log-probs, tail))`` into ``out``, see ``RowBackend.logprobs_backward``."""
+    """Write d/dlogits of ``sum(grads * (log-probs, tail))`` into ``out``.
+
+    For ``out`` see ``RowBackend.logprobs_backward``.
+    """
     V, transform = logits.shape[-1], options.transform
     here = _LocalIds(ids, V, transform.kept, columns_of(options.shard, V)[0])
     present = here.present
@@ -225,7 +229,7 @@ def write_gradient(
     else:
         tail, rest = exact(rows.tail), rows.rest
         outside = g_tail * -torch.expm1(tail) - g.sum(-1) * tail.exp()
-        # nothing is left where the set is everything, and then no column is there to take it
+        # if the set is the whole row, there is no other column to take a gradient
         outside = torch.where((rest == -torch.inf) & ~tail.isnan(), 0.0, outside)
         outside = outside.masked_fill(inactive, 0.0).to(rows.tail.dtype)
         others = _rest(logits, ids, here, transform)
@@ -234,11 +238,11 @@ def write_gradient(
     every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), unique.sums(g)
     at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
     at_ids = at_ids.masked_fill(inactive.unsqueeze(-1), 0.0)
-    # A place without an id repeats one that has: in whatever order numbers are written, they are the same.
+    # A place without an id repeats a place with one, so a column gets the same number in any order of writes.
     places = torch.arange(ids.shape[-1], device=ids.device)
     place = torch.where(here.present, places, here.present.byte().argmax(-1, keepdim=True))
     columns = here.index.gather(-1, place)
-    # where no id is here, what is there stays
+    # rows without an id in these columns stay as they are
     there = torch.where(here.present.any(-1, keepdim=True), at_ids.gather(-1, place), out.gather(-1, columns))
     out.scatter_(-1, columns, there.to(out.dtype))
 
@@ -251,7 +255,7 @@ def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: b
 
 
 def fake_rows(ids: Tensor, dtype: torch.dtype) -> SelectedRows:
-    """Empty ones for inputs of ``dtype``."""
+    """Return empty results for inputs of ``dtype``."""
     kind, rows = stats_dtype(dtype), ids.shape[:-1]
     return SelectedRows(
         ids.new_empty(ids.shape, dtype=kind),
@@ -266,7 +270,7 @@ def _(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Selecte
 
 
 class SelectedOperands(NamedTuple):
-    """What the gradient of logits follows from besides the logits; see ``score`` and ``write_gradient``."""
+    """The operands of the logits' gradient besides the logits; see ``score`` and ``write_gradient``."""
 
     ids: Tensor
     rows: SelectedRows
@@ -277,7 +281,7 @@ class SelectedOperands(NamedTuple):
 
 @operator
 def selected_backward(logits: Tensor, operands: SelectedOperands) -> Tensor:
-    """The logits' gradient in their dtype, contiguous."""
+    """Return the logits' gradient in their dtype, contiguous."""
     out = used_memory(logits.shape, logits.dtype, logits.device)
     write_gradient(out, logits, *operands)
     return out
@@ -290,7 +294,7 @@ def _(logits: Tensor, operands: SelectedOperands) -> Tensor:
 
 @inplace_operator
 def selected_backward_(logits: Tensor, operands: SelectedOperands) -> None:
-    """The same, written over the logits."""
+    """Write the logits' gradient over the logits."""
     write_gradient(logits, logits, *operands)
 
 

@@ -1,14 +1,14 @@
-"""Rows of which each rank of a process group has some columns: a backend around another one.
+"""Rows whose columns the ranks of a process group share: a backend around another one.
 
-Whatever concerns one column stays where it is. What concerns a row is a handful of numbers for each shard,
-which are gathered and put together in the order of ranks, so that all have the same bits:
+Work on columns stays on the rank that has them. For a whole row each shard has a few numbers, which are
+gathered and combined in the order of ranks, so that all ranks have the same bits:
 
     lse = log sum_r exp(lse_r)
     log p(label) = log p_o(label) - log(1 + exp(lse_others - lse_o)),    o the rank that has the label
     H = sum_r w_r (H_r + lse - lse_r),    w_r = exp(lse_r - lse)
 
-No difference of large numbers is among them: log p keeps its relative precision near 0. The gradient of a
-shard needs no other: its columns, and the statistics of the whole row.
+None of these is a difference of large numbers: log p keeps its relative precision near 0. The gradient of a
+shard needs no other shard, only its own columns and the statistics of the whole row.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:  # which has these rows in its table
 
 Rows = TypeVar("Rows", LogitRows, RowPair)
 IGNORED, ELSEWHERE = -1, -2
-"""Labels within a shard: of rows that are left out, and where the label is another shard's, or nobody's."""
+"""Labels within a shard: for ignored rows, and for rows whose label is in another shard or in none."""
 LEAST = torch.finfo(torch.float64).min
 _NOT_HERE = 1.0
-"""In the place of a log-prob, which is at most 0: the label is not in this shard."""
+"""A value in place of a log-prob, which is at most 0: the label is not in this shard."""
 
 
 def first_column(shard: Shard, width: int) -> int:
-    """The token id of the first of a shard's ``width`` columns."""
+    """Return the token id of the first of a shard's ``width`` columns."""
     return shard.start if shard.start >= 0 else rank_and_size(shard.group)[0] * width
 
 
 def columns_of(shard: Shard, width: int) -> tuple[int, int]:
-    """The token id of the first of a process's ``width`` columns; and the size of the whole vocabulary, 0
-    where the shard alone doesn't say it.
+    """Return the token id of the first of a process's ``width`` columns, and the size of the whole
+    vocabulary, or 0 if the shard alone doesn't determine it.
     """
     if not shard.group:
         return 0, width
@@ -106,7 +106,7 @@ class ShardedRows:
         self._inner.scale_(values, factor)
 
     def _local(self, rows: Rows) -> Rows:
-        """The rows with labels as columns of the shard, ``IGNORED`` or ``ELSEWHERE``."""
+        """Return the rows with labels that are columns of the shard, ``IGNORED`` or ``ELSEWHERE``."""
         width = rows.logits.shape[-1]
         columns = rows.labels.to(torch.int64) - first_column(self._shard, width)
         columns = torch.where((columns >= 0) & (columns < width), columns, ELSEWHERE)
@@ -114,7 +114,7 @@ class ShardedRows:
         return rows._replace(labels=columns, ignore_index=IGNORED)
 
     def _whole(self, stats: RowStats, local: Tensor) -> RowStats:
-        """The statistics of whole rows, from those of this shard and the other ranks'."""
+        """Return the statistics of whole rows, from those of this shard and of the other ranks'."""
         if not local.numel():
             return stats
         logprobs = stats.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
@@ -130,8 +130,8 @@ class ShardedRows:
 
 
 def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What ranks have of some ids, put together for whole rows: transformed logits [B, T, K] in fp64, which
-    of them there are, and the log-sum-exp of all other columns [B, T], fp64.
+    """Combine what each rank has of some ids into whole rows: transformed logits [B, T, K] in fp64, which of
+    the ids are present, and the log-sum-exp of all other columns [B, T], fp64.
     """
     local = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
     every = gathered(shard.group, local)
@@ -140,25 +140,25 @@ def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> t
 
 
 def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k: int) -> Tensor:
-    """The ids [B, T, k] of the largest logits of whole rows, from those of this shard's ``width`` columns, at
-    most k; k numbers and as many ids a row are gathered.
+    """Return the ids [B, T, k] of the largest logits of whole rows, from the largest, at most k, of each
+    shard's ``width`` columns. k numbers and as many ids per row are gathered.
     """
     short = (0, k - values.shape[-1])
     padded = torch.nn.functional.pad(values.to(torch.float64), short, value=-torch.inf)
     ids = torch.nn.functional.pad(columns + first_column(shard, width), short, value=-1)
     every = gathered(shard.group, torch.stack([padded, ids.to(torch.float64)]))
     values, ids = (each.movedim(0, -2).flatten(-2) for each in every.unbind(1))
-    # those that fill up a small shard come after all others, whatever these are
+    # the padding of a small shard comes after all logits, whatever their values
     values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LEAST))
     leading = ids.gather(-1, values.topk(k).indices).to(torch.int64)
     return leading.masked_fill(leading < 0, bits.NO_ID)
 
 
 def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:
-    """Statistics of whole rows from those of all shards, each [ranks, B, T]; a log-prob above 0 says that the
-    label is not in the shard.
+    """Return the statistics of whole rows from those of all shards, each [ranks, B, T]; a log-prob above 0
+    says that the label is not in the shard.
 
-    As in one process, a row with +inf has NaN for log-probs, and so has one of nothing but -inf.
+    As in one process, the log-prob of a row with +inf is NaN, and so is that of a row of -inf alone.
     """
     here = ~(logprobs > 0)
     total = torch.logsumexp(lse, 0)
@@ -167,7 +167,7 @@ def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowSt
     excess = others - lse_here
     softplus = torch.logaddexp(excess, torch.zeros_like(excess))
     logp = torch.where(here, logprobs, 0.0).sum(0).double() - softplus
-    # a label at -inf, and with it its whole shard
+    # the label's logit is -inf, and so is its whole shard
     logp = torch.where((lse_here == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
     logp = torch.where((total == float("inf")) | ~here.any(0), float("nan"), logp)
     if entropy is None:

@@ -15,7 +15,7 @@ from gspo_kernels.types import MASK_VALUES, Shard
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
-    """Offsets must start at 0, never decrease, and end at the number of tokens."""
+    """Check that offsets start at 0, never decrease, and end at the number of tokens."""
     if cu_seqlens is None or not checked_values(cu_seqlens.device):
         return
     refuse_lengths(cu_seqlens)
@@ -27,10 +27,10 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
 
 
 def refuse_lengths(cu_seqlens: Tensor | None) -> None:
-    """Offsets must start at 0, which lengths don't.
+    """Check that offsets start at 0, which lengths don't.
 
-    Called before a shape is blamed that doesn't fit the number of sequences, too: whoever passes lengths has
-    one sequence less than they think.
+    This also runs before an error about a shape that doesn't fit the number of sequences: a caller who passes
+    lengths has one sequence less than they think.
     """
     if cu_seqlens is None or cu_seqlens.is_meta or torch.compiler.is_compiling():
         return
@@ -43,7 +43,7 @@ def refuse_lengths(cu_seqlens: Tensor | None) -> None:
 
 
 def check_mask(loss_mask: Tensor | None) -> Tensor | None:
-    """The mask as bool; one of numbers must hold only 0 and 1."""
+    """Return the mask as bool; a mask of numbers must hold only 0 and 1."""
     if loss_mask is None or loss_mask.dtype == torch.bool:
         return loss_mask
     counted, _ = _merged(loss_mask, None, 0)
@@ -51,7 +51,7 @@ def check_mask(loss_mask: Tensor | None) -> Tensor | None:
 
 
 def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
-    """Tokens that count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
+    """Return which tokens count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
     result, backend = None, load(resolve("auto", loss_mask.device))
     if hasattr(backend, "merge_mask"):
         result = cast(MaskBackend, backend).merge_mask(loss_mask, labels, ignore_index)
@@ -69,7 +69,7 @@ def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tupl
 
 
 def check_lengths(lengths: Tensor | None, counts: Tensor) -> None:
-    """Lengths must be positive where tokens are counted."""
+    """Check that lengths are positive where tokens are counted."""
     if lengths is None or not checked_values(lengths.device):
         return
     if bool(((counts > 0) & ~(lengths > 0)).any()):
@@ -77,7 +77,7 @@ def check_lengths(lengths: Tensor | None, counts: Tensor) -> None:
 
 
 def check_normalizer(normalizer: Tensor | None) -> None:
-    """A normalizer must be positive."""
+    """Check that a normalizer is positive."""
     if normalizer is None or not checked_values(normalizer.device):
         return
     if not bool(normalizer > 0):
@@ -85,7 +85,7 @@ def check_normalizer(normalizer: Tensor | None) -> None:
 
 
 def check_temperature(temperature: Tensor | None) -> None:
-    """Temperatures must be positive."""
+    """Check that temperatures are positive."""
     if temperature is None or not checked_values(temperature.device):
         return
     if not bool((temperature > 0).all()):
@@ -93,9 +93,9 @@ def check_temperature(temperature: Tensor | None) -> None:
 
 
 def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) -> None:
-    """Every counted label, which is a column, must be in the sampling mask of its position.
+    """Check that every counted label is in the sampling mask of its position.
 
-    ``first``: the id of the first column.
+    Counted labels must be among the mask's columns; ``first`` is the id of the first column.
     """
     if not checked_values(labels.device):
         return
@@ -109,7 +109,7 @@ def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) ->
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """Every id must be ``bits.NO_ID`` or in the vocabulary; 0 is one of unknown size."""
+    """Check that every id is ``bits.NO_ID`` or in the vocabulary; a vocabulary of 0 has an unknown size."""
     if not checked_values(ids.device):
         return
     most = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
@@ -123,7 +123,7 @@ def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
 
 @operator
 def mask_of_shard(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: int) -> Tensor:
-    """The bitmask of this process's ``width`` columns, from ids or a bitmask of the whole vocabulary."""
+    """Return the bitmask of this process's ``width`` columns, from ids or a mask of the whole vocabulary."""
     first, total = columns_of(shard, width)
     if kept_mask is not None:
         if total and kept_mask.shape[-1] != bits.words(total):
@@ -145,7 +145,7 @@ def _(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: in
 
 
 class MaskedLabels(NamedTuple):
-    """Labels, and bool of their shape: tokens that count, which are those without the ``ignore_index``."""
+    """Labels, and which tokens count, as bool of the same shape: those that aren't ``ignore_index``."""
 
     labels: Tensor
     counted: Tensor
@@ -155,7 +155,7 @@ class MaskedLabels(NamedTuple):
 def mask_labels(
     labels: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int
 ) -> MaskedLabels:
-    """A copy of the labels, ``ignore_index`` where ``loss_mask`` is 0, after checking mask and offsets."""
+    """Check mask and offsets; return a copy of the labels, ``ignore_index`` where ``loss_mask`` is 0."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, labels)
     if loss_mask is None:

@@ -1,6 +1,6 @@
-"""What the ranks of a process group tell each other before a call, and whether they agree.
+"""Messages that the ranks of a process group exchange before a call, to see whether they agree.
 
-Each rank sends what must be equal on all of them, or the sentence with which it refuses the call.
+Each rank sends the values that must be equal on all ranks, or the error with which it refuses the call.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from gspo_kernels.parallel.groups import gathered, side_channel
 
 MESSAGE_BYTES = 2**15
-"""What a rank sends to each other rank of a group."""
-_LONGEST = 160  # characters of a fact; a hundred facts fit into a message
+"""The size of the message that a rank sends to each other rank of a group."""
+_LONGEST = 160  # characters of a value; a hundred values fit into a message
 
 
 class RanksDisagreeError(RuntimeError):
@@ -25,7 +25,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 def digest(values: Tensor) -> str:
-    """What stands for the elements of a tensor, in their order."""
+    """Return a hash of a tensor's elements, in their order."""
     raw = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(raw, digest_size=6).hexdigest()
 
@@ -40,11 +40,11 @@ def exchange(
     """Send this rank's message and return every rank's, in one gather.
 
     Args:
-        group: its name.
-        device: of the call's tensors.
-        same: what must be equal on all ranks, by the name of an argument; None: equal to anything.
-        numbers: what may differ.
-        refused: why this rank refuses the call, in the place of both.
+        group: the group's name.
+        device: the device of the call's tensors.
+        same: values that must be equal on all ranks, by the name of an argument; None equals anything.
+        numbers: numbers that may differ.
+        refused: the error with which this rank refuses the call; sent instead of ``same`` and ``numbers``.
     """
     message: dict[str, Any]
     if refused is None:
@@ -63,7 +63,7 @@ def check_agreement(argument: str, every: Sequence[Mapping[str, Any]]) -> None:
     """Raise RanksDisagreeError if one of a group's messages refuses the call, or differs from the others.
 
     Args:
-        argument: what messages call the group.
+        argument: the group's name in error messages.
         every: the ranks' messages.
     """
     for rank, message in enumerate(every):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where the tensors of a call live when several ranks share them. By default all of them are here.
+    """Where the tensors of a call live when several ranks share them. By default this rank has all of them.
 
     A group is a ``ProcessGroup`` or a ``DeviceMesh`` of one dimension. DTensors bring their own groups: leave
     the fields about them at their defaults.
@@ -31,19 +31,19 @@ class Parallel:
     Args:
         tp_group: ranks that share the vocabulary (tensor parallelism). Each has some columns of the logits,
             [..., V of the rank], or some rows of the lm_head's weight and bias, [V of the rank, H]. Labels
-            are ids of the whole vocabulary. Everything but logits, weight and bias is the same on all ranks;
-            results are too, bit for bit.
-        vocab_range: (first, one past the last) id of this rank's columns or rows. None: all ranks have as
-            many, in their order.
+            are ids of the whole vocabulary. Everything but logits, weight and bias is the same on all ranks,
+            and so are results, bit for bit.
+        vocab_range: (first, one past the last) id of this rank's columns or rows. None: all ranks have
+            equally many, in the order of ranks.
         reduce_hidden_grad: sum dHidden over ``tp_group``, a chunk at a time in fp32. False: each rank gets
-            its own part, for callers who sum it themselves.
+            its part of the sum, for callers who sum the parts themselves.
         sequence_parallel: ``hidden`` holds the tokens of this rank alone, [B, T of the rank, H] or
             [N of the rank, H], in the order of ranks. Labels and results are those of all tokens.
-        cp_group: ranks that have parts of the same sequences (context parallelism). All that is the labels'
-            shape is of this rank's tokens: padded [B, T of the rank]; packed as many sequences on all ranks,
-            some of them of no tokens. What is [B], and the normalizer, is of whole sequences, the same on all
-            ranks, and so are loss and metrics. Gradients are those of a rank's own tokens, to be summed over
-            the group.
+        cp_group: ranks that have parts of the same sequences (context parallelism). Tensors of the labels'
+            shape hold this rank's tokens: padded [B, T of the rank]; packed, with equally many sequences on
+            all ranks, some of which may have no tokens. Tensors [B] and the normalizer are about whole
+            sequences and the same on all ranks; so are loss and metrics. Gradients are those of the rank's
+            own tokens: sum them over the group.
 
     Raises:
         TypeError, ValueError: a wrong option, named in the message.
@@ -77,7 +77,7 @@ class Parallel:
             raise ValueError(f"vocab_range: got {self.vocab_range}, expected 0 <= first <= last")
 
     def check(self, function: str, usable: tuple[str, ...], batch_invariant: bool | None = None) -> None:
-        """Refuse what the function can't use, and groups where the call is batch-invariant.
+        """Refuse fields that the function can't use, and groups in a batch-invariant call.
 
         Raises:
             ValueError: naming the field.
@@ -94,7 +94,7 @@ class Parallel:
 
 
 def group_name(argument: str, group: object) -> str:
-    """The name of a process group, or of the group of a device mesh of one dimension.
+    """Return the name of a process group, or of the group of a device mesh of one dimension.
 
     Raises:
         TypeError, ValueError: naming ``argument``.
@@ -123,13 +123,13 @@ def _group(name: str) -> ProcessGroup:
 
 
 def rank_and_size(name: str) -> tuple[int, int]:
-    """The rank of this process in the group, and how many there are."""
+    """Return the rank of this process in the group, and the number of ranks."""
     group = _group(name)
     return group.rank(), group.size()
 
 
 def gathered(name: str, local: Tensor) -> Tensor:
-    """Every rank's tensor of the same shape, [ranks, *shape]."""
+    """Return the tensors of all ranks, which have the same shape, as [ranks, *shape]."""
     from torch.distributed import all_gather
 
     group = _group(name)
@@ -139,13 +139,13 @@ def gathered(name: str, local: Tensor) -> Tensor:
 
 
 def gathered_numbers(name: str, device: torch.device, local: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every rank's whole numbers, as many on each; ``device`` is that of the call's tensors."""
+    """Return every rank's integers, equally many from each; ``device`` is that of the call's tensors."""
     numbers = torch.tensor(local, dtype=torch.int64, device=side_channel(name, device))
     return [tuple(int(number) for number in row) for row in gathered(name, numbers).tolist()]
 
 
 def sum_(name: str, values: Tensor) -> Tensor:
-    """The sum over all ranks, in place; the same bits on each of them."""
+    """Sum over all ranks, in place; all ranks get the same bits."""
     begin_sum_(name, values).wait()
     return values
 
@@ -159,7 +159,7 @@ def begin_sum_(name: str, values: Tensor) -> Work:
 
 
 def begin_broadcast(name: str, values: Tensor, rank: int) -> Work:
-    """Begin to fill ``values`` with what ``rank`` has in them."""
+    """Begin to fill ``values`` with those of ``rank``."""
     from torch.distributed import broadcast
 
     work: Work = broadcast(values, group=_group(name), group_src=rank, async_op=True)
@@ -175,8 +175,8 @@ def begin_reduce(name: str, values: Tensor, rank: int) -> Work:
 
 
 def side_channel(name: str, device: torch.device) -> torch.device:
-    """Where a few numbers are gathered with the least waiting: on the CPU, if the group has a backend for it
-    ("cpu:gloo,cuda:nccl", what ``init_process_group()`` makes), else on ``device``.
+    """Return the device that gathers a few numbers with the least waiting: the CPU, if the group has a
+    backend for it ("cpu:gloo,cuda:nccl", what ``init_process_group()`` makes), else ``device``.
     """
     cpu = torch.device("cpu")
     return cpu if cpu in _group(name)._device_types else device

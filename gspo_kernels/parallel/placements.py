@@ -1,4 +1,4 @@
-"""DTensors among the arguments of a call: what a rank has of them, and which groups have the rest."""
+"""DTensors among the arguments of a call: a rank's local tensors, and the groups with the other parts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ VOCABULARY = {
     "weight": 0, "teacher_weight": 0,
     "bias": 0, "teacher_bias": 0,
 }  # fmt: skip
-"""The dimension of an argument that ranks may share."""
+"""The dimension of each argument that ranks may share."""
 TOKENS = ("logits", "hidden")
-"""Arguments of which the dimension before the last is that of tokens."""
+"""Arguments whose dimension before the last is that of tokens."""
 
 
 class MeshGroup(NamedTuple):
-    """A process group that DTensors of a call lie on.
+    """A process group over which DTensors of a call are placed.
 
     Attributes:
-        group: its ranks.
-        argument: what messages call it.
-        placements: how DTensors lie over it, by argument.
-        share: what its ranks have parts of: "vocabulary" counts more than "tokens"; "" for neither.
+        group: the process group.
+        argument: the group's name in error messages.
+        placements: the DTensors' placements over the group, by argument.
+        share: what the ranks have parts of: "vocabulary", or else "tokens"; "" for neither.
     """
 
     group: ProcessGroup
@@ -39,7 +39,7 @@ class MeshGroup(NamedTuple):
 
 
 def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
-    """The groups of some DTensors. Placements that can't be served are no error here."""
+    """Return the groups of some DTensors. Placements that aren't supported are no error here."""
     groups: dict[str, tuple[ProcessGroup, str]] = {}
     by_group: dict[str, dict[str, Any]] = {}
     for name, value in dtensors.items():
@@ -57,7 +57,7 @@ def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
 
 
 def _share(name: str, value: DTensor, placement: Any) -> str:
-    """What a placement cuts of an argument: "vocabulary", "tokens", or "" for neither."""
+    """Return what a placement shards of an argument: "vocabulary", "tokens", or "" for neither."""
     from torch.distributed.tensor import Shard
 
     if name in VOCABULARY and placement == Shard(VOCABULARY[name] % value.ndim):
@@ -66,7 +66,7 @@ def _share(name: str, value: DTensor, placement: Any) -> str:
 
 
 def _group_of(share: str, groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> ProcessGroup | None:
-    """The one group whose ranks have parts of the vocabulary, or of tokens."""
+    """Return the one group whose ranks have parts of the vocabulary, or of the tokens, or None."""
     found = [each.group for each in groups if each.share == share]
     if len(found) > 1:
         raise ValueError(
@@ -77,7 +77,9 @@ def _group_of(share: str, groups: list[MeshGroup], dtensors: dict[str, DTensor])
 
 
 def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> None:
-    """Refuse placements that cut anything else, and a vocabulary that is cut in some arguments only."""
+    """Refuse placements that shard neither vocabulary nor tokens, and a vocabulary that is sharded in some
+    arguments only.
+    """
     from torch.distributed.tensor import Replicate
 
     for each in groups:
@@ -94,22 +96,22 @@ def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> 
 _ALIKE = {
     "bias": "weight", "teacher_weight": "weight", "teacher_bias": "weight", "teacher_logits": "logits",
 }  # fmt: skip
-"""Arguments that are cut as another is."""
+"""Arguments that are sharded like another one."""
 
 
 def local_tensors(
     parallel: Parallel, terms: Any = None, batch_invariant: bool | None = None, **tensors: Any
 ) -> tuple[list[Any], Parallel]:
-    """A call's tensors with what this rank has of DTensors, and ``parallel`` with the groups of the rest.
+    """Return a call's tensors, with local tensors for DTensors, and ``parallel`` with the DTensors' groups.
 
     Args:
         parallel: as the caller passed it.
-        terms: of a loss; None for calls to which it doesn't matter which sequences tokens are of.
+        terms: a loss's terms; None for calls that don't depend on which sequence a token belongs to.
         batch_invariant: the call's argument.
-        tensors: by the names of the arguments, ``VOCABULARY`` and ``TOKENS`` among them.
+        tensors: the call's tensors by the names of its arguments, as in ``VOCABULARY`` and ``TOKENS``.
 
     Raises:
-        ValueError: a DTensor that can't be served, or an argument that contradicts it.
+        ValueError: a DTensor that isn't supported, or an argument that contradicts it.
     """
     dtensors: dict[str, Any] = {name: x for name, x in tensors.items() if hasattr(x, "device_mesh")}
     if dtensors:
@@ -163,7 +165,7 @@ def _resolve(
 
 
 def _dim_over(value: DTensor, group: ProcessGroup | None) -> int | None:
-    """The dimension of a DTensor's mesh that is a group."""
+    """Return the dimension of a DTensor's mesh whose group is ``group``, or None."""
     names = [value.device_mesh.get_group(dim).group_name for dim in range(value.device_mesh.ndim)]
     return names.index(group.group_name) if group is not None and group.group_name in names else None
 

@@ -1,8 +1,8 @@
 """Sequences whose tokens lie on several ranks (context parallelism): sums over them, with their gradient.
 
-Values of a sequence, and the loss, are the same on all ranks, and so is the gradient that reaches them.
-Tokens, and their gradients, are a rank's own. So a sum over ranks hands its gradient on as it is, and what is
-expanded to tokens gets the sum of theirs.
+A sequence's values and the loss are the same on all ranks, and so are their gradients. Each rank has other
+tokens, with other gradients. So a sum over ranks passes its gradient on unchanged, and the gradient of a
+value that is expanded to tokens is summed over ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gspo_kernels.parallel.groups import gathered, rank_and_size, sum_
 
 
 class _SumValues(torch.autograd.Function):
-    """The sum over ranks; its gradient passes through as it is."""
+    """The sum over ranks; its gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: str) -> Tensor:
@@ -32,7 +32,7 @@ class _SumValues(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """The same values; their gradient becomes the sum over ranks."""
+    """The identity; its gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: str) -> Tensor:
@@ -46,10 +46,10 @@ class _SumGradients(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class AcrossRanks(Layout):
-    """A layout of the tokens that are here, whose sums are those of all ranks; the same bits on each.
+    """A layout of this rank's tokens, whose sums are those over all ranks; each rank gets the same bits.
 
     Attributes:
-        here: that of this rank's tokens, with as many sequences on all ranks.
+        here: the layout of this rank's tokens alone; all ranks have equally many sequences.
         group: the process group's name.
     """
 
@@ -58,23 +58,23 @@ class AcrossRanks(Layout):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences, those without a token here included."""
+        """Number of sequences, including those without a token on this rank."""
         return self.here.sequences
 
     def sum(self, tokens: Tensor) -> Tensor:
-        """Tokens -> [B], the same on all ranks; one all-reduce."""
+        """Sum over each sequence: tokens -> [B], the same on all ranks; one all-reduce."""
         return self.over_ranks(self.here.sum(tokens))
 
     def expand(self, values: Tensor) -> Tensor:
-        """[B] -> tokens; one all-reduce in the backward, if there is one."""
+        """Give each token the value of its sequence: [B] -> tokens; one all-reduce in the backward."""
         return self.here.expand(_SumGradients.apply(values, self.group))
 
     def over_ranks(self, sums: Tensor) -> Tensor:
-        """Sums of each rank -> of all ranks; one all-reduce."""
+        """Turn this rank's sums into those over all ranks; one all-reduce."""
         return _SumValues.apply(sums, self.group)
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest value of any rank; one gather, and NaN wherever a rank has it."""
+        """Return the largest value of any rank, NaN where any rank has NaN; one gather."""
         return gathered(self.group, values).amax(0)
 
 
@@ -83,11 +83,11 @@ class GatheredTokens:
 
     Args:
         here: the layout of this rank's tokens.
-        tokens: this rank's, for their shape and device.
+        tokens: a tensor that has the shape and device of this rank's tokens.
         group: the process group's name.
 
     Attributes:
-        cu_seqlens: int32 [B + 1] of the whole sequences, in which tokens are packed.
+        cu_seqlens: int32 [B + 1], the offsets of the whole sequences among the packed tokens.
     """
 
     def __init__(self, here: Layout, tokens: Tensor, group: str):
@@ -106,12 +106,12 @@ class GatheredTokens:
         self._mine = (rank[order] == rank_and_size(group)[0]).nonzero().squeeze(1)
 
     def whole(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """Values of each token that is here -> of all, [1, N]; one gather, of 8 bytes for each."""
+        """Gather values of this rank's tokens to those of all tokens, [1, N]; one gather, 8 bytes a value."""
         stacked = torch.stack([values.flatten().to(torch.float64) for values in local])
         every = gathered(self._group, pad(stacked, (0, self._most - stacked.shape[1])))
         packed = every.transpose(0, 1).flatten(1)[:, self._places]
         return [row.unsqueeze(0).to(values.dtype) for row, values in zip(packed, local, strict=True)]
 
     def local_part(self, whole: Tensor) -> Tensor:
-        """Values of all tokens, [1, N] -> of those that are here."""
+        """Select this rank's tokens from values of all tokens, [1, N]."""
         return whole.squeeze(0)[self._mine].view(self._shape)

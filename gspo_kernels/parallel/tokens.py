@@ -1,4 +1,4 @@
-"""Hidden states of which each rank has those of some tokens (Megatron's sequence parallelism)."""
+"""Hidden states whose tokens are scattered over ranks (Megatron's sequence parallelism)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ScatteredTokens:
 
     @classmethod
     def of(cls, group: str, lengths: Sequence[int], tokens: int) -> ScatteredTokens:
-        """From how many columns each rank has.
+        """Make it from the number of columns that each rank has.
 
         Raises:
-            ValueError: they are not ``tokens`` together.
+            ValueError: these numbers don't add up to ``tokens``.
         """
         if sum(lengths) != tokens:
             raise ValueError(
@@ -72,21 +72,21 @@ class ScatteredTokens:
         """Begin to sum ``values`` [n, H] over ranks.
 
         Returns:
-            This rank's rows of the sum, as ``own_rows`` places them, and the works that complete them.
+            This rank's rows of the sum, in the order of ``own_rows``, and the works that complete them.
         """
         parts = [values[chosen] for chosen, _, _ in self._pieces(where, values.device)]
         sent = [begin_reduce(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
         return parts[rank_and_size(self.group)[0]], sent
 
     def own_rows(self, where: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which of the rows at some positions are this rank's, and where they are among its own [B * T_r]."""
+        """Return which rows at some positions are this rank's, and their places in its tokens [B * T_r]."""
         rank, _ = rank_and_size(self.group)
         chosen, b, t = self._pieces(where, device)[rank]
         first, last = (0, *self.ends)[rank : rank + 2]
         return chosen, b * (last - first) + t
 
     def _pieces(self, where: slice | Tensor, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """For each rank: which of the rows it has, and their b and t among its own tokens."""
+        """Return for each rank which of the rows it has, and b and t of these rows among its own tokens."""
         if isinstance(where, slice):
             where = torch.arange(where.start, where.stop, device=device)
         length = self.ends[-1]

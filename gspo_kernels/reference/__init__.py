@@ -1,1 +1,1 @@
-"""The plain PyTorch backend, which every other one is compared with."""
+"""The plain PyTorch backend, with which all other backends are compared."""

@@ -25,12 +25,12 @@ from gspo_kernels.types import (
 
 
 def unavailable(device: torch.device) -> str | None:
-    """The reference runs wherever PyTorch does."""
+    """Return None: the reference runs wherever PyTorch does."""
     return None
 
 
 def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """The transformed logits, z of ``LogitTransform``, in the statistics' dtype; differentiable."""
+    """Return the transformed logits, z of ``LogitTransform``, in the statistics' dtype; differentiable."""
     z = logits.to(stats_dtype(logits.dtype)) * transform.logit_scale
     if transform.softcap:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -40,7 +40,7 @@ def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
 
 
 def _counted_columns(logits: Tensor, ignored: Tensor, transform: LogitTransform) -> Tensor:
-    """``transform_logits``, where what ignored rows hold, and what a mask cuts, has no part in anything."""
+    """Return ``transform_logits`` with 0 for logits of ignored rows and -inf for columns that a mask cuts."""
     ignored = ignored.unsqueeze(-1)
     if transform.kept is None:
         return transform_logits(logits.masked_fill(ignored, 0.0), transform)
@@ -50,7 +50,7 @@ def _counted_columns(logits: Tensor, ignored: Tensor, transform: LogitTransform)
 
 
 def token_statistics(rows: LogitRows) -> RowStats:
-    """Differentiable log-prob, log-sum-exp and entropy of each row."""
+    """Return log-prob, log-sum-exp and entropy of each row; all but the log-sum-exp are differentiable."""
     logits, labels, transform, ignore_index = rows
     vocabulary = logits.shape[-1]
     ignored = labels == ignore_index
@@ -93,13 +93,13 @@ def logprobs_backward(
         for output, grad in given:
             (slope,) = torch.autograd.grad(output.sum(), leaf, retain_graph=True)
             weight = grad.to(leaf.dtype) * (1.0 if grad_scale is None else grad_scale)
-            # a weight that overflowed makes infinities of slopes, but must not make NaN of zeros
+            # a weight that overflowed may make slopes infinite, but must not turn zeros into NaN
             grad_logits = grad_logits + torch.where(slope == 0, 0.0, slope * weight.unsqueeze(-1))
     out.copy_(grad_logits.masked_fill(inactive.unsqueeze(-1), 0.0))
 
 
 def _of_wider_rows(rows: LogitRows, whole: RowStats) -> RowStats:
-    """Numbers whose derivatives by some columns of wider rows are those of the rows' own statistics:
+    """Return numbers whose derivatives by some columns of wider rows equal those of the rows' statistics:
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H).
     """
     logits, labels, transform, ignore_index = rows
@@ -114,9 +114,9 @@ def _of_wider_rows(rows: LogitRows, whole: RowStats) -> RowStats:
 
 
 def _slopes_of_logprob(p: Tensor, labels: Tensor, logprobs: Tensor) -> Tensor:
-    """The label's onehot less p."""
+    """Return onehot - p, the derivative of the label's log-prob by each logit."""
     columns = torch.arange(p.shape[-1], device=p.device)
-    # 1 - p from its own logarithm: p near 1 cancels
+    # 1 - p from log p, because 1 - p cancels where p is near 1
     return torch.where(columns == labels.unsqueeze(-1), -torch.expm1(logprobs).unsqueeze(-1), -p)
 
 
@@ -166,7 +166,7 @@ def divergence(
                 far = p + slope
             else:
                 far = slope - p * (stats.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
-                # what has infinitely far to go has no direction
+                # an infinite divergence has no direction: the gradient is NaN
                 far = torch.where(stats.divergences.isfinite().unsqueeze(-1), far, torch.nan)
             weight = grad.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
             of_z = torch.where(weight == 0, 0.0, far * weight)
@@ -176,6 +176,6 @@ def divergence(
 
 
 def _log_softmax(z: Tensor, lse: Tensor) -> Tensor:
-    """Log p of rows, or of some columns of rows, whose log-sum-exp is known; NaN without a softmax."""
+    """Return log p of rows, or of some columns of rows, whose log-sum-exp is known; NaN without a softmax."""
     lse = torch.where(lse.isfinite(), lse, torch.nan).unsqueeze(-1)
     return (exact(z) - lse).to(z.dtype)

@@ -1,10 +1,10 @@
-"""From a scored rollout to rows of the model: micro-batches, packed rows, shared prefixes, who sees whom.
+"""From a scored rollout to rows of the model: micro-batches, packed rows, shared prefixes, attention masks.
 
-Sequences of any length lie in one row without padding, each attending to itself only. With shared prefixes
-(Prefix Grouper, arXiv 2506.05433, has this for prompts) the row is a tree: what several sequences begin with
-is there once, be it a prompt or, where completions branch off each other, a part of these too. A token sees
-what its sequence has before it, with the positions of its sequence. Hidden states and gradients are those of
-the sequences alone, up to rounding; models for which they are not are refused.
+Sequences of any length lie in one row without padding, and each attends to itself only. With shared prefixes
+(Prefix Grouper, arXiv 2506.05433, does this for prompts) the row is a tree: a prefix that several sequences
+share is in the row once. Such a prefix is a prompt, or a prompt and the first tokens of completions that
+branch later. A token attends to the earlier tokens of its sequence and has its position in that sequence.
+Hidden states and gradients equal those of the sequences alone, up to rounding; other models are refused.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ Tokens = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion of C tokens, and what it completes."""
+    """A completion of C tokens, and the prompt that it completes."""
 
-    row: int  # of the data
-    prompt: list[int]  # tokens that it completes
+    row: int  # the prompt's index in the dataset
+    prompt: list[int]  # token ids
     text: str  # what the reward functions see
     completion: Completion
 
     @property
     def ids(self) -> Tensor:
-        """[C], with the end token if there is one."""
+        """Token ids of the completion, [C], with the end token if there is one."""
         return self.completion.ids
 
 
 class Rollout(NamedTuple):
-    """B scored completions; those of a group are consecutive."""
+    """B scored completions; the completions of a group are consecutive."""
 
     samples: list[Sample]
     rewards: Rewards
     group_size: int
-    metrics: Mapping[str, float] = {}  # of a recipe
+    metrics: Mapping[str, float] = {}  # that a recipe adds
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
@@ -75,34 +75,34 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Batch:
-    """What an update learns from: B completions of N tokens in all, groups consecutive, on one device.
+    """The input of an update: B completions with N tokens in total, groups consecutive, on one device.
 
-    What belongs to tokens is packed: one completion after the other, without padding.
+    Values per token are packed: one completion after the other, without padding.
     """
 
     prompts: Sequence[Tensor]  # B of token ids, [P_i]
     completions: Sequence[Tensor]  # B of token ids, [C_i], C_i > 0
-    advantages: Tensor  # [B] fp32, or what the objective takes for them; or one for each token, [N]
+    advantages: Tensor  # [B] fp32, or what the objective takes instead (rewards, levels); or [N], per token
     loss_mask: Tensor  # [N] bool, tokens that the loss counts
-    group_ids: Tensor  # [B] int64, which prompt a row completes
-    rollout_logprobs: Tensor | None = None  # [N] fp32, by the engine that sampled, where it has them
+    group_ids: Tensor  # [B] int64, the group of each row
+    rollout_logprobs: Tensor | None = None  # [N] fp32, from the engine that sampled; None: it returned none
     turn_ids: Tensor | None = None  # [N] int64, -1 outside turns; None: every completion is one turn
     old_logprobs: Tensor | None = None  # [N] fp32, by the policy; None: the updater scores them
     ref_logprobs: Tensor | None = None  # [N] fp32, by the reference; None: the updater scores them
-    masks: Sequence[SamplingMask] | None = None  # B, log-probs are among what could be drawn; None: all
+    masks: Sequence[SamplingMask] | None = None  # B, log-probs are over the tokens in them; None: over all
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each completion."""
+        """Number of tokens of each completion."""
         return [len(completion) for completion in self.completions]
 
     @cached_property
     def counted(self) -> Tensor:
-        """[B] int64, how many tokens of each row the loss counts."""
+        """Number of tokens of each row that the loss counts, [B] int64."""
         return torch.stack([tokens.sum() for tokens in self.loss_mask.split(self.lengths)])
 
     def places(self, rows: Tensor) -> Tensor:
-        """Return where among the N tokens these rows' are, one row after the other, int64."""
+        """Return the indices of these rows' tokens among the N tokens, one row after the other, int64."""
         ends, chosen = list(itertools.accumulate(self.lengths)), rows.tolist()
         lengths = [self.lengths[row] for row in chosen]
         return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, rows.device)
@@ -113,7 +113,7 @@ class Batch:
         return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen]
 
     def mask(self, rows: Tensor) -> SamplingMask | None:
-        """Return what could have been drawn at the tokens of these rows, if not everything."""
+        """Return the sampling mask of these rows' tokens, or None if the batch has no masks."""
         masks = None if self.masks is None else [self.masks[row] for row in rows.tolist()]
         return None if masks is None else SamplingMask.concatenate(masks)
 
@@ -123,7 +123,7 @@ class Batch:
         return offsets_of(torch.tensor(lengths, dtype=torch.int64, device=self.loss_mask.device))
 
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-        """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
+        """Select these rows' part of a loss's terms: tensors are [B] or [N]; other values stay the same."""
         places, B = self.places(rows), len(self.completions)
         return {
             name: value[rows if len(value) == B else places] if isinstance(value, Tensor) else value
@@ -136,7 +136,7 @@ class Batch:
 
 
 def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: torch.device) -> Batch:
-    """Return what the update takes; completions without a reward or an advantage do not count in it."""
+    """Return the update's input; completions without a reward (NaN) are left out of the loss mask."""
     samples, size = rollout.samples, rollout.group_size
     completions = [sample.completion for sample in samples]
     applies = (~rollout.rewards.total.isnan()).tolist()
@@ -162,7 +162,7 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
 def micro_batches(
     batch: Batch, rows: Tensor, *, shared_prefix: bool, budget: int, world: int, rank: int
 ) -> list[Tensor]:
-    """Cut rows by a budget of tokens; return those of process ``rank``, as many as others, some empty."""
+    """Return the micro-batches of process ``rank``, cut by a token budget: as many as others', some empty."""
     units = [[row] for row in rows.tolist()]
     if shared_prefix:  # completions of one prompt stay together
         group_of = batch.group_ids.tolist().__getitem__
@@ -179,10 +179,11 @@ def micro_batches(
 def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | None = None) -> list[list[int]]:
     """Cut sequences into batches of at most ``budget`` tokens with nearly equal numbers of tokens.
 
-    Longest first, each to the batch with the fewest tokens (Graham 1969). Batches are indices into
-    ``lengths``, ascending, those with the most tokens first, so that processes that go through them in step
-    wait little. A sequence longer than the budget goes alone. ``count`` batches, some perhaps empty, are for
-    processes whose collectives must match; by default it is the smallest number that keeps the budget.
+    Sequences are placed longest first, each into the batch with the fewest tokens (Graham 1969). A sequence
+    longer than the budget goes alone. A batch is an ascending list of indices into ``lengths``. The batch
+    with the most tokens comes first, so that processes that go through their batches in step wait little.
+    ``count`` is the number of batches, for processes whose collectives must match; some batches may be empty.
+    By default it is the smallest number that keeps the budget.
     """
     alone = [[i] for i, length in enumerate(lengths) if length > budget]
     order = sorted((i for i, length in enumerate(lengths) if length <= budget), key=lambda i: -lengths[i])
@@ -209,25 +210,25 @@ def _balanced(lengths: Sequence[int], order: list[int], count: int) -> list[list
 
 
 class CompletionRows(NamedTuple):
-    """What the loss takes, packed over completion tokens only."""
+    """The input of the loss, packed over completion tokens only."""
 
     hidden: Tensor  # [N, H], the backbone's output at the positions that predict completion tokens
     labels: Tensor  # [N] int64, the completion tokens
-    cu_seqlens: Tensor  # int32 [B + 1], offsets of the completions in both
+    cu_seqlens: Tensor  # int32 [B + 1], offsets of the completions in hidden and labels
 
 
 class Segment(NamedTuple):
     """Neighbouring tokens of a row, and the earlier segment that they continue."""
 
-    parent: int  # the index of that segment; -1: they begin a sequence
+    parent: int  # index of the earlier segment; -1: the tokens begin a sequence
     length: int
 
 
 def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str, Any]:
     """Lay sequences out in one row, as keyword arguments of a causal language model's forward.
 
-    The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1). What keeps them
-    apart is a mask, or their offsets for flash-attention. A model that cannot be packed is an `InputError`.
+    The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1). A mask keeps the
+    sequences apart; for flash-attention their offsets do. A model that cannot be packed is an `InputError`.
     """
     pairs = list(zip(prompts, completions, strict=True))
     lengths, device = [len(p) + len(c) - 1 for p, c in pairs], prompts[0].device
@@ -249,7 +250,7 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
 def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
     """Run the backbone once over all sequences, without padding.
 
-    The model's ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
+    The model's ``__call__`` runs; the model may be plain, have a PEFT adapter, or be wrapped (DDP).
     """
     hidden = last_hidden_states(model, packed_inputs(model, prompts, completions))
     counts = [len(completion) for completion in completions]
@@ -259,8 +260,8 @@ def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Co
 
 
 def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
-    """Run the backbone once over the tree of all sequences: a prefix that several share, be it a prompt or a
-    part of their completions, goes through once. Each completion has all of its tokens in the result.
+    """Run the backbone once over the tree of all sequences. A prefix that several sequences share, a prompt
+    or also the first tokens of completions, is computed once. The result has all tokens of each completion.
     """
     if "flash" in (name := attention_of(model)):
         raise InputError(f"update.shared_prefix: {name} takes no mask; load the model with sdpa")
@@ -273,25 +274,25 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     if len(tree.tokens) > 1:  # transformers takes a single token for a step of decoding
         inputs["attention_mask"] = attention_mask(model, tree.segments, device)
     hidden = last_hidden_states(model, inputs)
-    # a prompt's last token predicts the first one of every completion
+    # a prompt's last token predicts the first token of every completion
     paths = zip(tree.paths, prompts, strict=True)
     predicting = [place for path, prompt in paths for place in path[len(prompt) - 1 :]]
     return CompletionRows(hidden[0, torch.tensor(predicting, device=device)], *pack(completions))
 
 
 class Tree:
-    """Sequences without their repetitions.
+    """The prefix tree of several sequences, laid out as one row: each shared prefix is in it once.
 
     Attributes:
-        tokens: of the row, each after the one that it follows.
-        positions: of each in its sequences.
-        paths: of each sequence the places of its tokens in the row.
-        segments: of the row.
+        tokens: token ids of the row; each token comes after its predecessor.
+        positions: position of each token in its sequences.
+        paths: for each sequence, the places of its tokens in the row.
+        segments: the row, cut into a list of `Segment`.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]):
         place_of: dict[tuple[int, int], int] = {}
-        before: list[int] = []  # the place that each token follows, or -1
+        before: list[int] = []  # the place of each token's predecessor, or -1
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.paths: list[list[int]] = []
@@ -306,7 +307,7 @@ class Tree:
                 place = following
                 path.append(place)
             self.paths.append(path)
-        # a segment begins where a token does not follow its neighbour, and behind what others follow, too
+        # a segment begins at a token that does not follow its neighbour, and right after a branching point
         jumps = {place: earlier for place, earlier in enumerate(before) if earlier != place - 1}
         starts = sorted({0, *jumps, *(earlier + 1 for earlier in jumps.values())} - {len(self.tokens)})
         ends = [*starts[1:], len(self.tokens)]
@@ -317,10 +318,10 @@ class Tree:
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return what enters the head, [1, T, H], from a call of the whole model, which projects one position."""
+    """Call the whole model and return the head's input, [1, T, H]; the head projects only one position."""
     causal = causal_lm_of(model)
     captured: list[Any] = []
-    # Some models call their decoder, others the model around it; the outermost that is called ends last.
+    # Some models call their decoder, others the base model around it; the outermost called one ends last.
     handles = [
         module.register_forward_hook(lambda module, args, output: captured.append(output))
         for module in {causal.base_model, causal.get_decoder()} - {causal}
@@ -341,8 +342,8 @@ def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
 def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
     """Refuse a model whose hidden states in a common row differ from those of the sequences alone.
 
-    Leaking attention changes hidden states by as much as they are large, rounding by some multiples of eps;
-    the line is drawn at sqrt(eps), relative to the largest.
+    Attention that leaks changes hidden states by about their own size, rounding by some multiples of eps. The
+    limit is sqrt(eps) times the largest absolute hidden state.
     """
     prompts, completions = probe(model, [4, 1, 6, 2], [3, 5, 1, 2])
     layout: Callable[..., CompletionRows] = packed_hidden_states
@@ -362,7 +363,7 @@ def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
 
 
 def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return token ids of these lengths that differ from sequence to sequence, to try a model with."""
+    """Return prompts and completions of these lengths, with different token ids, to try a model with."""
     vocabulary = causal_lm_of(model).config.get_text_config().vocab_size
     tokens = (torch.arange(sum(prompts) + sum(completions), device=model.device) * 7 + 3) % vocabulary
     first, rest = tokens.split([sum(prompts), sum(completions)])
@@ -370,14 +371,14 @@ def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[
 
 
 def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Return start, start + 1, ... for each pair, one after the other, int64."""
+    """Return start, ..., start + length - 1 for each start and its length, one after the other, int64."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     firsts = torch.tensor(starts, dtype=torch.int64) - (sizes.cumsum(0) - sizes)
     return (torch.arange(sum(lengths)) + firsts.repeat_interleave(sizes)).to(device)
 
 
-# Attention: transformers finds packed sequences by position_ids that restart, but not in every model, and not
-# where sequences share a prompt. So the mask is built here.
+# Attention: transformers recognizes packed sequences by position_ids that restart, but not in every model and
+# not where sequences share a prompt. So this file builds the mask.
 
 
 def attention_of(model: Any) -> str:
@@ -403,7 +404,7 @@ def attention_of(model: Any) -> str:
 
 
 def attention_mask(model: Any, segments: Sequence[Segment], device: torch.device) -> Any:
-    """Return the `RowMask` of a row, or one for each type of layer where they differ (sliding windows)."""
+    """Return the `RowMask` of a row; or one by type of layer if the model has several (sliding windows)."""
     config = causal_lm_of(model).config.get_text_config()
     width = getattr(config, "sliding_window", None)
     default = "full_attention" if width is None else "sliding_attention"
@@ -415,10 +416,10 @@ def attention_mask(model: Any, segments: Sequence[Segment], device: torch.device
 
 
 class RowMask(Tensor):
-    """A mask without entries, [1, 1, T, T]: SDPA given this one runs sequence by sequence.
+    """An attention mask without storage, [1, 1, T, T]: SDPA with this mask runs segment by segment.
 
-    The cost is that of the sequences, not quadratic in the row, and PyTorch may use its flash kernel. It
-    travels as an argument and needs no change to the model; torch's CausalBias works in the same way.
+    The cost is that of the sequences, not quadratic in the row, and PyTorch may use its flash kernel. The
+    mask is an ordinary argument, so the model needs no change; torch's CausalBias works in the same way.
     """
 
     segments: Sequence[Segment]
@@ -457,13 +458,13 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """SDPA under a `RowMask`, of [1, heads, T, D]: each segment with its keys and those before it."""
-    # Neighbours of one length that continue the same segment are a batch, which takes less time.
+    """Run SDPA under a `RowMask` on [1, heads, T, D]: a segment sees itself and those that it continues."""
+    # Neighbours of equal length that continue the same segment are one batch, which takes less time.
     runs = [(segment, len(list(same))) for segment, same in groupby(attn_mask.segments)]
-    # Split, instead of slices, whose backward fills the whole.
+    # split instead of slices: the backward of a slice fills a tensor of the whole size.
     sizes = [segment.length * count for segment, count in runs]
     parts = zip(*(x.split(sizes, 2) for x in (query, key, value)), strict=True)
-    paths: list[tuple[Tensor, Tensor]] = []  # keys and values of each segment and of what it continues
+    paths: list[tuple[Tensor, Tensor]] = []  # keys and values of each segment and of those that it continues
     outputs, window = [], attn_mask.window
     for ((parent, size), count), part in zip(runs, parts, strict=True):
         q, k, v = (x.reshape(-1, count, size, x.shape[3]).transpose(0, 1) for x in part)
@@ -472,7 +473,7 @@ def _attend(
             k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
         paths += zip(k.split(1), v.split(1), strict=True)
         keys, mask, plain = k.shape[2], None, parent < 0 and (window is None or size <= window)
-        if not plain:  # the last positions of a sequence
+        if not plain:  # the queries are the last positions of a sequence, the keys are all of them
             mask = torch.ones(size, keys, dtype=torch.bool, device=q.device).tril(keys - size)
             mask = mask if window is None else mask.triu(keys - size - window + 1)
         out = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)

@@ -1,10 +1,10 @@
-"""The directory of a run, its checkpoints, going on from one, and exporting one.
+"""The directory of a run and its checkpoints: write them, resume from one, export one.
 
 A checkpoint is written into a hidden directory, flushed to disk and renamed: whatever happens in between, the
 newest directory with a final name can be loaded. Each process writes and reads its shards of weights and
-optimizer (`torch.distributed.checkpoint`); the rest is one file. The directory of a run has a marker: nothing
-without one is ever deleted or written over. The process that works on it locks the marker, and the system
-gives the lock up with the process, however that ends.
+optimizer (`torch.distributed.checkpoint`); the rest is one file. The directory of a run has a marker file. In
+a directory without a marker, nothing is deleted or overwritten. The process that works on a run locks its
+marker; the system releases the lock when the process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gspo_kernels.trainer.processes import ALONE, on_all, on_main
 
 
 class RunDirectory:
-    """Names of everything that a run writes, and the checkpoints among it; gives up its lock on exit."""
+    """The directory of a run: its paths, checkpoints, and lock, which leaving the context releases."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -60,15 +60,15 @@ class RunDirectory:
         self.written += [self.checkpoints, self.model, self.rollouts, self.trackers]
 
     def holds_a_run(self) -> bool:
-        """Whether a run has written here."""
+        """Return whether a run has written into this directory."""
         begun = (self.config, self.metrics, self.checkpoints, self.model)
         return self.marker.exists() and any(path.exists() for path in begun)
 
     def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
-        """Mark and lock the directory, or raise before anything in it was touched.
+        """Mark and lock the directory, or raise before any of its files is changed.
 
-        ``resume`` or ``overwrite`` is what may be done with a run that is there; ``others`` are names of what
-        will be written next to the files of a run.
+        If the directory has a run, either ``resume`` or ``overwrite`` must be true. ``others`` are names of
+        further files that will be written next to those of a run.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other")
@@ -96,7 +96,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let other processes work on the run."""
+        """Release the lock, so that other processes may work on the run."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -104,9 +104,9 @@ class RunDirectory:
     def open(
         self, config: TrainConfig, accelerator: Any, *, resume: bool, overwrite: bool, force: bool
     ) -> tuple[Path | None, list[str]]:
-        """Make the directory ready, or raise before anything is lost.
+        """Prepare the directory for a run, or raise before anything is lost.
 
-        Returns the checkpoint to go on from, or None; and which settings ``force`` allowed to be others.
+        Returns the checkpoint to resume from, or None; and the changed settings, which ``force`` allowed.
         """
 
         def prepare() -> list[str]:
@@ -120,7 +120,7 @@ class RunDirectory:
                     f"the run was started with other settings ({what}); --force goes on with these"
                 )
             for path in () if resume else self.written:
-                if path.exists():  # at once, so that a kill leaves no half of it
+                if path.exists():  # renamed before it is deleted, so that a kill leaves no half of it
                     path.rename(self.path / f".unfinished-{os.getpid()}-{path.name}")
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             for parent in (self.path, self.checkpoints):
@@ -139,13 +139,13 @@ class RunDirectory:
         return checkpoint, changed
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the newest whole checkpoint, or None."""
+        """Return the newest complete checkpoint, or None."""
         return next(reversed(self._whole_checkpoints()), None)
 
     def save_checkpoint(
         self, step: int, write: Callable[[Path], None], keep: int, accelerator: Any = ALONE
     ) -> None:
-        """Let ``write`` fill a step's checkpoint, as `write_directory`; drop all but the newest ``keep``."""
+        """Write a step's checkpoint by `write_directory`; delete all but the newest ``keep`` checkpoints."""
         try:
             write_directory(self.checkpoints / f"step_{step:06d}", write, accelerator)
         except (OSError, RuntimeError) as error:  # torch.save raises both
@@ -163,7 +163,7 @@ class RunDirectory:
     def saved_on_failure(
         self, state: Mapping[str, Any], save: Callable[[Mapping[str, Any]], None]
     ) -> Iterator[None]:
-        """Save the state where something inside fails, in all processes together, so that nothing is lost."""
+        """Save the state if the body raises, which it must in all processes, so that nothing gets lost."""
         try:
             yield
         except Exception:
@@ -176,7 +176,7 @@ class RunDirectory:
 def save_state(
     state: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE
 ) -> None:
-    """Write the state of a run into a checkpoint's directory; all processes call, with their shards."""
+    """Write the state of a run into a checkpoint's directory; all processes must call, with their shards."""
     with _all_processes():
         save(dict(tensors), checkpoint_id=path / "tensors")
     if accelerator.is_main_process:
@@ -184,7 +184,7 @@ def save_state(
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote but its tensors; an `InputError` says that it is damaged."""
+    """Read the state that `save_state` wrote, without the tensors; a damaged file is an `InputError`."""
     with _reading(path):
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     return state
@@ -195,10 +195,10 @@ def load_tensors(
     weights: Mapping[str, Tensor],
     make_room: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None,
 ) -> None:
-    """Fill weights, whole or shards, with those of a checkpoint; all processes call.
+    """Load a checkpoint's weights into ``weights``, whole tensors or shards; all processes must call.
 
-    Other names in it, or other shapes, are refused. ``make_room`` returns by name and shape what to fill with
-    anything that is no weight; None: nothing.
+    Names and shapes must equal those of the checkpoint. ``make_room`` gets the name and shape of every tensor
+    that is not a weight, and returns the tensor to load it into, or None to skip it.
     """
     with _reading(path):
         metadata = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
@@ -228,15 +228,15 @@ def _reading(path: Path) -> Iterator[None]:
 def _all_processes() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected in one process
             yield
-    except CheckpointException as error:  # no Exception of Python's
+    except CheckpointException as error:  # a BaseException, no Exception
         causes = [cause for cause, _ in error.failures.values()]
         raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
 
 
 def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, half: bool = False) -> None:
-    """Write a checkpoint's model, by default the newest, into a new directory, with ``half`` in bfloat16."""
+    """Export the model of a checkpoint, by default the newest, to a new directory; ``half``: in bfloat16."""
     directory = RunDirectory(run)
     if not directory.holds_a_run():
         raise InputError(f"there is no run in {run}")
@@ -248,7 +248,7 @@ def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, hal
     saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
     config = from_mapping(
         {k: v for k, v in saved.items() if k in TrainConfig.model_fields}
-    )  # a recipe has more
+    )  # a recipe's config has more keys
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     if config.lora.rank > 0:
         add_adapters(model, config.lora)
@@ -259,7 +259,7 @@ def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, hal
 
 
 def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
-    """Create a directory with what ``write`` puts into it in each process, all or nothing; all call."""
+    """Create a directory that ``write`` fills in each process, all or nothing; all processes must call."""
     unfinished = final.parent / f".unfinished-{final.name}"
 
     def begin() -> None:
@@ -306,14 +306,14 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[list[int]]:
-    """Note SIGTERM and a first SIGINT inside instead of ending; in the main thread, where they arrive."""
+    """Yield a list that gets SIGTERM and a first SIGINT, which do not end the run; main thread only."""
     caught: list[int] = []
 
     def note(number: int, _: object) -> None:
         if number == signal.SIGINT:
             if caught:
                 raise KeyboardInterrupt
-            # print might have been interrupted
+            # not print, which the signal may have interrupted
             os.write(2, b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n")
         caught.append(number)
 

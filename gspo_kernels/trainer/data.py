@@ -14,7 +14,7 @@ import numpy as np
 from gspo_kernels.trainer.config import InputError
 
 RESERVED = ("prompts", "completions", "completion_ids")
-"""Names of what reward functions get in addition to the columns; no column may have them."""
+"""Names of the arguments that reward functions get besides the columns; no column may have such a name."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,9 +29,9 @@ def load_prompts(
     Args:
         source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory of
             data files, or the name of a dataset on the Hub.
-        split: which split, "train" by default, or as datasets writes it a part of one ("train[:1000]").
-        subset: which configuration of a dataset on the Hub or of a directory of data files.
-        prompt_column: the column that is the prompt; it is called "prompt" from here on.
+        split: the split, "train" by default, or a part of one in the syntax of datasets ("train[:1000]").
+        subset: the configuration of a dataset on the Hub or of a directory of data files.
+        prompt_column: the column with the prompt; the returned rows call it "prompt".
     """
     path, name = Path(source), str(source)
     on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not name.endswith(
@@ -79,7 +79,7 @@ def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) 
         if path.is_file():
             return load_dataset("parquet", data_files=name, split="train")
         return load_dataset(name, subset, split=split or "train")
-    except Exception as error:  # datasets lets through what its readers raise
+    except Exception as error:  # datasets passes on whatever its readers raise
         missing = "" if path.exists() else "there is no such file or directory, and from the Hub "
         raise InputError(f"dataset {name}: {missing}it cannot be loaded: {error!r}") from error
 
@@ -110,13 +110,13 @@ def check_rows(rows: Rows, name: str) -> None:
 
 
 def column_names(rows: Rows) -> list[str]:
-    """Return the names of all columns but the prompt that any of the rows has."""
+    """Return the names of all columns that any row has, except the prompt."""
     names = getattr(rows, "column_names", None) or dict.fromkeys(key for row in rows for key in row)
     return [name for name in names if name != "prompt"]
 
 
 def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
-    """Return some columns, by default every one but the prompt, as lists; None where a row lacks it."""
+    """Return some columns as lists, by default all but the prompt; None where a row lacks the column."""
     names = column_names(rows) if names is None else names
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -142,9 +142,9 @@ def prepare_prompts(
     """Turn prompts into tokens, as `encode_prompts` does; an `InputError` names a row that does not fit.
 
     Args:
-        tokenizer, rows: a transformers tokenizer, and what `check_rows` accepts.
-        name: what messages call the rows.
-        longest, embedded: tokens that a prompt may have, and that the model knows; None: any number.
+        tokenizer, rows: a transformers tokenizer, and rows that `check_rows` accepts.
+        name: the name of the rows in error messages.
+        longest, embedded: most tokens of a prompt, and number of ids that the model embeds; None: no limit.
         template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
     """
     if longest is not None and longest < 1:
@@ -169,7 +169,7 @@ def encode_prompts(
     """Return the token ids of prompts.
 
     Text gets the special tokens that the tokenizer adds by itself. A conversation goes through the chat
-    template, which opens the assistant's turn, or continues it where it is the last message.
+    template, which opens the assistant's turn, or continues the last message if that is the assistant's.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     for is_text in (True, False):  # a template writes its special tokens itself
@@ -204,9 +204,9 @@ def _render(tokenizer: Any, messages: list[Any], place: str, options: Mapping[st
 
 
 def prompt_order(num_rows: int, seed: int, start: int, count: int) -> list[int]:
-    """Return the rows number ``start`` to ``start + count`` of an endless shuffled order.
+    """Return ``count`` rows of an endless shuffled order, from position ``start`` on.
 
-    Every epoch is another permutation, drawn from (seed, epoch), so a position is all the state.
+    Every epoch is another permutation, drawn from (seed, epoch), so the position is the only state.
     """
     first, last = start // num_rows, (start + count - 1) // num_rows
     epochs = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in range(first, last + 1)]

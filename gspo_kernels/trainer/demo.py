@@ -1,9 +1,9 @@
 """The demonstration: a tiny model that learns to sort digits, from nothing, on a CPU, in minutes.
 
 Model, tokenizer and datasets are made in code and written as an ordinary model directory and jsonl files;
-training then takes them through the same path as any other model. The task is to sort four digits,
-``"4097="`` to ``"0479"``. Held-out prompts are those whose multiset of digits is never trained on,
-neither in the supervised warm-up nor by RL, so that neither they nor their answers can be remembered.
+training then uses them like any other model and data. The task is to sort four digits, ``"4097="`` to
+``"0479"``. The digits of a held-out prompt, as a multiset, never occur in training, neither in the
+supervised warm-up nor in RL, so that the model can memorize neither the prompt nor its answer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DIGITS = 4
 STEPS = 300
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 512
 FILES = ("base", "train.jsonl", "held_out.jsonl")
-"""What `prepare` writes."""
+"""The names that `prepare` writes: the model's directory and two files of prompts."""
 
 
 def exact(completions: list[str], answer: list[str]) -> list[float]:
-    """1 for the sorted digits and nothing else, otherwise 0."""
+    """Return 1 for a completion that is exactly the sorted digits, otherwise 0."""
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
@@ -82,7 +82,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
 
 
 def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: int, seed: int) -> None:
-    """Train on right answers for a few steps, so that sampling finds some."""
+    """Train on right answers for a few steps, so that sampling sometimes finds one."""
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))

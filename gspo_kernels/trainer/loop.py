@@ -29,16 +29,16 @@ from gspo_kernels.trainer.update import Updater, check_config, make_engine, need
 
 
 class GSPOTrainer:
-    """Trains a causal language model on prompts and reward functions, in one process or several.
+    """A trainer of a causal language model on prompts and reward functions, in one process or several.
 
     Args:
-        model, tokenizer: of transformers; or a directory, and None for the tokenizer in it.
+        model, tokenizer: a model and a tokenizer of transformers; or a directory, and None for its tokenizer.
         rewards: one function or several, ``f(prompts, completions, completion_ids, **columns)``.
         dataset: rows (mappings) with a ``"prompt"``; other columns reach the reward functions.
         eval_dataset: rows that are never trained on, or None.
-        config: everything else.
-        engine: what completes prompts; by default what ``config.engine`` names, or the model itself.
-        accelerator: accelerate's, for what its environment variables do not say.
+        config: all other settings.
+        engine: completes prompts; by default the engine that ``config.engine`` names, or the model itself.
+        accelerator: accelerate's `Accelerator`, for settings that its environment variables do not cover.
     """
 
     serves_turns: ClassVar[bool] = False  # whether rollouts have turn_ids, which some objectives need
@@ -86,7 +86,7 @@ class GSPOTrainer:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
         SIGTERM, or Ctrl-C once, ends the run after the step with a checkpoint and `SystemExit`. An error in a
-        reward or an engine leaves a checkpoint. ``resume`` with other settings needs ``force``.
+        reward or an engine leaves a checkpoint. ``resume`` with changed settings needs ``force``.
         """
         with self.directory:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
@@ -103,7 +103,7 @@ class GSPOTrainer:
             return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
 
     def take_step(self, signals: Sequence[int] = ()) -> None:
-        """Sample, score, compare and update once; evaluate and save where that is due."""
+        """Sample, score, compare and update once; evaluate and save if this step is due for it."""
         config, before, started = self.config, self.state_dict(), time.monotonic()
         self.step += 1
         seed_everything(config.seed, self.step, self.accelerator.process_index)
@@ -132,7 +132,7 @@ class GSPOTrainer:
             self.report.say(f"ended after step {self.step}; --resume goes on from there")
             raise SystemExit(128 + stop)
 
-    # What a recipe overrides: the parts of a step, in their order.
+    # A recipe overrides the following methods: the parts of a step, in their order.
 
     def rollout(self) -> Rollout:
         """Complete the next prompts in groups, and score the completions."""
@@ -157,8 +157,8 @@ class GSPOTrainer:
     ) -> list[Sample]:
         """Complete the prompt of each row ``group_size`` times; groups are consecutive.
 
-        Every process completes its share, and all get the whole. ``tokens``, a list for each row, are
-        completed in place of the prompts; rewards see these all the same.
+        Every process completes its share, and all processes get all samples. ``tokens``, a list of ids for
+        each row, are completed in place of the prompts; the reward functions still get the prompts.
         """
         source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
         sampling = sampling or sampling_of(self.config.rollout)
@@ -180,7 +180,7 @@ class GSPOTrainer:
         return [sample for share in shares for sample in share]
 
     def score(self, samples: Sequence[Sample], prompts: data.Prompts | None = None) -> Rewards:
-        """Call the reward functions; each process asks for its share of the groups, and all get the whole."""
+        """Call the reward functions, each process on its share of the groups; all get all rewards."""
         source = prompts or self.train_prompts
         groups = [list(group) for _, group in groupby(samples, lambda sample: sample.row)]
 
@@ -194,7 +194,7 @@ class GSPOTrainer:
         return Rewards.concatenate(map_shares(self.accelerator, len(groups), rewards_of))
 
     def compare(self, rollout: Rollout) -> Batch:
-        """Turn rewards into advantages, completions of a group compared with each other."""
+        """Turn rewards into advantages, or what the objective takes instead; return the update's input."""
         config, rewards, size = self.config, rollout.rewards, rollout.group_size
         kind = self.updater.objective.advantages_are
         if kind == "rewards":
@@ -217,7 +217,7 @@ class GSPOTrainer:
         return Rollout(samples, self.score(samples, prompts), 1)
 
     def evaluate(self) -> Metrics:
-        """Complete the held-out prompts greedily and sampled; return the mean of every reward."""
+        """Complete the held-out prompts once greedily, once sampled; return the mean of every reward."""
         if self.eval_prompts is None:
             return {}
         metrics: Metrics = {}
@@ -231,13 +231,13 @@ class GSPOTrainer:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that going on needs but the updater's tensors: numbers, containers, CPU tensors."""
+        """Return what resuming needs, except the updater's tensors: numbers, containers, CPU tensors."""
         counts = {"step": self.step, "prompts_used": self.prompts_used, "updates": self.updater.updates}
         streaks = dict(self.report.health.streaks)
         return {**counts, "streaks": streaks, "processes": self.accelerator.num_processes}
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Go on from what `state_dict` returned, and from a checkpoint's tensors."""
+        """Restore the state that `state_dict` returned, and the tensors of a checkpoint."""
         self.updater.load(checkpoint, state["updates"])
         self.step, self.prompts_used = state["step"], state["prompts_used"]
         self.report.health.streaks = dict(state["streaks"])
@@ -245,6 +245,6 @@ class GSPOTrainer:
             self.report.say("another number of processes than before: sampling has new seeds")
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of a state; all processes call."""
+        """Write the checkpoint of a state; all processes must call."""
         write = partial(save_state, state, self.updater.tensors(), accelerator=self.accelerator)
         self.directory.save_checkpoint(state["step"], write, self.config.checkpoint.keep, self.accelerator)

@@ -41,8 +41,8 @@ def load_model(
 ) -> Any:
     """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
 
-    With ``half`` in bfloat16, for weights that only adapters change. With an accelerator that runs FSDP2
-    every process reads its shards of the weights, onto its device.
+    ``half`` loads bfloat16 instead, for weights that are not trained themselves. If the accelerator runs
+    FSDP2, every process reads its shards of the weights onto its device.
     """
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +58,7 @@ def load_model(
 
 
 def load_tokenizer(path: Any) -> Any:
-    """Load the tokenizer that lies next to the model; an `InputError` where this is no directory or name."""
+    """Load the tokenizer of a model's directory or Hub name; anything else is an `InputError`."""
     from transformers import AutoTokenizer
 
     if not isinstance(path, str | Path):
@@ -70,7 +70,7 @@ def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
     check_model_path(path)
     try:
         return kind.from_pretrained(path, **options)
-    except Exception as error:  # transformers lets through what its readers raise
+    except Exception as error:  # transformers passes on whatever its readers raise
         lines = str(error).strip().splitlines() or [repr(error)]
         raise InputError(f"{what} {path!r} cannot be loaded: {lines[0]}") from error
 
@@ -86,7 +86,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def padding_token_id(tokenizer: Any) -> int:
-    """Return the id that fills rows; an end token where there is no padding token, as padding is masked."""
+    """Return the padding token's id, or the end token's if there is none: padding is masked anyway."""
     ids = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None]
     if not ids:
         raise InputError("the tokenizer has neither a padding nor an end-of-sequence token")
@@ -113,11 +113,11 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
 
 
 class Policy(nn.Module):
-    """A causal language model that scores completions, or takes their loss, without writing logits.
+    """A causal language model that scores completions, or computes their loss, without storing all logits.
 
     The head runs inside ``forward``, with the backbone, so that DDP and FSDP see one module whose parameters
-    are all there while it runs. Completions are scored with the temperature that they are sampled with, in
-    packed rows, or with a shared prefix for equal prompts.
+    are all present while it runs. Completions are scored at the sampling temperature, in packed rows; with
+    ``shared_prefix``, the prefixes that sequences share are in a row once.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.shared_prefix = shared_prefix
-        # What FSDP's wrapping of one module per layer looks up.
+        # FSDP reads this attribute to wrap one module per layer.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
         # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
         self.eval()
@@ -144,7 +144,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose head is not understood or that common rows would change; runs a few tokens."""
+        """Run a few tokens; refuse a model with an unknown head, or one that common rows would change."""
         check_head(self.model)
         check_rows_of(self.model)
         if self.shared_prefix:
@@ -158,16 +158,16 @@ class Policy(nn.Module):
         mask: SamplingMask | None = None,
         return_entropy: bool = False,
     ) -> gk.TokenLogprobs | gk.LossOutput:
-        """Score completions, or return the loss of `gk.fused_linear_policy_loss` if its terms are given.
+        """Score completions, or return the loss of `gk.fused_linear_policy_loss` if its terms are passed.
 
-        Both are packed over the N completion tokens, and so is the mask: where there is one, log-probs and
-        entropy are those of the softmax over what it contains.
+        Results and mask are packed over the N completion tokens. With a mask, log-probs and entropy are those
+        of the softmax over the tokens in it.
         """
         states = shared_prefix_hidden_states if self.shared_prefix else packed_hidden_states
         for layer in self._checkpointed:
             layer.training = torch.is_grad_enabled()
         hidden, labels, cu_seqlens = states(self.model, prompts, completions)
-        for layer in self._checkpointed:  # in training mode generation would lose its cache
+        for layer in self._checkpointed:  # in training mode, generation would run without its cache
             layer.training = False
         head = head_of(self.model)
         options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
@@ -189,9 +189,9 @@ def head_of(model: Any) -> LMHead:
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Refuse a model whose next-token log-probs differ from those of backbone and head taken apart.
+    """Refuse a model whose next-token log-probs differ from those of its backbone and head run separately.
 
-    What lies between raw logits and softmax (soft-capping, logit scaling) is read from the model's config.
+    The steps between raw logits and softmax (soft-capping, logit scaling) are read from the model's config.
     """
     prompts, completions = probe(model, [3], [4])
     hidden, labels, _ = packed_hidden_states(model, prompts, completions)
@@ -214,11 +214,11 @@ ReferenceMode = Callable[[], AbstractContextManager[Any]]
 def make_policies(
     model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any, needs_reference: bool
 ) -> tuple[Any, Policy, Any, ReferenceMode]:
-    """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
+    """Load the model if it is a path, refuse a model that cannot be trained, and make policy and reference.
 
-    Returns transformers' model, with adapters if there are any; the same as a policy, sharded under FSDP2; a
-    frozen copy as the reference, where one is needed and there are no adapters, or None; and a context in
-    which the policy is the reference.
+    Returns the transformers model, with adapters if configured; the policy around it, sharded under FSDP2;
+    the reference, a frozen copy, or None if none is needed or there are adapters; and a function that makes a
+    context in which adapters are off, so that the policy is the reference.
     """
     adapted, attention = config.lora.rank > 0, config.attn_implementation
     if isinstance(model, str | Path):
@@ -243,7 +243,7 @@ def make_policies(
 
 
 def frozen_policy(path: str, config: TrainConfig, accelerator: Any) -> Any:
-    """Load a model that is never trained, checked and prepared: a teacher, for a recipe."""
+    """Load, check and prepare a model that is never trained: a recipe's teacher."""
     half, attention = config.update.precision == "bf16", config.attn_implementation
     model = load_model(path, half=half, attention=attention, accelerator=accelerator)
     return _prepared(model.to(accelerator.device), config, accelerator, frozen=True)
@@ -263,9 +263,9 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
 
 @contextmanager
 def _sharded_weights(accelerator: Any) -> Iterator[None]:
-    """Let models that are built inside, on the meta device, have FSDP2's shards for parameters.
+    """Give models that are built on the meta device in this context FSDP2's shards as parameters.
 
-    transformers (since 5.20) then reads of each weight what belongs to this process, and nothing else.
+    transformers (since 5.20) then reads only this process's part of each weight.
     """
     mesh = getattr(accelerator, "torch_device_mesh", None)
     if mesh is None:
@@ -289,12 +289,12 @@ def _sharded_weights(accelerator: Any) -> Iterator[None]:
 
 
 def shard_policy(accelerator: Any, policy: Policy) -> Policy:
-    """Give a policy's weights to FSDP2, as accelerate does it; shards that were loaded stay as they are."""
+    """Hand a policy's weights to FSDP2 as accelerate does; shards that are already loaded are kept."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     named = policy.named_parameters(remove_duplicate=False)
     loaded = {n: p for n, p in named if isinstance(p, DTensor)}
-    # FSDP splits whole weights: it gets some without content, and then the shards in their place.
+    # FSDP splits whole weights. It gets empty ones, on the meta device; the loaded shards then replace these.
     whole = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
         for p in loaded.values()
@@ -307,7 +307,7 @@ def shard_policy(accelerator: Any, policy: Policy) -> Policy:
 
 
 def _check(accelerator: Any, policy: Policy) -> None:
-    """Run `Policy.check`; on shards through a second policy that shares them, without mixed precision."""
+    """Run `Policy.check`; for shards, on a second policy that shares them and has no mixed precision."""
     if accelerator.is_fsdp2 and any(isinstance(p, DTensor) for p in policy.parameters()):
         plugin = accelerator.state.fsdp_plugin
         policy = copy.deepcopy(policy, {id(p): p for p in policy.parameters()})
@@ -325,15 +325,15 @@ def export_model(
 ) -> None:
     """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt.
 
-    All processes call, and of shards each writes its own. Weights are as trained, or rounded to ``dtype``.
+    All processes must call; each writes its own shards. Weights are as trained, or rounded to ``dtype``.
     """
     original = model.config
-    model.config = copy.deepcopy(original)  # writing notes in it what was written
+    model.config = copy.deepcopy(original)  # save_pretrained changes it
     try:
         state = _merged(model, dtype)
         sharded = any(isinstance(weight, DTensor) for weight in state.values())
         if accelerator.is_main_process:
-            # Without weights: the configurations, and the model's code where it has any.
+            # Of a sharded model, this writes only the configurations, and the model's code if it has any.
             model.save_pretrained(path, state_dict={} if sharded else state)
             if dtype is not None:
                 model.config.dtype = dtype
@@ -348,7 +348,7 @@ def export_model(
 
 
 def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return weights, shards under FSDP2, under the names without adapters, with these added."""
+    """Return all weights (shards under FSDP2) with the adapters added, by the names of the plain model."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" not in name}
     for prefix, module in model.named_modules():
         name = f"{prefix}.base_layer.weight"
@@ -362,11 +362,11 @@ def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 LARGEST_FILE = 5 * 10**9
-"""Bytes of weights in one file of a model that was trained in shards."""
+"""About the most bytes of weights in one file of a model that was trained in shards."""
 
 
 def _write_shards(model: Any, state: dict[str, Tensor], path: Path, accelerator: Any) -> None:
-    """Let each process write its shards, and the first one put the files together."""
+    """Let each process write its shards, and the first process merge the files."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
     from transformers.core_model_loading import revert_weight_conversion

@@ -1,4 +1,4 @@
-"""Several processes: what accelerate set up, work whose failure reaches all, and whole weights under FSDP."""
+"""Several processes: accelerate's setup, work that raises on all if it fails on one, whole FSDP weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo_kernels.trainer.config import InputError, TrainConfig
 _Result = TypeVar("_Result")
 
 ALONE: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, is_fsdp2=False)
-"""Stands for accelerate's `Accelerator` where there is one process and nothing is trained."""
+"""A substitute for accelerate's `Accelerator` where one process runs and nothing is trained."""
 
 
 def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
@@ -32,20 +32,20 @@ def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
             mixed_precision="bf16" if config.update.precision == "bf16" else "no",
             log_with=list(config.trackers) or None,
             project_dir=folder,
-            # torchrun on a machine without GPUs: accelerate would set up one process in each.
+            # under torchrun without GPUs, accelerate would otherwise set each process up as the only one
             cpu=True if started > 1 and not torch.accelerator.is_available() else None,
         )
     except ValueError as error:
         raise InputError(f"update.precision or trackers: {error}") from error
     installed = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
-    for name in config.trackers:  # accelerate leaves out silently what is not installed
+    for name in config.trackers:  # accelerate silently leaves out trackers that are not installed
         if name not in installed:
             raise InputError(f"trackers: {name} is not installed")
     return accelerator
 
 
 def check_processes(accelerator: Any) -> None:
-    """Refuse several processes that were asked for and not set up, or in a way that is not supported."""
+    """Refuse processes that were started but not set up together, and setups that are not supported."""
     started, count = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
     kind = accelerator.distributed_type.value
     if started != count:
@@ -73,20 +73,20 @@ def _set_up_fsdp(accelerator: Any) -> None:
         raise InputError("FSDP's activation checkpointing: use update.gradient_checkpointing instead")
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise InputError("accelerate's dynamo_backend under FSDP is not supported; launch without it")
-    # Only the first process would load weights, which the check of the model's head needs everywhere.
+    # By default only the first process would load weights; the check of the model's head needs them on all.
     plugin.cpu_ram_efficient_loading = False
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if accelerator.mixed_precision != "no":
-        # By default the policy's inputs and outputs, advantages and log-probs, would be rounded as well.
+        # By default FSDP would round the policy's inputs (advantages) and outputs (log-probs) as well.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
 
 
 def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
-    """Run ``work`` on every process and return the results of all; where one fails, all raise.
+    """Run ``work`` on every process and return the results of all; if one fails, all raise.
 
-    Otherwise the others would wait forever in the next collective.
+    If only the failing process raised, the others would wait forever in the next collective.
     """
     from accelerate.utils import gather_object
 
@@ -106,19 +106,19 @@ def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
 
 
 def on_main(accelerator: Any, work: Callable[[], _Result]) -> _Result | None:
-    """Run ``work`` in the first process alone and return its result to all; where it fails, all raise."""
+    """Run ``work`` in the first process only and return its result to all; if it fails, all raise."""
     return on_all(accelerator, lambda: work() if accelerator.is_main_process else None)[0]
 
 
 def map_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
-    """Let each process ``work`` on its share of ``count`` things; return all parts of the whole, in order."""
+    """Call ``work`` in each process on its share of ``range(count)``; return the results of all, in order."""
     share = np.array_split(np.arange(count), accelerator.num_processes)[accelerator.process_index].tolist()
     parts = on_all(accelerator, lambda: work(share) if share else None)
     return [part for part in parts if part is not None]
 
 
 def seed_everything(*numbers: int) -> None:
-    """Seed Python's, NumPy's and torch's generators with what all the numbers make together."""
+    """Seed Python's, NumPy's and torch's generators with one seed that is derived from all numbers."""
     from accelerate.utils import set_seed
 
     set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
@@ -126,7 +126,7 @@ def seed_everything(*numbers: int) -> None:
 
 @contextmanager
 def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
-    """Have all weights on every device inside, so that processes may run different numbers of passes."""
+    """Gather all weights on every device, so that processes may run different numbers of forward passes."""
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -135,14 +135,14 @@ def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            # The outermost one keeps its weights until backward, as FSDP has it by default.
+            # The outermost module keeps its weights until backward, which is FSDP's default.
             again = module is not policy and bool(accelerator.state.fsdp_plugin.reshard_after_forward)
             module.set_reshard_after_forward(again, recurse=False)
         reshard(policy)
 
 
 def reshard(policy: nn.Module) -> None:
-    """Give up whole weights, which FSDP keeps of the outermost module after a forward without backward."""
+    """Free gathered weights: FSDP keeps the outermost module's after a forward without backward."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

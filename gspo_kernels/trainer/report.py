@@ -40,9 +40,9 @@ EVALUATION = "held-out accuracy: greedy {eval/greedy_accuracy:.1%}, sampled {eva
 
 
 class Report:
-    """Where the metrics and completions of a run go: files, trackers and the terminal, live if it is one.
+    """A writer of a run's metrics and completions to files, trackers and the console, live on a terminal.
 
-    The first process writes; all must call. A context manager around the loop.
+    The first process writes; all processes must call. A report is a context manager around the loop.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Report:
         self.console.print(prefix + escape(text), soft_wrap=True, highlight=False)
 
     def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> None:
-        """Start trackers, drop metrics after ``step``, where a run goes on, and say what is worth knowing."""
+        """Start trackers, print notes, and drop metrics after ``step``; None: a new run drops all."""
         if step is not None:
             self.say(f"resuming {self.directory.path} after step {step}")
         if changed:
@@ -93,7 +93,7 @@ class Report:
         self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write, track and show the metrics of a step, and warn of what they mean."""
+        """Write, track and show the metrics of a step, and print the warnings that are due."""
         if step > 0:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if self.accelerator.device.type == "cuda":
@@ -109,7 +109,7 @@ class Report:
             self.say(f"step {step}: {warning}", warning=True)
 
     def _show(self, step: int, record: Metrics) -> None:
-        """Show a step under the progress bar, where lines wrap; without a terminal every tenth."""
+        """Show a step under the progress bar, where lines wrap; without a terminal, print each tenth step."""
         steps, line = self.config.update.steps, metrics_line(record, STEP) if step > 0 else ""
         if self.first_step is None:
             self.first_step, self.started = step, time.monotonic()
@@ -123,7 +123,7 @@ class Report:
             self.say(f"step {step}/{steps}  {line}  {rate * (steps - step):.0f} s left")
 
     def rollout(self, step: int, rollout: Rollout, tokenizer: Any, *, show: bool) -> None:
-        """Write the completions of a step where that is asked for; show the last few where it is time."""
+        """Write the completions of a step if ``save_rollouts`` is set; print the last three if ``show``."""
         if not self.accelerator.is_main_process or not rollout.samples:
             return
         totals = rollout.rewards.total.tolist()
@@ -140,7 +140,7 @@ class Report:
             self.console.print(table)
 
     def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
-        """Export the model, draw the plot, show what was gained; return the last evaluation's metrics."""
+        """Export the model, draw the plot, print the gain; return the last evaluation's metrics."""
         directory, accelerator = self.directory, self.accelerator
         try:
             write_directory(directory.model, partial(write_model, accelerator=accelerator), accelerator)
@@ -160,7 +160,7 @@ class Report:
 
 
 def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:
-    """Return what is worth keeping of a completion, as JSON takes it."""
+    """Return a completion with its rewards and log-probs, as JSON values."""
     sample, rewards = rollout.samples[index], rollout.rewards
     completion = sample.completion
     return {
@@ -176,7 +176,7 @@ def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:
 
 
 def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
-    """Fill ``{name:format}`` with metrics; what is missing or not a number is a dash."""
+    """Fill ``{name:format}`` with metrics; a metric that is missing or None becomes a dash."""
     values = {"kl": metrics.get("kl/ref", metrics.get("kl/old")), **metrics}
 
     measured = {name: value for name, value in values.items() if value is not None}
@@ -185,12 +185,12 @@ def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
 
 
 def finite(metrics: Mapping[str, Any]) -> Metrics:
-    """Return the metrics, None in place of everything that JSON has no number for."""
+    """Return the metrics with None in place of NaN and infinities, which JSON does not have."""
     return {k: value if value is not None and math.isfinite(value) else None for k, value in metrics.items()}
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Read all whole lines; a line cut short by a crash is left out."""
+    """Read all complete lines; a line cut short by a crash is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
@@ -201,21 +201,21 @@ def read_metrics(path: Path) -> list[Metrics]:
 # Warnings.
 
 PATIENCE = 5
-"""Steps in a row after which a symptom is worth a warning."""
+"""The number of consecutive steps with a symptom after which a warning is due."""
 
 MISMATCH = {"fp32": 1e-3, "bf16": 0.1}
-"""By ``update.precision``: a gap between sampling and training that rounding does not explain, in nats per
-token. Rounding makes about 1e-6 in fp32, and 0.01 in bf16, where the engine rounds its logits."""
+"""By ``update.precision``: the gap between sampling and training, in nats per token, that rounding does not
+explain. Rounding causes about 1e-6 in fp32, and 0.01 in bf16, where the engine rounds its logits."""
 
 
 class Health:
-    """Counts symptoms over consecutive steps and says what they mean, once each time that they set in.
+    """A counter of symptoms over consecutive steps; it warns of a symptom once, each time it sets in.
 
-    A step that does not measure what shows a symptom leaves its count alone.
+    A step without the metric that shows a symptom leaves the symptom's count as it is.
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        # Sampling cuts tokens off that training counts: a mismatch without a bound, worth one warning.
+        # Sampling cuts off tokens that training counts: the mismatch has no bound, and is worth one warning.
         self.cuts = sampling_of(config.rollout).cuts and not config.rollout.keep_sampling_mask
         self.mismatch = math.inf if self.cuts else MISMATCH[config.update.precision]
         self.streaks: dict[str, int] = {}
@@ -240,7 +240,7 @@ class Health:
         return due
 
     def _present(self, metrics: Mapping[str, float | None]) -> dict[str, bool]:
-        """Return for each of the symptoms whether it is there."""
+        """Return for each symptom whether the metrics show it."""
 
         def at_least(name: str, bound: float) -> bool:
             value = metrics.get(name)
@@ -277,10 +277,10 @@ SYMPTOMS = {
     "rounding explains: stale data (older weights), other experts, another temperature or other tokens. "
     "`gspo mismatch` narrows it down; off_policy can weigh the difference",
 }
-"""What a symptom means and what helps, by the metric that shows it."""
+"""The meaning of each symptom and its remedy, by the metric that shows it."""
 
 
-# The plot: what a run learned, whether its updates were sound, and where its time went.
+# The plot: rewards and accuracy, the health of the updates, speed and time.
 
 INK, GRID = "#30343b", "#e4e6ea"
 BLUE, ORANGE = "#2166ac", "#d95f0e"
@@ -288,7 +288,7 @@ COLUMNS = 3
 
 
 def plot_run(run: str | Path) -> Path:
-    """Draw ``progress.png`` of the metrics that a run has written so far; return where it lies."""
+    """Draw ``progress.png`` from the metrics that a run has written so far; return its path."""
     directory = RunDirectory(run)
     if not directory.holds_a_run():
         raise InputError(f"there is no run in {run}")
@@ -298,7 +298,7 @@ def plot_run(run: str | Path) -> Path:
 
 
 def plot_progress(records: Sequence[Metrics], path: Path) -> None:
-    """Draw the metrics of a run into a PNG file; what was not measured gets no panel."""
+    """Draw the metrics of a run into a PNG file; metrics that were not measured get no panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -351,18 +351,18 @@ PANELS: list[tuple[str, dict[str, str], str]] = [
     ("Completion tokens per second", {"tokens_per_second": "whole step"}, "zero"),
     ("Seconds per step", {"seconds/rollout": "rollout", "seconds/update": "update"}, "zero"),
 ]
-"""Title, what is drawn, by metric its label, and the scale."""
+"""The panels of the plot: a title, the label of each metric, and the scale."""
 
 
 def smoothed(values: Sequence[float | None], width: int) -> list[float]:
-    """Return the mean over the last ``width`` values that are there, NaN before the first."""
+    """Return running means over the last ``width`` values, without those that are None; NaN if all are."""
     ends = range(1, len(values) + 1)
     windows = [[v for v in values[max(0, end - width) : end] if v is not None] for end in ends]
     return [sum(window) / len(window) if window else math.nan for window in windows]
 
 
 def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: str) -> None:
-    """Draw metrics, smoothed and above their faint selves; a share is one only if all values are."""
+    """Draw metrics as faint lines, and smoothed on top; "share" sets the axis if all values are in [0, 1]."""
     drawn = []
     for number, (key, label) in enumerate(lines.items()):
         color = (BLUE, ORANGE)[number] if number < 2 else f"C{number}"

@@ -1,8 +1,8 @@
-"""Reward functions: finding them, calling them within a time limit, and what their values become.
+"""Reward functions: load them, call them within a time limit, and turn their values into advantages.
 
-A reward function takes some or all of ``(prompts, completions, completion_ids, **columns)`` by name: lists
-with one entry per completion of prompts as the dataset has them, texts, token ids and the dataset's other
-columns. It returns a list of numbers, None where it does not apply, and may be ``async``.
+A reward function takes some or all of ``(prompts, completions, completion_ids, **columns)`` by name. Each is
+a list with one entry per completion: the prompt as the dataset has it, the text, the token ids, the values of
+the dataset's other columns. It returns a list of numbers, None where it does not apply, and may be ``async``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RewardFunction = Callable[..., Any]
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Return the function of "module:function" or "file.py:function", with "(name=value, ...)" bound."""
+    """Load the function of "module:function" or "file.py:function"; "(name=value, ...)" binds arguments."""
     place, opening, options = spec.partition("(")
     location, _, name = place.rpartition(":")
     if not location or not name:
@@ -71,7 +71,7 @@ def _import(location: str) -> Any:
         sys.modules[name] = module  # dataclasses look their module up there
         module_spec.loader.exec_module(module)
         return module
-    # A console script does not look into the current directory, where a user's reward module is.
+    # A console script does not import from the current directory, where a user's reward module is.
     sys.path.insert(0, here := str(Path.cwd()))
     try:
         return importlib.import_module(location)
@@ -99,12 +99,13 @@ class Rewards:
 class RewardSet:
     """Several reward functions, called together and summed with weights.
 
-    ``async`` functions run at the same time, while the others run one after the other. What exceeds the time
-    limit is an error. A plain function runs in a daemon thread, which nobody can stop: it is left behind and
-    ends with the program. One that never releases Python's lock must start a process itself.
+    ``async`` functions run at the same time, while plain ones run one after the other. A call that exceeds
+    the time limit raises an error. A plain function runs in a daemon thread, which nothing can stop: after
+    the limit it runs on until the program ends. A function that never releases Python's global lock must
+    start a process itself.
 
     Args:
-        functions, weights: the reward functions, and a weight for each; all 1 if not given.
+        functions, weights: the reward functions, and a weight for each; all 1 by default.
         timeout: seconds that a call may take; None: no limit, and plain functions run in the calling thread.
     """
 
@@ -198,7 +199,7 @@ class _Call:
                 )
 
     def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Call in a daemon thread with the torch state of this one; without a time limit, right here."""
+        """Start a daemon thread with this thread's torch state; a plain function without limit runs here."""
         import torch
 
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
@@ -228,17 +229,17 @@ class _Call:
         return future
 
     def finish(self, future: Future[Any], arguments: Mapping[str, Any]) -> Sequence[float | None]:
-        """Wait for what was started, and check it; raise where the time is over."""
+        """Wait for the values and check them; raise an `InputError` when the time is over."""
         prompts, completions = arguments["prompts"], arguments["completions"]
         if not wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done:
-            self.loop = None  # it may be blocked for good: the next call gets another one
+            self.loop = None  # the loop may be blocked for good: the next call gets another one
             limit = f"{self.timeout:g} seconds for {len(completions)} completions"
             raise InputError(f"{self.what} took more than {limit}")
         try:
             values = future.result()
         except (Exception, SystemExit) as error:
             raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.inner)}") from error
-        if hasattr(values, "tolist"):  # a tensor, or an array of numpy
+        if hasattr(values, "tolist"):  # a tensor or a NumPy array
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")
@@ -256,7 +257,7 @@ class _Call:
 
 
 def _place_of(error: BaseException, function: Any) -> str:
-    """Return `` (file, line n)``: the function's own last line, and where it called others the one below."""
+    """Return `` (file, line n)``: the last line in the function's file, and the innermost if it differs."""
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
@@ -270,12 +271,12 @@ def advantages_of(
     """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
 
     Args:
-        rewards, group_size: of B completions, those of one prompt consecutive.
-        method: a name of config's ``Method``. "gdpo" normalizes each reward alone and sums them then; the
-            others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it
+        rewards, group_size: rewards of B completions, and completions per prompt, which are consecutive.
+        method: a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the others
+            take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it
             whitens over the batch, "reinforce_plus_plus" only whitens.
-        scale: what "group_normalized" divides by, "group", "batch" or "none"; others have no such choice.
-        lengths: [B], counted tokens, for "optimal_baseline".
+        scale: the divisor of "group_normalized": "group", "batch" or "none"; other methods do not use it.
+        lengths: numbers of counted tokens, [B]; needed for "optimal_baseline".
     """
     from gspo_kernels import advantages
 
@@ -298,7 +299,7 @@ def advantages_of(
 
 
 def levels(total: Tensor, group_size: int) -> Tensor:
-    """Return ranks within groups of this size, 1 for the highest reward and equal for equal ones, [B]."""
+    """Return each reward's rank in its group, [B]: 1 for the highest; equal rewards have equal ranks."""
     import torch
 
     groups = [torch.unique(-group, return_inverse=True)[1] + 1 for group in total.split(group_size)]
@@ -306,7 +307,7 @@ def levels(total: Tensor, group_size: int) -> Tensor:
 
 
 def differing(total: Tensor, group_size: int) -> Tensor:
-    """Return for each group whether its rewards differ, [groups] bool; NaN, no reward, doesn't count."""
+    """Return for each group whether its rewards differ, [groups] bool; NaN (no reward) does not count."""
     import torch
 
     groups = total.view(-1, group_size)

@@ -17,23 +17,27 @@ from gspo_kernels.trainer.config import InputError, RolloutConfig
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; greedily at ``temperature`` 0. Cuts: top_k first, then top_p, then min_p."""
+    """How tokens are drawn; ``temperature`` 0 is greedy. top_k cuts first, then top_p, then min_p."""
 
     max_new_tokens: int
     temperature: float = 1.0  # logits are divided by it
     top_p: float = 1.0  # only the most likely tokens whose probabilities reach this sum are drawn
-    top_k: int = 0  # only this many of the most likely; 0: all
-    min_p: float = 0.0  # only those with at least this share of the likeliest one's probability
+    top_k: int = 0  # only this many of the most likely tokens are drawn; 0: all
+    min_p: float = 0.0  # only tokens with at least this share of the likeliest token's probability are drawn
     return_mask: bool = False  # whether completions must name the tokens that could have been drawn
+
+    def __post_init__(self) -> None:
+        if self.return_mask and (self.temperature == 0 or not self.cuts):
+            raise ValueError("return_mask: expected top_p, top_k or min_p, and a temperature above 0")
 
     @property
     def cuts(self) -> bool:
-        """Whether there are tokens that cannot be drawn."""
+        """Whether top_p, top_k or min_p keep some tokens from being drawn."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 def sampling_of(config: RolloutConfig, *, greedy: bool = False, return_mask: bool | None = None) -> Sampling:
-    """Return how a run samples its rollouts, or greedily; ``return_mask`` None: as configured."""
+    """Return the sampling of a run's rollouts, or greedy sampling; ``return_mask`` None: as configured."""
     if greedy:
         return Sampling(config.max_new_tokens, temperature=0.0)
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
@@ -45,29 +49,29 @@ class SamplingMask(NamedTuple):
     """The tokens that a sampler could have drawn at each of C places."""
 
     ids: Tensor  # int32 [S], the ids of the first place, then those of the second one, and so on
-    counts: Tensor  # [C] int64, how many a place has; 0: any id, as for what a tool wrote
+    counts: Tensor  # [C] int64, number of ids at each place; 0: any id, as for tokens that a tool wrote
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
-        """Return that of one list of ids for each place, as vLLM returns it."""
+        """Return the mask of one list of ids for each place, as vLLM returns it."""
         ids = [token for each in sets for token in each]
         return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor([len(each) for each in sets]))
 
     @classmethod
     def concatenate(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """Put the places of several one after the other; at least one part."""
+        """Put the places of several masks one after the other; at least one mask."""
         return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
     def to_lists(self) -> list[list[int]]:
-        """Return what `of` takes."""
+        """Return one list of ids for each place, as `of` takes it."""
         return [each.tolist() for each in self.ids.split(self.counts.tolist())]
 
     def to(self, device: torch.device) -> SamplingMask:
-        """Return the same on another device."""
+        """Return the same mask on another device."""
         return SamplingMask(self.ids.to(device), self.counts.to(device))
 
     def bitmask(self, vocabulary: int) -> Tensor:
-        """Return what the losses take as ``kept_mask``, int32 [C, ceil(V / 32)]."""
+        """Return the mask as the losses take it, as ``kept_mask``: int32 [C, ceil(V / 32)]."""
         whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
         kept = bits.packed_rows(self.ids, self.counts, vocabulary)
         return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)
@@ -75,17 +79,17 @@ class SamplingMask(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What completes a prompt: C > 0 tokens, on the CPU."""
+    """A completion of a prompt: C > 0 tokens, on the CPU."""
 
     ids: Tensor  # [C] int64, up to and including the first end token
     finished: bool  # whether there is an end token
-    # [C] fp32, under the distribution that a token was drawn from, so after temperature and cuts; None where
-    # the engine returns none, and for greedy completions.
+    # [C] fp32, under the distribution that a token was drawn from, so after temperature and cuts; None if the
+    # engine returns none, and for greedy completions.
     logprobs: Tensor | None = None
-    # [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment wrote it: it
-    # is not trained on. None: all is one turn.
+    # [C] int64, the turn of each token, from 0; -1: a token that a tool or an environment wrote, which is not
+    # trained on. None: all tokens are one turn.
     turn_ids: Tensor | None = None
-    mask: SamplingMask | None = None  # what could have been drawn; None: not asked for, or not known
+    mask: SamplingMask | None = None  # tokens that could have been drawn; None: not asked for, or not known
 
     def counted(self, truncated: str = "keep") -> Tensor:
         """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
@@ -99,13 +103,13 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """What completes prompts for the trainer."""
+    """An engine that completes prompts for the trainer."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """Complete every prompt once, with the policy's current weights.
 
         Args:
-            prompts: B lists of token ids, none empty; a prompt with several completions is there as often.
+            prompts: B lists of token ids, none empty; a prompt is repeated for each of its completions.
             sampling: how tokens are drawn, by random numbers of torch's default generator.
 
         Returns:
@@ -116,16 +120,16 @@ class RolloutEngine(Protocol):
 
 @dataclass
 class ModelEngine:
-    """The model that is trained samples by itself, in a loop over tokens.
+    """An engine that samples from the trained model itself, in a loop over tokens.
 
-    A prompt that several completions continue goes through the model once. Completions that have ended leave
-    the batch as soon as they are half of it. Prompts of similar length are batched together. Only the
-    `Sampling` decides how tokens are drawn: the model's generation config has no part in it.
+    A prompt with several completions in a batch goes through the model once. Ended completions leave the
+    batch as soon as they are half of it. Prompts of similar length are batched together. Only the `Sampling`
+    decides how tokens are drawn: the model's generation config is not used.
 
     Attributes:
         model: the model that is trained, so that completions always come from its current weights.
         end_ids: tokens that end a completion.
-        pad_id: token that fills rows on the left.
+        pad_id: token that pads rows on the left.
         batch_size: completions generated at once; changes memory, speed and random numbers only.
     """
 
@@ -163,7 +167,7 @@ class ModelEngine:
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
             options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
             logits = self.model(**inputs, **options).logits[:, -1].float()
-            if place == 0:  # every completion of a prompt goes on from there
+            if place == 0:  # a row for each prompt becomes a row for each completion
                 cache.reorder_cache(owners)
                 logits, mask, positions = (x[owners] for x in (logits, mask, positions))
             drawn, probs, kept = draw(logits, sampling, torch.rand(len(rows), 1, device=device))
@@ -185,7 +189,7 @@ class ModelEngine:
     def _completions(
         self, draws: Sequence[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]], count: int, sampling: Sampling
     ) -> list[Completion]:
-        """Return completions from what each place drew: rows, tokens, probabilities and kept ids."""
+        """Return completions from the draws of each place: rows, tokens, probabilities and kept ids."""
         ids = torch.zeros(count, len(draws), dtype=torch.int64)
         logprobs = torch.zeros(count, len(draws))
         sets: list[list[Tensor]] = [[] for _ in range(count)]
@@ -206,7 +210,7 @@ class ModelEngine:
             if sampling.return_mask:
                 counts = torch.tensor([len(each) for each in sets[row][:length]])
                 mask = SamplingMask(torch.cat(sets[row][:length]), counts)
-            # Copies, as a part of a tensor would travel to other processes with the whole.
+            # Copies, because a slice would be sent to other processes with the whole tensor.
             logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()
             completions.append(Completion(ids[row, :length].clone(), bool(finished[row]), logp, mask=mask))
         return completions
@@ -215,8 +219,8 @@ class ModelEngine:
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """Draw a token from each row of logits; the most likely one where the temperature is 0.
 
-    A uniform number picks the token whose interval of the cumulative probabilities it lies in. This needs one
-    softmax and one sum in fp64, and half the time of `torch.multinomial`.
+    A uniform number picks the token in whose interval of the cumulative probabilities it lies. This needs one
+    softmax and one cumulative sum in fp64, and half the time of `torch.multinomial`.
 
     Args:
         logits: [b, V], floating.
@@ -224,12 +228,12 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
         uniforms: [b, 1] in [0, 1).
 
     Returns:
-        Tokens, [b] int64; their probabilities, [b]; with ``return_mask`` b lists of possible ids.
+        Tokens, [b] int64; their probabilities, [b]; with ``return_mask`` and cuts, b tensors of possible ids.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, torch.ones_like(logits[:, 0]), ()
-    if sampling.temperature != 1.0:  # differences keep more digits in the division
+    if sampling.temperature != 1.0:  # differences to the maximum keep more digits in the division
         logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     sets: Sequence[Tensor] = ()
     if sampling.cuts:
@@ -240,9 +244,9 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
             sets = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(-1).tolist())
     probs = logits.softmax(-1)
     cumulative = exact(probs).cumsum(-1)
-    # The factor keeps the product below the total where it would round up to it.
+    # The last factor keeps the product below the total, to which it could round up.
     shares = exact(uniforms) * cumulative[:, -1:] * (1.0 - max(2.0**-40, torch.finfo(cumulative.dtype).eps))
-    # To the right: the first sum above the share, so never a token of probability 0; NaN goes beyond the end.
+    # right=True: the first sum above the share, so never a token of probability 0; NaN lands beyond the end.
     tokens = torch.searchsorted(cumulative, shares, right=True).clamp(max=logits.shape[1] - 1)
     probs = probs.gather(-1, tokens) / cumulative[:, -1:]
     return tokens.squeeze(-1), probs.squeeze(-1), sets

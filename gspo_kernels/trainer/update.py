@@ -1,9 +1,9 @@
 """From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
 
-Old, new and reference log-probs come from one path, so that the clip range sees the policy's change and not
-the difference between two paths. Every process has the whole rollout and takes the same decisions about it;
-each one runs its share of the micro-batches, and as many of them as the others. So the number of collectives
-never depends on what a process got, and one process or several take the same step.
+Old, new and reference log-probs come from one code path, so that the clip range sees the policy's change and
+not the difference between two paths. Every process has the whole rollout and makes the same decisions about
+it. Each process runs its share of the micro-batches, and all run the same number. So the number of
+collectives never depends on a process's share, and one process or several take the same step.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Metrics = dict[str, float]
 
 
 def trainable_objectives() -> dict[str, Any]:
-    """Return by name the objectives that a rollout can serve: they need no coefficients of single tokens."""
+    """Return by name the objectives whose inputs a rollout has; weights of single tokens are none of them."""
     classes: dict[str, Any] = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
     served = {"ref_logprobs", "group_ids", "turn_ids", "entropy"}
     return {name: cls for name, cls in classes.items() if served.issuperset(cls.needs)}
 
 
 def make_objective(config: TrainConfig) -> Any:
-    """Return the objective; fields that are not given keep the objective's defaults."""
+    """Return the configured objective; fields that are not set keep the objective's defaults."""
     classes, name = trainable_objectives(), config.objective.name
     if name not in classes:
         hint = f"{near_matches(name, classes)}; there are {', '.join(classes)}"
@@ -95,7 +95,7 @@ def needs_reference(config: TrainConfig) -> bool:
 def off_policy_weights(
     config: OffPolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """Return `gk.rollout_weights` of packed log-probs, [N]: [N], or [B] for one weight per sequence."""
+    """Return `gk.rollout_weights` of packed log-probs [N]: weights [N], or [B] for one per sequence."""
     options = config.model_dump()
     if config.mode == "truncate" and config.low is None and config.high is None:
         options["high"] = 2.0
@@ -106,7 +106,7 @@ def off_policy_weights(
 def make_engine(
     engine: Any, config: TrainConfig, model: Any, tokenizer: Any, source: Any, accelerator: Any
 ) -> Any:
-    """Return the engine, or make what ``engine.url`` names: the model itself, or vLLM with its source."""
+    """Return the passed engine, or make the one of ``engine.url``: the model itself, or vLLM."""
     url, end_ids = config.engine.url, end_token_ids(model, tokenizer)
     if engine is not None:
         if url is not None:
@@ -122,18 +122,18 @@ def make_engine(
 
 
 class Minibatch(NamedTuple):
-    """What one optimizer update learns from."""
+    """The input of one optimizer update."""
 
-    rows: Tensor  # of the batch; all count in divisors
-    active: Tensor  # those that can have a gradient; the others cost no forward pass
-    micro_batches: list[Tensor]  # of these, this process's part
+    rows: Tensor  # of the batch; all of them count in the divisor
+    active: Tensor  # the rows that can have a gradient; the others cost no forward pass
+    micro_batches: list[Tensor]  # this process's part of the active rows
 
 
 class Updater:
-    """Owns the optimizer, the learning rate's schedule and the objective.
+    """The owner of the optimizer, the learning rate's schedule and the objective.
 
-    It trains the parameters of the policy that ask for gradients. KL terms compare with the reference, frozen
-    and prepared, or with the policy itself inside ``reference_mode()``, which switches its adapter off.
+    It trains the policy's parameters that require gradients. KL terms compare with ``reference``, a frozen
+    and prepared model, or with the policy itself inside ``reference_mode()``, which switches its adapter off.
     """
 
     def __init__(
@@ -149,48 +149,48 @@ class Updater:
             [p for p in policy.parameters() if p.requires_grad],
             lr=update.learning_rate,
             weight_decay=update.weight_decay,
-            fused=True,  # the plain one makes temporary copies of every weight
+            fused=True,  # the unfused optimizer makes temporary copies of every weight
         )
         self.scheduler = LambdaLR(optimizer, partial(learning_rate_factor, config=update))
         self.accelerator = accelerator
         self.sharded = isinstance(policy, FSDPModule)
         self.policy: Any = policy
         if self.sharded:
-            # FSDP takes the first module that runs for the root of all; an engine would run a layer.
+            # FSDP takes the first module that runs for its root, so the policy runs before an engine's layer.
             token = torch.ones(1, dtype=torch.int64, device=accelerator.device)
             with torch.no_grad():
                 policy([token], [token])
             reshard(policy)
         else:
             self.policy = accelerator.prepare_model(policy)
-        # A wrapper, which a scaler of fp16 gradients needs; without one it costs more than small updates.
+        # Only a scaler of fp16 gradients needs this wrapper, which costs more than small updates.
         prepared = accelerator.prepare_optimizer(optimizer)
         self.optimizer = optimizer if accelerator.scaler is None else prepared
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
-        self._sent: int | None = None  # number of updates of the weights that an engine has a copy of
+        self._sent: int | None = None  # `updates` at which an engine last got the weights
         self._minimise(config)
 
     def _minimise(self, config: TrainConfig) -> None:
         self.config = config
         self.objective = make_objective(config)
-        # Such gradients look at other sequences: they are known only once all of these are scored.
+        # A sequence's gradient depends on other sequences: all must be scored before it is known.
         self.needs_full_minibatch = self.objective.coefficient_scope in ("group", "batch")
 
     def with_config(self, config: TrainConfig) -> Updater:
-        """Return an updater of the same weights, by the same optimizer, with the loss of another config."""
+        """Return an updater with the same weights and optimizer, and the loss of another config."""
         other = copy.copy(self)
         other._minimise(config)
         return other
 
     @property
     def updates(self) -> int:
-        """How many updates the weights had since the run began."""
+        """Number of optimizer updates since the run began."""
         return int(self.scheduler.last_epoch)
 
     @contextmanager
     def weights_in(self, engine: Any, tokenizer: Any) -> Iterator[None]:
-        """Inside, an engine has the weights of now: whole in the model, or sent to vLLM after a change."""
+        """Give an engine the current weights: whole in the model, or sent to vLLM if they have changed."""
         if not hasattr(engine, "load"):
             with whole_weights(self.accelerator, self.policy):
                 yield
@@ -208,11 +208,12 @@ class Updater:
     def update(self, batch: Batch, step: int = 0) -> Metrics:
         """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
 
-        Metrics cover the completions that can have a gradient, and averages the minibatches that have any.
+        Metrics are over the completions that can have a gradient. Averages are over the minibatches that have
+        such completions.
         """
         minibatches = self._minibatches(batch, step)
         terms = self._terms(batch, minibatches[: self.config.update.minibatches])
-        # The first minibatch of a rollout needs no old log-probs: they are its new ones.
+        # The first minibatch of a rollout needs no old log-probs: they equal its new ones.
         on_policy = terms.pop("unscored")
         each = [
             self._update_minibatch(batch, terms, minibatch, on_policy=on_policy and number == 0)
@@ -234,9 +235,9 @@ class Updater:
     def score(
         self, policy: Any, batch: Batch, step: int = 0, minibatches: Sequence[Minibatch] | None = None
     ) -> gk.TokenLogprobs:
-        """Return log-probs and entropy, [N], of the rows that the update of a step looks at; 0 elsewhere.
+        """Return log-probs and entropy, [N], of the rows that the update of a step uses; 0 elsewhere.
 
-        Cut as in that update, because results may depend on a batch's shape in the last bit.
+        Micro-batches are those of that update, because the last bit of a result may depend on their shape.
         """
         if minibatches is None:
             minibatches = self._minibatches(batch, step)[: self.config.update.minibatches]
@@ -279,7 +280,7 @@ class Updater:
     def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N].
 
-        "unscored" is no term: whether the first minibatch has yet to get its old log-probs.
+        "unscored" is not a term: it says whether the first minibatch has no old log-probs yet.
         """
         config, old = self.config, batch.old_logprobs
         scores_first = self.needs_full_minibatch or config.off_policy.level != "none"
@@ -312,7 +313,7 @@ class Updater:
         self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, *, on_policy: bool
     ) -> Metrics:
         objective = self.objective
-        if hasattr(objective, "seed"):  # it draws: other numbers in each update
+        if hasattr(objective, "seed"):  # the objective draws random numbers: other ones in each update
             objective = replace(objective, seed=objective.seed + self.updates)
         learn = self._learn_full if self.needs_full_minibatch else self._learn_each
         output = learn(batch, terms | {"objective": objective}, minibatch, on_policy)
@@ -331,7 +332,7 @@ class Updater:
     def _learn_each(
         self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
     ) -> gk.LossOutput:
-        """Learn by a loss that each micro-batch takes alone; return that of all."""
+        """Learn from a loss that each micro-batch computes alone; return the loss of the whole minibatch."""
         rows, active, micros = minibatch
         mask, world = batch.loss_mask[batch.places(rows)], self.accelerator.num_processes
         divisor = float(gk.normalizer(terms["objective"], mask, cu_seqlens=batch.offsets(rows)))
@@ -344,7 +345,7 @@ class Updater:
             terms["old_logprobs"] += logprobs
         if len(micros) == 1 == world and output is not None:
             return output
-        # Over the whole minibatch, so that metrics do not depend on how it was cut.
+        # The loss of the whole minibatch, so that metrics do not depend on how it was cut.
         places, whole = batch.places(active), batch.pick(terms, active)
         whole |= {"cu_seqlens": batch.offsets(active), "normalizer": divisor}
         return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
@@ -352,7 +353,7 @@ class Updater:
     def _learn_full(
         self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
     ) -> gk.LossOutput:
-        """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
+        """Learn from a loss of the whole minibatch; the micro-batches then backpropagate its gradient."""
         rows, _, micros = minibatch
         places, world = batch.places(rows), self.accelerator.num_processes
         current = self.score(self.policy, batch, minibatches=[minibatch])
@@ -362,7 +363,7 @@ class Updater:
         whole = batch.pick(terms, rows) | {"cu_seqlens": batch.offsets(rows)}
         output = gk.policy_loss(logprobs, entropy=entropy, **whole)
         gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)
-        # Gradients are averaged over the processes, and each of them has its share of the sum.
+        # Gradients are averaged over the processes, but each has only its part of the sum: hence the factor.
         token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
         token_weights[places], entropy_coef[places] = world * gradients[0], -world * gradients[1]
         micro_terms: dict[str, Any] = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
@@ -375,10 +376,10 @@ class Updater:
     def _backward(
         self, batch: Batch, micros: Sequence[Tensor], terms: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor, gk.LossOutput | None]:
-        """Add the gradient of a loss with these terms, [B] or [N], to that of the weights.
+        """Add the gradient of the loss with these terms, [B] or [N], to the gradient of the weights.
 
         Returns:
-            Log-probs and entropy as `score` does, and the loss of the last micro-batch here.
+            Log-probs and entropy as `score` returns them, and the loss of this process's last micro-batch.
         """
         values, output = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device), None
         for number, (rows, counts) in enumerate(pad_micro_batches(micros), start=1):
@@ -395,7 +396,7 @@ class Updater:
         return *values, output and output._replace(loss=output.loss.detach())
 
     def _off_policy_metrics(self, batch: Batch, terms: Mapping[str, Any]) -> Metrics:
-        """Return how far the engine's log-probs are from training's, and what weights leave of a batch."""
+        """Return metrics of the gap between the engine's and training's log-probs, and of rollout weights."""
         sampled = batch.rollout_logprobs
         if sampled is None:
             return {}
@@ -411,7 +412,7 @@ class Updater:
         return metrics
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return trained weights and the optimizer's state by name: shards under FSDP2, and no copies."""
+        """Return the trained weights and the optimizer's state by name, shards under FSDP2, not copied."""
         reshard(self.policy)
         tensors = {}
         for name, p in self._trained().items():
@@ -421,14 +422,14 @@ class Updater:
         return tensors
 
     def load(self, checkpoint: Path, updates: int) -> None:
-        """Restore `tensors` from a checkpoint of any number of processes; another model's is refused."""
+        """Restore `tensors` from a checkpoint of any number of processes; refuse one of another model."""
         trained = self._trained()
 
         def optimizer_state(name: str, shape: torch.Size) -> Tensor:
-            """Make room for it: a new optimizer has none."""
+            """Make a tensor of the optimizer's state to load into: a new optimizer has none."""
             _, key, name = name.split("/", 2)
             p = trained[name]
-            like = p.detach() if shape == p.shape else torch.zeros(shape)  # or the number of steps
+            like = p.detach() if shape == p.shape else torch.zeros(shape)  # else it is the number of steps
             self.optimizer.state[p][key] = torch.zeros_like(like, device=p.device)
             state: Tensor = self.optimizer.state[p][key]
             return state
@@ -444,12 +445,12 @@ class Updater:
 
 
 def pad_micro_batches(micros: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    """Return the rows of each micro-batch and whether they count; an empty one runs on the first row."""
+    """Return each micro-batch's rows and whether they count; an empty one gets row 0, not counted."""
     return [(micro, True) if len(micro) else (micro.new_zeros(1), False) for micro in micros]
 
 
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:
-    """Return what the learning rate is multiplied by in the optimizer update of this index, from 0."""
+    """Return the factor of the learning rate in the optimizer update with this index, counted from 0."""
     warmup = config.warmup_updates
     if update < warmup:
         return (update + 1) / (warmup + 1)
@@ -462,8 +463,8 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
 def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Metrics:
     """Compare log-probs of the same tokens from training, before the first update, and from sampling.
 
-    Of the tokens in the mask, bool of the same shape: "mismatch/mean" and "mismatch/max" of the absolute
-    differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). NaN if there is none.
+    Over the tokens in the mask, bool of the same shape, return "mismatch/mean" and "mismatch/max" of absolute
+    differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). No tokens give NaN.
     """
     difference = exact(logprobs[mask]) - exact(sampling_logprobs[mask])
     size = difference.abs()

@@ -1,9 +1,9 @@
-"""Completions by vLLM, and the way of the policy's weights to it.
+"""Completions by vLLM, and the transfer of the policy's weights to vLLM.
 
-A server is used by its published HTTP interface. Start it with ``VLLM_SERVER_DEV_MODE=1``, which opens
-``/collective_rpc`` and ``/reset_prefix_cache``, and with ``--logprobs-mode processed_logprobs`` where the
-temperature is not 1 or tokens are cut off. Where vLLM is installed, ``engine.url: local`` runs one in each
-training process. Weights reach both through a directory, which the server must see under the same path.
+A server is used through its published HTTP interface. Start it with ``VLLM_SERVER_DEV_MODE=1``, which opens
+``/collective_rpc`` and ``/reset_prefix_cache``, and with ``--logprobs-mode processed_logprobs`` if the
+temperature is not 1 or tokens are cut off. If vLLM is installed, ``engine.url: local`` runs it in each
+training process. Weights are transferred through a directory; a server must see it under the same path.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
 
 class VLLMResponse(NamedTuple):
-    """One completion as vLLM returns it: tokens with the one that ended it, and their log-probs in nats."""
+    """One completion as vLLM returns it: tokens, including the end token, and their log-probs in nats."""
 
     tokens: list[int]
     logprobs: list[float] | None
-    reason: str | None  # why it ended: "stop" or "length"
-    mask: list[list[int]] | None = None  # ids that each token could have been drawn as
+    reason: str | None  # why the completion ended: "stop" or "length"
+    mask: list[list[int]] | None = None  # for each token, the ids that could have been drawn
 
 
 def vllm_engine(
@@ -57,15 +57,15 @@ def vllm_engine(
 
 
 class VLLMServer:
-    """One server that serves one model; where it asks for a key, that is in ``VLLM_API_KEY``.
+    """A vLLM server with one model; if it asks for a key, the variable ``VLLM_API_KEY`` must have it.
 
-    ``timeout`` is in seconds, for one answer or a reload; ``at_once`` requests wait at the same time.
+    ``timeout`` is in seconds, for one answer or a reload; at most ``at_once`` requests wait at the same time.
     """
 
     def __init__(self, url: str, *, timeout: float = 1800.0, at_once: int = 256) -> None:
         self.url, self.timeout, self.at_once = url.rstrip("/"), timeout, at_once
         self.name = f"the vLLM server at {self.url}"
-        self._open = build_opener(ProxyHandler({})).open  # a proxy is for addresses outside
+        self._open = build_opener(ProxyHandler({})).open  # without the proxy, which is for outside addresses
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
@@ -86,7 +86,7 @@ class VLLMServer:
         def work(i: int) -> tuple[int, VLLMResponse]:
             return i, self._complete(prompts[i], options[i], masks)
 
-        # The first request that fails ends all: those under way are left behind in daemon threads.
+        # The first request that fails ends all: requests under way are left behind in daemon threads.
         with ThreadPool(min(self.at_once, len(prompts)) or 1) as pool:
             responses = dict(pool.imap_unordered(work, range(len(prompts))))
         return [responses[i] for i in range(len(prompts))]
@@ -110,7 +110,7 @@ class VLLMServer:
             raise self._strange(answer) from error
 
     def load(self, path: Path) -> None:
-        """Take the weights of a directory that ``from_pretrained`` could load; forget cached prefixes."""
+        """Load weights from a directory that ``from_pretrained`` could load; clear the prefix cache."""
         try:
             self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
         except InputError as error:
@@ -121,7 +121,7 @@ class VLLMServer:
         self.ask("/reset_prefix_cache", {})
 
     def ask(self, path: str, body: Any = None) -> Any:
-        """Post JSON, or without a body get; return the JSON of the answer, None where it is empty."""
+        """Send JSON by POST, or without a body a GET; return the answer's JSON, or None if it is empty."""
         url = f"{self.url}{path}"
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -151,7 +151,7 @@ class VLLMServer:
 
 
 class LocalVLLM:
-    """vLLM's ``LLM`` in this process, on the GPU that trains; it has ``engine.memory`` of that."""
+    """vLLM's ``LLM`` in this process, on the training GPU, with a share ``engine.memory`` of its memory."""
 
     name = "vLLM in this process"
 
@@ -160,7 +160,7 @@ class LocalVLLM:
         options: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         if config.rollout.keep_sampling_mask:
             options["return_sampling_mask"] = True
-        if accelerator.num_processes > 1:  # one in each process, which torchrun or accelerate has started
+        if accelerator.num_processes > 1:  # a vLLM in each process, which torchrun or accelerate has started
             options["distributed_executor_backend"] = "external_launcher"
         try:
             self.vllm = importlib.import_module("vllm")
@@ -178,7 +178,7 @@ class LocalVLLM:
     def complete(
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
     ) -> list[VLLMResponse]:
-        """Do what `VLLMServer.complete` does."""
+        """See `VLLMServer.complete`."""
         parameters = [self.vllm.SamplingParams(detokenize=False, **each) for each in options]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         responses = []
@@ -193,23 +193,23 @@ class LocalVLLM:
         return responses
 
     def load(self, path: Path) -> None:
-        """Do what `VLLMServer.load` does."""
+        """See `VLLMServer.load`."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
         self.llm.reset_prefix_cache()
 
 
 class VLLMEngine:
-    """Samples by vLLM, with every option stated that shapes the distribution.
+    """An engine that samples with vLLM and states every option that shapes the distribution.
 
-    vLLM would take missing ones from the served model's generation config. Nothing but ``end_ids`` ends a
-    completion. ``vocabulary`` is how many tokens the trained model embeds.
+    vLLM would take missing options from the served model's generation config. Only ``end_ids`` and the
+    maximum length end a completion. ``vocabulary`` is the number of tokens that the trained model embeds.
     """
 
     def __init__(self, vllm: VLLMServer | LocalVLLM, end_ids: list[int], vocabulary: int) -> None:
         self.vllm, self.end_ids, self.vocabulary = vllm, end_ids, vocabulary
 
     def load(self, path: Path) -> None:
-        """Take the weights of a directory that ``from_pretrained`` could load."""
+        """Load weights from a directory that ``from_pretrained`` could load."""
         self.vllm.load(path)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -263,9 +263,10 @@ class VLLMEngine:
 
 
 def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path, accelerator: Any) -> None:
-    """Write weights into a new hidden directory, let vLLM load them, and remove it; all processes must call.
+    """Write weights into a hidden directory, let vLLM load them, and delete it; all processes must call.
 
-    Its name is new each time, so that a server that does not see it fails, and loads nothing from a cache.
+    The directory's name is new each time, so that a server that cannot see the directory fails, and none
+    loads old weights from a cache.
     """
 
     def new_directory() -> Path:
@@ -278,7 +279,7 @@ def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path
     try:
         path = on_main(accelerator, new_directory)
         on_all(accelerator, lambda: write(path))
-        # Every process has a local vLLM of its own, and one server is enough for all.
+        # Every process has its own local vLLM; a server is loaded once for all.
         load = on_all if isinstance(engine.vllm, LocalVLLM) else on_main
         load(accelerator, lambda: engine.load(path))
     except InputError:

@@ -1,4 +1,4 @@
-"""The benchmarks are tested by small runs on the CPU."""
+"""Small runs on the CPU test the benchmarks, with one thread."""
 
 from tests.trainer.conftest import one_thread
 

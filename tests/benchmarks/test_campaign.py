@@ -1,4 +1,4 @@
-"""A campaign survives whatever its stages do."""
+"""A campaign goes on when its stages fail, hang or break the device, and keeps to its time."""
 
 import json
 import subprocess

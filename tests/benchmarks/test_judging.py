@@ -1,4 +1,4 @@
-"""The fp64 answers are autograd's, and a contestant with a wrong answer is not timed."""
+"""The fp64 references equal autograd's, and a contestant with a wrong answer is not timed."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def real_problem(task, dtype=torch.float32):
 
 
 def autograd(problem):
-    """Loss and gradients of the same problem in fp64."""
+    """Return loss and gradients of the same problem by autograd in fp64."""
     old = problem.old_logprobs
     wide = dataclasses.replace(
         problem,
@@ -80,18 +80,18 @@ def test_problems_are_what_their_names_say():
     assert longer.inputs[0].shape[1] == problem.inputs[0].shape[1] + 1
 
 
-# --- who may be timed
+# --- which contestants are timed
 
 
 def spoil(index, change, problem, *leaves):
-    """Naive PyTorch with a changed gradient of one leaf."""
+    """Run naive PyTorch with a changed gradient of one leaf."""
     changed = leaves[index].view_as(leaves[index])
     changed.register_hook(change)
     return contestants.naive(problem, *leaves[:index], changed, *leaves[index + 1 :])
 
 
 def outcomes(task, calls, monkeypatch, problem, repeats=1, without=None, **about):
-    """Results by name of a case with these contestants alone."""
+    """Run a case with these contestants alone; return results by name."""
     monkeypatch.setattr(registry, "CONTESTANTS", {})
     for name, call in calls.items():
         registry.contestant(name, task, **about)(lambda device, call=call: call)
@@ -104,7 +104,7 @@ def outcomes(task, calls, monkeypatch, problem, repeats=1, without=None, **about
 
 @pytest.mark.parametrize(("task", "make"), (("hidden", tiny_problem), ("logits", real_problem)))
 def test_only_a_right_contestant_has_a_time(task, make, monkeypatch):
-    """Who has none, and why."""
+    """Contestants that are wrong, fail or are left out have a reason and no time."""
     count = itertools.count()
 
     def fails(problem, *leaves):
@@ -167,7 +167,7 @@ def test_ratios_are_to_the_floor(monkeypatch):
     ticks = iter(range(10_000))
 
     class Steady(measure.Clock):
-        """A second from mark to mark."""
+        """A clock that advances by one second per mark."""
 
         def mark(self):
             self.marks.append(next(ticks))
@@ -175,17 +175,17 @@ def test_ratios_are_to_the_floor(monkeypatch):
     monkeypatch.setattr(measure, "Clock", Steady)
     calls = {"a": contestants.naive, "b": contestants.naive}
     found = outcomes("hidden", calls, monkeypatch, tiny_problem("hidden"), 3)
-    # forward and backward take a second each, and so does each of the three products of the floor
+    # Forward, backward and each of the floor's three products take one second.
     for name in "ab":
         assert found[name]["seconds"] == {"forward": [1] * 3, "backward": [1] * 3, "both": [2] * 3}
         assert found[name]["x_floor"] == {phase: pytest.approx(2 / 3) for phase in ("median", "low", "high")}
-    # whoever takes longer than the runner's patience is timed once
+    # A contestant that takes longer than PATIENCE is timed once.
     monkeypatch.setattr(measure, "PATIENCE", 0.0)
     assert len(outcomes("hidden", calls, monkeypatch, tiny_problem("hidden"), 3)["a"]["seconds"]["both"]) == 1
 
 
 def test_peak_memory_of_a_process_of_its_own():
-    """In place, no gradient is allocated; elsewhere one of the logits' size is."""
+    """In place, no gradient is allocated; otherwise one of the logits' size is."""
     problem = gspo.draw("logits", 256, 8000, 0, 4, torch.float32)
     names = ("ours, cpp", "ours, cpp, in place")
     entrants = [measure.Entrant(registry.CONTESTANTS[name], problem) for name in names]
@@ -210,7 +210,7 @@ def test_a_step_judges_every_parameter():
 
 @pytest.mark.parametrize("task", ("logits", "hidden", "scoring"))
 def test_peers_that_run_on_a_cpu_compute_the_same(task):
-    """Within three times their allowance: on tiny problems rounding has no average."""
+    """Peers may use three times their allowance: on tiny problems rounding errors do not average out."""
     if importlib.util.find_spec("trl") is None or importlib.util.find_spec("liger_kernel") is None:
         pytest.skip("trl or liger-kernel is not installed")
     problem = real_problem(task)

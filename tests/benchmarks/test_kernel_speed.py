@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 @pytest.fixture
 def timed(request, benchmark):
-    """Whether times were asked for, and what measures a call."""
+    """Return whether ``--benchmark-only`` is set, and a function that runs and times a call."""
     asked = request.config.getoption("benchmark_only", False)
     benchmark.disabled = not asked
 
@@ -63,7 +63,7 @@ def test_kernel(timed, name, dtype):
 
 @pytest.mark.parametrize("schedule", ("", "aligned", "deferred", "two_pass"))
 def test_from_hidden_states(timed, schedule):
-    """Log-probs without a gradient, or a loss and its gradients by a schedule."""
+    """Without a schedule only log-probs are computed; with one, a loss and its gradients."""
     size = (512, 16000, 512, 4) if timed[0] else (16, 300, 16, 2)
     problem = gspo.draw("hidden", *size, torch.bfloat16 if GPU else torch.float32, DEVICE)
     leaves, terms = problem.leaves(), (problem.labels, problem.old_logprobs, problem.advantages)
@@ -78,7 +78,7 @@ def test_from_hidden_states(timed, schedule):
 
 
 def test_policy_loss(timed):
-    """Everything except the log-probs: the least that a loss costs."""
+    """Everything except the log-probs is computed: the least that a loss costs."""
     leaf = (-torch.rand(64, 1024 if timed[0] else 16, device=DEVICE)).requires_grad_()
     terms = (leaf.detach(), torch.ones(64, device=DEVICE))
     assert timed[1](lambda: torch.autograd.grad(gk.policy_loss(leaf, *terms).loss, leaf))[0].isfinite().all()

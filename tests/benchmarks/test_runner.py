@@ -15,7 +15,7 @@ from benchmarks.tables import number, shape_text
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The results of a small run."""
+    """Return the folder with the results of a small run."""
     out = tmp_path_factory.mktemp("results")
     chosen = ["ours, auto", "ours, cpp", "ours, two_pass", "naive PyTorch", "CCE, unfiltered"]
     cases = ["all active", "half inactive", "tiny", "bf16, large"]
@@ -64,7 +64,7 @@ def test_wrong_calls_say_so(capsys):
 
 
 def altered(folder, target, name, factor):
-    """The results with the ratio of one contestant in one case changed."""
+    """Write results in which the first case's ratio of one contestant is multiplied by ``factor``."""
     record = hidden_of(folder)
     for result in record["cases"][0]["results"]:
         if result["contestant"] == name:

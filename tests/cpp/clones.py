@@ -1,4 +1,4 @@
-"""Builds the extension with one clone of its loops instead of a choice by the loader.
+"""Build the extension with one clone of its loops, so that the loader has no choice.
 
 ``python -m tests.cpp.clones x86-64-v3 folder`` prints the FILE for ``pytest --extension FILE tests/kernels``.
 """
@@ -16,7 +16,7 @@ CLONES = ("x86-64", "x86-64-v3", "x86-64-v4")
 
 
 def tree(destination: Path) -> Path:
-    """A copy of what the build and the backend need, without any extension built before."""
+    """Copy what the build and the backend need, without an extension from an earlier build."""
     shutil.copytree(ROOT / "csrc", destination / "csrc")
     shutil.copy(ROOT / "setup.py", destination)
     for source in ("cpp/__init__.py", "types.py"):
@@ -27,11 +27,11 @@ def tree(destination: Path) -> Path:
 
 
 def build(clone: str, folder: Path) -> Path:
-    """The file of an extension with this clone alone; a second one in the same folder compiles little."""
+    """Build an extension with this clone alone and return its file; a second build there compiles little."""
     root = folder if (folder / "csrc").exists() else tree(folder)
     target = "" if clone == "x86-64" else f'__attribute__((target("arch={clone}")))'
     (root / "csrc" / "clones.h").write_text(f"#pragma once\n#define GSPO_CLONES {target}\n")
-    # with ninja, which compiles side by side and only what has changed; without the loops of avx512.cpp
+    # with ninja, which compiles in parallel and only what has changed; without the loops of avx512.cpp
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     flags = f"{os.environ.get('CFLAGS', '')} -DGSPO_ONE_CLONE"
     subprocess.run(
@@ -47,7 +47,7 @@ def build(clone: str, folder: Path) -> Path:
 
 
 def runs_here(clone: str) -> bool:
-    """Whether the loader would pick it or a later one, by GCC's own question."""
+    """Return whether the loader would pick this clone or a later one, by the flags that GCC asks for."""
     needed = {"x86-64": set(), "x86-64-v3": {"avx2", "fma", "bmi2"}}
     needed["x86-64-v4"] = needed["x86-64-v3"] | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
     cpuinfo = Path("/proc/cpuinfo")

@@ -68,7 +68,7 @@ echo 13.0.0
 
 
 def test_a_wheels_tag_says_whether_it_holds_the_extension(tmp_path):
-    """And what an earlier build left doesn't get in."""
+    """Files that an earlier build left don't get into a wheel."""
     root = tree(tmp_path)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root)
@@ -98,7 +98,7 @@ def test_a_wheels_tag_says_whether_it_holds_the_extension(tmp_path):
 
 
 def test_the_source_distribution_tests_itself(tmp_path):
-    """What the Makefile's commands read is in it, and nothing that was built."""
+    """The archive has all that the Makefile's commands read, and nothing that was built."""
     folders = ("gspo_kernels", "csrc", "tests", "benchmarks", "docs", "examples", "release")
     for folder in folders:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

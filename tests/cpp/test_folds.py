@@ -1,4 +1,4 @@
-"""Rows whose logits come some columns at a time: statistics are those of written logits, bit for bit."""
+"""Statistics of rows whose logits come some columns at a time have the bits of those of written logits."""
 
 import itertools
 
@@ -17,7 +17,7 @@ VOCABULARIES = (1, 31, 33, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77)
 
 
 def labels_of(rows, vocabulary):
-    """One of them ignored, two out of range, the last column, and the first of the last block."""
+    """Draw labels, among them an ignored one, two out of range, the last column, the last block's first."""
     labels = torch.randint(0, vocabulary, (1, rows))
     special = [IGNORE, vocabulary, -1, vocabulary - 1, (vocabulary - 1) // BLOCK * BLOCK]
     labels[0, : min(rows, 5)] = torch.tensor(special[:rows])
@@ -37,7 +37,7 @@ def folds(labels, transform, vocabulary, dtype=torch.float32, entropy=True):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns(dtype):
-    """In slabs of a block or two, of rows with infinities and NaN among others."""
+    """Columns come in slabs of one block or two; some rows have infinities or NaN."""
     for vocabulary, entropy in itertools.product(VOCABULARIES, (False, True)):
         logits = (3 * torch.randn(1, 12, vocabulary + 3, dtype=torch.float64)).to(dtype)[..., :vocabulary]
         logits[0, 5, 0], logits[0, 6, -1], logits[0, 7] = torch.inf, torch.nan, -torch.inf
@@ -51,7 +51,7 @@ def test_columns(dtype):
 
 
 def of_product(hidden, weight, bias, labels, transform=PLAIN, **how):
-    """Statistics as products are folded, and of their written logits."""
+    """Return the statistics of a product that is folded as it is computed, and of its written logits."""
     logits = torch.full((hidden.shape[0], weight.shape[0]), torch.nan)
     multiply(hidden, weight.t(), logits, bias=bias, **how)
     folded = folds(labels, transform, weight.shape[0], hidden.dtype)

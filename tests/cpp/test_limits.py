@@ -19,7 +19,7 @@ ROWS = Rows("cpp")
 
 @pytest.fixture
 def threads():
-    """``torch.set_num_threads``, undone behind the test."""
+    """Yield ``torch.set_num_threads``; restore the number of threads after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -77,7 +77,7 @@ def test_every_statistic_is_written(monkeypatch):
 
 @pytest.mark.parametrize("vocabulary", [32000, 30011])
 def test_a_gradient_too_large_for_caches_is_written_like_any(vocabulary):
-    """Above 32 MiB it may go past them, where a row begins with a cache line."""
+    """Above 32 MiB, a gradient may bypass the caches where a row begins at a cache line."""
     logits, labels, grad, _ = draw(vocabulary, torch.float32, T=150)
     stats = ROWS.forward(logits, labels)
     large = ROWS.backward(logits, labels, stats, grad)
@@ -89,7 +89,7 @@ def test_a_gradient_too_large_for_caches_is_written_like_any(vocabulary):
 
 
 def test_offsets_beyond_32_bits():
-    """Memory that is reserved but, save for the few rows in use, never touched."""
+    """The memory is only reserved: apart from the few rows in use, it is never touched."""
     far, vocabulary = 2**31 + 64, 1000
     rows, labels, grad, _ = draw(vocabulary, torch.bfloat16, B=1, T=2)
     labels[0] = torch.tensor([1, 2])

@@ -1,4 +1,4 @@
-"""From plain PyTorch to the fused loss: all versions but the first are one loss, each says what is new."""
+"""Versions from plain PyTorch to the fused loss: all but the first are one loss; each shows its change."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""GSPO on one page learns its task, on prompts and answers that it never saw."""
+"""GSPO on one page learns its task, measured on prompts and answers that it never saw."""
 
 import json
 
@@ -14,7 +14,7 @@ __all__ = ["one_thread"]
 
 @pytest.fixture(scope="module", autouse=True)
 def few_held_out():
-    """Evaluations of 128 rows instead of 512."""
+    """Evaluate on 128 rows instead of 512."""
     whole = one_page.make_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_page, "make_rows", lambda seed: (whole(seed)[0], whole(seed)[1][:128]))
@@ -23,18 +23,18 @@ def few_held_out():
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory, few_held_out, one_thread):
-    """What a run with fewer steps and prompts than by default measured, and its directory."""
+    """Run with fewer steps and prompts than by default; return the records and the directory."""
     changes = {"steps": 20, "prompts": 64, "learning_rate": 4e-4, "device": "cpu"}
     folder = tmp_path_factory.mktemp("run")
     return one_page.main(one_page.Options(output=folder, seed=shifted_seed(0) % 5, **changes)), folder
 
 
 def test_it_learns_to_sort(learned):
-    """By the sum of greedy and sampled accuracy; seeds 0 to 4 gained 0.19 to 0.49."""
+    """The sum of greedy and sampled accuracy rises; for seeds 0 to 4 by 0.19 to 0.49."""
     records, folder = learned
     gain = [records[-1][key] - records[0][key] for key in ("held_out/greedy", "held_out/sampled")]
     assert sum(gain) > 0.1
-    # GSPO as it should be: after the first minibatch of a rollout some sequences are clipped, not all
+    # As GSPO should: after the first minibatch of a rollout some sequences are clipped, not all.
     clipped = [record["clip_fraction/low"] + record["clip_fraction/high"] for record in records[1:]]
     assert 0.2 < sum(clipped) / len(clipped) < 0.9
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -45,7 +45,7 @@ def test_it_learns_to_sort(learned):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_of_ones_own_and_any_micro_batch(tmp_path, learned, precision):
-    """The first optimizer step is the same whatever shares a forward pass."""
+    """The first gradient norm does not depend on the size of micro-batches."""
     changes = {"steps": 1, "prompts": 8, "minibatches": 1, "device": "cpu", "precision": precision}
     norms = []
     for size in (5, 64):

@@ -1,4 +1,4 @@
-"""GSPO behind a training service: against a stand-in with the signature that Tinker publishes (0.38)."""
+"""GSPO with a training service, tested with a stand-in for the interface that Tinker 0.38 publishes."""
 
 import sys
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ class Future(SimpleNamespace):
 
 
 class Service:
-    """A bigram model behind Tinker's interface: log-probs go out, a loss's gradient comes back as weights."""
+    """A bigram model behind Tinker's interface: a loss's gradient weights the log-probs in the backward."""
 
     def __init__(self):
         torch.manual_seed(shifted_seed(0))
@@ -91,7 +91,7 @@ def samples_of(service, count=4):
 def test_the_service_gets_the_gradient_of_the_loss():
     service = Service()
     samples, data = samples_of(service)
-    for sample in samples:  # a sampler that rounds: weights of trainer against sampler are not 1
+    for sample in samples:  # as if the sampler rounded: weights of trainer against sampler are not 1
         sample.sampler_logprobs = [logp + 0.1 for logp in sample.sampler_logprobs]
     old = [service.logprobs(each).detach() for each in data]
     metrics = service.forward_backward_custom(data, gspo_loss(samples, old)).result().metrics
@@ -99,7 +99,7 @@ def test_the_service_gets_the_gradient_of_the_loss():
     assert metrics["mismatch/mean"] == pytest.approx(0.1)
     found, service.table.grad = service.table.grad, None
     completions = [service.logprobs(d)[-len(s.completion) :] for d, s in zip(data, samples, strict=True)]
-    # on-policy the gradient is that of the mean over sequences of exp(-0.1) * A * the mean log-prob
+    # On-policy the loss has the gradient of minus the mean over sequences of exp(-0.1) * A * mean log-prob.
     each = [s.advantage * logp.mean() for s, logp in zip(samples, completions, strict=True)]
     (-torch.exp(torch.tensor(-0.1)) * torch.stack(each).mean()).backward()
     torch.testing.assert_close(found, service.table.grad)

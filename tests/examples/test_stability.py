@@ -1,4 +1,4 @@
-"""The study of stability on a few tokens: all factors run, routing is replayed, the page agrees with runs."""
+"""The stability study on a few tokens: all factors run, routing is replayed, the page agrees with results."""
 
 import json
 from dataclasses import replace
@@ -34,10 +34,10 @@ def test_every_factor_runs_and_is_run_once(few_tokens, monkeypatch, tmp_path):
     for record in records:
         assert len(record["reward"]) == study.UPDATES // record["updates"]
         assert all(0 <= reward <= 1 for reward in record["reward"]) and max(record["mismatch"]) > 0
-        # old log-probs by the path of the new ones are theirs exactly
+        # Old log-probs that are computed like the new ones equal them exactly.
         assert (max(record["spread"]) > 1e-6) == (record["old"] == "engine")
         assert (max(record["experts_changed"]) > 0) <= (record["model"] == "moe")
-    # a warm-up that never ends: no update moves a ratio
+    # With an endless warm-up no update moves a ratio.
     assert by_change["warm-up", "dense"]["clipped"] == [0.0] < by_change[report.BASELINE, "dense"]["clipped"]
     assert json.dumps(command.rounded(records[0])) == json.dumps(records[0])
     page = report.renewed("<!-- facts -->\n<!-- end -->\n<!-- runs -->\n<!-- end -->\n", records)
@@ -78,7 +78,7 @@ def test_differences_are_those_of_the_same_model_and_seed():
     runs = {("dense", seed): {"reward": seed + 0.1 * seed} for seed in (1, 3)} | {("moe", 1): {"reward": 9.0}}
     differences = report.against_baseline(runs, baseline)
     assert differences == {("dense", 1): pytest.approx(0.1), ("dense", 3): pytest.approx(0.3)}
-    # t = 12.71 for one degree of freedom, and the deviation of 0.1 and 0.3 is 0.2 / sqrt(2)
+    # For one degree of freedom t = 12.71; the standard deviation of 0.1 and 0.3 is 0.2 / sqrt(2).
     assert report.interval(list(differences.values())) == (pytest.approx(0.2), pytest.approx(12.71 * 0.1))
     assert report.interval([0.5]) == (0.5, None)
 

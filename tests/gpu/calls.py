@@ -13,11 +13,11 @@ import gspo_kernels as gk
 from tests.draws import shifted_seed
 
 B = 4
-"""Sequences: of equal length, or packed with an empty one among them."""
+"""The number of sequences: of equal length, or packed with an empty one among them."""
 
 
 class Scale(NamedTuple):
-    """Sizes of a test: what a GPU does in seconds, or what the interpreter does."""
+    """Sizes of a test: those that a GPU runs in seconds, or those for the interpreter."""
 
     tokens: int
     vocabulary: int
@@ -26,7 +26,7 @@ class Scale(NamedTuple):
 
 
 def problem(device, tokens, vocabulary, width=0, dtype=torch.bfloat16, seed=0):
-    """(logits or (hidden, weight), labels, old, advantages); a few tokens are ignored."""
+    """Draw (logits or (hidden, weight), labels, old, advantages); one token is ignored."""
     generator = torch.Generator(device).manual_seed(shifted_seed(seed))
 
     def normal(*shape):
@@ -43,7 +43,7 @@ def problem(device, tokens, vocabulary, width=0, dtype=torch.bfloat16, seed=0):
 
 
 def results(out, leaves):
-    """The loss, what else there is per token, the metrics, and gradients."""
+    """Return the loss, the other outputs per token, the metrics, and the gradients."""
     more = [value for value in out[1:3] if isinstance(value, torch.Tensor)]
     metrics = getattr(out, "metrics", {}).values()
     return out.loss.detach(), *more, *metrics, *torch.autograd.grad(out.loss, leaves)
@@ -84,7 +84,7 @@ def token_logprobs(device, scale, **options):
 
 
 def from_logprobs(device, scale, on_policy=False, **options):
-    """The device's own backend: this entry leaves no choice."""
+    """Run ``policy_loss``, which always takes the device's own backend."""
     _, _, old, advantages = problem(device, scale.tokens, 1)
     leaf = (old + 3e-4).requires_grad_()
     if "kl_beta" in options:
@@ -94,7 +94,7 @@ def from_logprobs(device, scale, on_policy=False, **options):
 
 
 def distilled(device, scale, beta, width=0):
-    """From logits over themselves, or from hidden states, whose 16-bit rows lie in the logits' memory."""
+    """Distil from logits, in place, or from hidden states, whose 16-bit rows lie in the logits' memory."""
     inputs, *_ = problem(device, scale.tokens, scale.vocabulary, width)
     teacher, *_ = problem(device, scale.tokens, scale.vocabulary, 2 * width, seed=1)
     if width:
@@ -106,8 +106,8 @@ def distilled(device, scale, beta, width=0):
     return results(gk.distillation_loss(leaf * 1.0, teacher, **how), leaf)
 
 
-# Which kernels: sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
-# in place and narrowing in place), scale, fixed_product, divergence (in both ways, too).
+# These calls run sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
+# in place and narrowing in place), scale, fixed_product, divergence (in both of these ways, too).
 CALLS = {
     "sequence ratio": from_logits,
     "sequence ratio, packed, in place": partial(from_logits, packed=True, inplace_backward=True),

@@ -1,4 +1,4 @@
-"""What only a GPU shows: races, large tensors, another device, graphs, and the memory that was promised.
+"""What only a GPU shows: races, large tensors, another device, graphs, and the promised peak memory.
 
 ``GSPO_KERNELS_REHEARSE=1`` runs the code on tiny CPU tensors, interpreted.
 """
@@ -36,12 +36,12 @@ def scale(device):
     return Scale(4, 300, 32, 2) if device.type == "cpu" else Scale(512, 151936, 1024, 50)
 
 
-# --- the same call gives the same bits, whatever else the device does; compute-sanitizer minds no access
+# --- the same call gives the same bits, whatever else the device does; compute-sanitizer finds nothing
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_run_gives_the_same_bits(name, device, scale):
-    """Other work in a second stream moves blocks of threads against each other."""
+    """Other work in a second stream changes when blocks of threads run."""
     wanted = [one.clone() for one in CALLS[name](device, scale)]
     assert all(one.isfinite().all() for one in wanted)
     noise = torch.randn(2048, 2048, device=device) if device.type == "cuda" else None
@@ -74,7 +74,7 @@ def test_compute_sanitizer_finds_nothing(tool, device):
 
 @pytest.mark.parametrize("V", (32000, 50257, 151936))
 def test_narrowing_in_place_races_with_nothing(V, device, scale):
-    """A row's 16-bit gradient over its own fp32 logits, which the interpreter runs in one order."""
+    """A row's 16-bit gradient overwrites its own fp32 logits; the interpreter would show one order only."""
     tokens, V = (1024, V) if device.type == "cuda" else (2, V // 100)
     rng = torch.Generator(device).manual_seed(shifted_seed(0))
     logits = torch.randn(1, tokens, V, device=device, generator=rng)
@@ -137,7 +137,7 @@ def test_more_rows_than_a_grid_dimension_takes(device):
 
 
 def test_a_captured_graph_replays_the_loss(device, scale):
-    """From logits nothing is read from the device, so a step can be captured; it sees new logits."""
+    """A step from logits reads nothing from the device, so a graph can capture it. Replays see new logits."""
     if device.type != "cuda":
         pytest.skip("graphs are CUDA's")
     logits, labels, old, advantages = problem(device, scale.tokens, scale.vocabulary)
@@ -165,7 +165,7 @@ def test_a_captured_graph_replays_the_loss(device, scale):
 
 @pytest.mark.parametrize("schedule", ("auto", "aligned", "deferred", "two_pass"))
 def test_peak_memory_is_what_was_promised(schedule, device, scale):
-    """A chunk, the schedule's extra and the gradients; 32 MiB for what libraries keep."""
+    """The peak is at most a chunk, the schedule's extra, the gradients, and 32 MiB that libraries keep."""
     if device.type != "cuda":
         pytest.skip("the allocator's peak is CUDA's")
     (hidden, weight), labels, old, advantages = problem(device, 8192, 65536, 512)

@@ -1,4 +1,4 @@
-"""The models of the adapters' tests are tiny."""
+"""Tests of adapters use one thread, because their models are tiny."""
 
 from tests.trainer.conftest import one_thread
 

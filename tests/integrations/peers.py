@@ -1,7 +1,7 @@
-"""Functions of a framework's real code, run without importing the framework and all it needs.
+"""Functions of a framework's real code, run without importing the framework and its dependencies.
 
-A framework counts as there if it is installed, or if the folder in GSPO_PEER_SOURCES has its sources in a
-folder of its name: a checkout, or an unpacked wheel. Nothing of them is kept here.
+A framework is used if it is installed, or if the folder in GSPO_PEER_SOURCES has its sources in a folder of
+its name: a checkout or an unpacked wheel. This repository has no copy of them.
 """
 
 import __future__
@@ -16,11 +16,11 @@ import torch
 
 
 def source(framework: str, path: str) -> Path:
-    """A file of ``framework``, named by its import package; skips the test where there is none."""
+    """Return a file of ``framework``, an import package; skip the test if the file does not exist."""
     roots = []
     if root := os.environ.get("GSPO_PEER_SOURCES"):
         roots += [Path(root, framework), Path(root, framework, "src")]
-    spec = PathFinder.find_spec(framework)  # whatever a test has put into sys.modules
+    spec = PathFinder.find_spec(framework)  # ignores what a test has put into sys.modules
     if spec is not None:
         roots += [Path(each).parent for each in spec.submodule_search_locations or ()]
     for root in roots:
@@ -30,7 +30,7 @@ def source(framework: str, path: str) -> Path:
 
 
 def extract(file: Path, *names: str, **namespace) -> dict:
-    """Run the named top-level definitions of a file and those that they use, in ``namespace``.
+    """Run the named top-level definitions of a file, and those that they use, in a copy of ``namespace``.
 
     Annotations are not evaluated, and decorators that are calls are left out.
     """

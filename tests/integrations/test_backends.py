@@ -1,4 +1,4 @@
-"""Our kernels behind TRL's, verl's, torchtitan's and SkyRL's own functions, inside the real packages."""
+"""Our kernels in place of functions of TRL, verl, torchtitan and SkyRL, inside the real packages."""
 
 import importlib
 import importlib.util
@@ -20,7 +20,7 @@ SHAPE, VOCABULARY, WIDTH = (3, 7), 61, 16
 
 @pytest.fixture
 def lines(caplog):
-    """The lines of a run, each of which comes once in a process."""
+    """Return a function for the log lines of this test; each line is logged once per process."""
     replacing._log.cache_clear()
     with caplog.at_level(logging.WARNING, logger="gspo_kernels"):
         yield lambda: {each.getMessage() for each in caplog.records if each.name == "gspo_kernels"}
@@ -34,7 +34,7 @@ def backend_of(framework):
 
 @contextmanager
 def installed(backend):
-    """Their functions by name; ours are in their place inside, and theirs again afterwards."""
+    """Install a backend and yield the framework's functions by name; put them back afterwards."""
 
     def found(path):
         module, _, name = path.partition(":")
@@ -55,7 +55,7 @@ def installed(backend):
 
 
 def draw(linear=False):
-    """Leaves, labels, weights of log-probs and entropy."""
+    """Draw leaves, labels, and weights of log-probs and entropy."""
     rng = torch.Generator().manual_seed(shifted_seed(0))
     shapes = ((*SHAPE, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)) if linear else ((*SHAPE, VOCABULARY),)
     leaves = [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
@@ -64,7 +64,7 @@ def draw(linear=False):
 
 
 def results(function, leaves, labels, weights):
-    """What a function of (leaves, labels) returns, and the gradients of a weighted sum of it."""
+    """Return the values of a function of (leaves, labels), and the gradients of their weighted sum."""
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     values = function(*leaves, labels)
     values = values if isinstance(values, tuple) else (values,)
@@ -73,13 +73,13 @@ def results(function, leaves, labels, weights):
 
 
 def assert_equal(ours, theirs, linear=False, dtypes=(torch.float64,)):
-    """Functions of (leaves, labels): ours against theirs in fp64 of the same numbers."""
+    """Compare two functions of (leaves, labels): ours in ``dtypes``, theirs in fp64 on the same numbers."""
     leaves, labels, weights = draw(linear)
     for dtype in dtypes:
         leaves = [leaf.to(dtype) for leaf in leaves]
         values, gradients = results(ours, leaves, labels, weights)
         wanted, wanted_gradients = results(theirs, [leaf.double() for leaf in leaves], labels, weights)
-        # 16-bit gradients are rounded once; some functions compute in fp32 whatever they get
+        # 16-bit gradients are rounded once; some functions compute in fp32 whatever the dtype of inputs
         exact = all(each.dtype == torch.float64 for each in (*values, *wanted))
         near = 1e-12 if exact else 1e-5
         for one, other in zip(values, wanted, strict=True):
@@ -158,7 +158,7 @@ def test_trls_head_from_hidden_states(lines):
 
 
 def test_a_run_of_trl_ends_where_its_own_does(lines, tmp_path):
-    """TRL's own trainer: its loss, options and log lines, and our log-probs."""
+    """TRL's own trainer keeps its loss, options and log lines, and uses our log-probs."""
     backend = backend_of("trl")
     from trl import GRPOTrainer
 
@@ -206,7 +206,7 @@ def test_torchtitans_losses(lines):
 
 
 def test_skyrls_log_probs(lines, monkeypatch):
-    """SkyRL's module, without the packages around it, whose own modules need Ray."""
+    """SkyRL's module is imported without its parent packages, which need Ray."""
     backend = backend_of("skyrl")
     root = Path(importlib.util.find_spec("skyrl").submodule_search_locations[0])
     for path in ("backends", "backends/skyrl_train", "backends/skyrl_train/utils"):
@@ -263,7 +263,7 @@ def test_verls_log_probs_leave_their_gradient_in_the_logits_by_default_as_verls_
 
 
 def test_functions_compute_their_formulas_without_their_packages(monkeypatch):
-    """torchtitan's, SkyRL's and verl's; torchtitan's label of -100 has no log-prob, but an entropy."""
+    """For torchtitan, SkyRL and verl; torchtitan's label of -100 has an entropy, but no log-prob."""
     size = 1
     for name, module in (
         ("utils", types.SimpleNamespace(get_spmd_backend=lambda: "spmd_types")),

@@ -1,4 +1,4 @@
-"""The fused head: scores, loss and gradients of the logits path; adapters; packed rows; refusals."""
+"""The fused head: scores, loss and gradients as by the logits path; adapters; packed rows; errors."""
 
 import copy
 import inspect
@@ -25,7 +25,7 @@ TEMPERATURE, SCORE = 0.7, {"return_logprobs": True}
 
 
 def batch(seed=0):
-    """Left-padded prompts, completions with padding on the right and a hole in one of them."""
+    """Return left-padded prompts with completions; one is padded on the right, and one has a hole."""
     ids = torch.randint(3, 96, (4, T), generator=torch.Generator().manual_seed(shifted_seed(seed)))
     attention_mask, labels = torch.ones(4, T, dtype=torch.int64), ids.clone()
     labels[:, :PROMPT] = IGNORED
@@ -41,12 +41,12 @@ def shifted(labels):
 
 
 def scores_of(logits, targets):
-    """Log-probs and entropy of the tokens that the last T positions predict."""
+    """Return log-probs and entropy of the tokens that the last T positions predict."""
     return oracle.token_logprobs(logits[:, -T:] / TEMPERATURE, targets, targets != IGNORED)
 
 
 def terms_of(logprobs):
-    """Old log-probs such that ratios lie on both sides of GSPO's range, with a KL term and weights."""
+    """Return terms of a loss: ratios on both sides of GSPO's clip range, a KL term, and rollout weights."""
     noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(shifted_seed(0)))
     return {
         "old_logprobs": logprobs.detach() + torch.tensor([2e-4, -3e-3, 2e-3, -1e-4]).unsqueeze(1),
@@ -59,7 +59,7 @@ def terms_of(logprobs):
 
 
 def from_logits(model, inputs, targets):
-    """Log-probs, entropy and loss by the oracle from the model's own logits, and the terms of the loss."""
+    """Return the oracle's log-probs, entropy and loss from the model's own logits, and the loss's terms."""
     outputs = model(**inputs)
     logprobs, entropy = scores_of(outputs.logits, targets)
     terms = terms_of(logprobs)
@@ -82,7 +82,7 @@ def gradients(model, loss):
 
 
 def adapted(model, kind, **options):
-    """A model with an adapter of PEFT's."""
+    """Return the model with an adapter of PEFT."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(shifted_seed(1))
     if kind == "Lora":
@@ -90,7 +90,7 @@ def adapted(model, kind, **options):
         return peft.get_peft_model(model, peft.LoraConfig(**options))
     options |= {"task_type": "CAUSAL_LM", "num_virtual_tokens": VIRTUAL}
     model = peft.get_peft_model(model, getattr(peft, f"{kind}Config")(**options))
-    with torch.no_grad():  # so that the virtual tokens matter
+    with torch.no_grad():  # so that virtual tokens have an effect
         for parameter in model.prompt_encoder.parameters():
             parameter.add_(torch.randn(parameter.shape))
     return model.eval()
@@ -107,7 +107,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTERS])
 def test_scores_loss_and_all_gradients_equal_the_logits_path(name):
-    """In fp64: from a fused loss in every schedule, and from a loss of differentiable log-probs."""
+    """In fp64, for fused losses with several schedules, and for a loss of differentiable log-probs."""
 
     def close(got, want):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
@@ -194,7 +194,7 @@ def test_calls_without_our_arguments_are_the_models_own():
     assert inspect.signature(model.forward) == signature
     assert torch.equal(model.generate(**prompt, do_sample=False, max_new_tokens=3), generated)
     model(**inputs, labels=labels, return_logprobs=True)
-    assert torch.equal(model(**inputs).logits, before.logits)  # nothing is left behind in the head
+    assert torch.equal(model(**inputs).logits, before.logits)  # a fused call leaves the head as it was
     unfuse_lm_head(unfuse_lm_head(model))
     assert "forward" not in model.__dict__ and "forward" not in model.lm_head.__dict__
 
@@ -242,7 +242,7 @@ def test_logits_are_never_built():
         lambda: model(ids, **call, old_logprobs=old, advantages=advantages).loss.backward(),
     ):
         assert largest_allocation(run) <= logits_bytes // 4
-    assert rows == [1]  # the head's product of one row was compared, once
+    assert rows == [1]  # the head's own forward ran once, on one row, as a check
 
 
 # ------------------------------------------------------ checkpointing, autocast, packed rows
@@ -251,7 +251,7 @@ def test_logits_are_never_built():
 @pytest.mark.parametrize("fp32_head", [False, True])
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2, softcap", "Qwen3-MoE"])
 def test_bf16_autocast(name, fp32_head):
-    """The product of hidden states and weight in bf16 is not rounded; an fp32 head rounds neither of them."""
+    """Logits from bf16 operands are not rounded; an fp32 head does not round its operands, either."""
     model = tiny(name)
     inputs, labels = batch()
     targets, head = shifted(labels), model.get_output_embeddings()
@@ -271,7 +271,7 @@ def test_bf16_autocast(name, fp32_head):
         got = gradients(model, out.loss)
     torch.testing.assert_close(out.logprobs.double(), logprobs, rtol=1e-6, atol=1e-5)
     for each in want:
-        # what reaches the backbone is rounded to bf16 in both; of forty draws the worst are 0.02 and 0.004
+        # Both round the backbone's gradients to bf16; the worst errors of forty draws are 0.02 and 0.004.
         bound = 2.0**-4 if each != "lm_head.weight" else 2.0**-6
         assert (got[each] - want[each]).norm() <= bound * want[each].norm(), each
 
@@ -280,7 +280,7 @@ def test_a_head_in_fp32_of_a_model_in_bf16():
     model = tiny().bfloat16()
     model.lm_head.float()
     with torch.no_grad():
-        model.lm_head.weight += 1e-3 * torch.randn(96, 32)  # not what bf16 can hold
+        model.lm_head.weight += 1e-3 * torch.randn(96, 32)  # values that bf16 cannot represent
     model.lm_head.forward = lambda hidden: nn.functional.linear(hidden.float(), model.lm_head.weight)
     inputs, labels = batch()
     want, _ = scores_of(model(**inputs).logits.double(), shifted(labels))
@@ -289,7 +289,7 @@ def test_a_head_in_fp32_of_a_model_in_bf16():
 
 
 def packed_batch():
-    """Three sequences in one row, one of them empty; and the same as padded rows."""
+    """Return four sequences in one row, one of them empty, and the same as padded rows."""
     lengths = (5, 0, 7, 4)
     ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(shifted_seed(0)))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -343,7 +343,7 @@ def test_packed_rows_equal_padded_ones(name, attention):
 def test_models_that_mix_packed_sequences_are_refused(family, options, message):
     model = fuse_lm_head(tiny(family, **options).train())
     ids, cu_seqlens, *_ = packed_batch()
-    for _ in range(2):  # not only in the first call
+    for _ in range(2):  # the second call is refused as well
         with pytest.raises(IntegrationError, match=message):
             model(ids, labels=ids, cu_seqlens=cu_seqlens, return_logprobs=True)
     assert all(module.training for module in model.modules())
@@ -403,7 +403,7 @@ def test_wrong_calls_name_the_argument(group_of_one):
 
 
 def test_heads_that_are_not_understood_are_refused(monkeypatch):
-    """An adapter on the head, another product, and logits that are changed afterwards."""
+    """DoRA on the head, a head that is no plain product, integer weights, and changed logits are refused."""
 
     class Gated(nn.Linear):
         def forward(self, hidden):
@@ -420,7 +420,7 @@ def test_heads_that_are_not_understood_are_refused(monkeypatch):
     dora = {"target_modules": ["lm_head"], "use_dora": True}
     with pytest.raises(IntegrationError, match="lm_head carries a variant of LoRA"):
         fuse_lm_head(adapted(tiny(), "Lora", **dora))
-    model = adapted(fuse_lm_head(tiny()), "Lora", **dora)  # added afterwards
+    model = adapted(fuse_lm_head(tiny()), "Lora", **dora)  # the adapter is added after fusing
     with pytest.raises(IntegrationError, match="lm_head carries a variant of LoRA"):
         model(IDS, labels=IDS, **SCORE)
     for name in ("Gemma2, softcap", "Granite, divides", "Cohere, multiplies"):
@@ -435,12 +435,12 @@ def test_heads_that_are_not_understood_are_refused(monkeypatch):
 def test_virtual_tokens_that_cannot_be_placed_are_refused(name):
     kind, options = ADAPTERS[name]
     plain = fuse_lm_head(tiny())
-    model = fuse_lm_head(adapted(plain, kind, **options))  # an adapter that came later
+    model = fuse_lm_head(adapted(plain, kind, **options))  # the adapter is added after fusing
     assert model(input_ids=IDS, shift_labels=IDS, **SCORE).logprobs.shape == IDS.shape
     packed = {"input_ids": PACKED["input_ids"], "shift_labels": PACKED["labels"]}
     with pytest.raises(IntegrationError, match="cu_seqlens: the virtual tokens of prompt learning"):
         model(**packed, cu_seqlens=PACKED["cu_seqlens"], **SCORE)
-    if kind != "PrefixTuning":  # PEFT leaves its labels alone
+    if kind != "PrefixTuning":  # PEFT does not extend labels for prefix tuning
         with pytest.raises(IntegrationError, match="labels: PEFT puts virtual tokens before the prompt"):
             model(input_ids=IDS, labels=IDS, **SCORE)
         with pytest.raises((TypeError, ValueError), match="labels"):  # not PEFT's number of tokens

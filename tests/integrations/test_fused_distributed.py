@@ -1,7 +1,7 @@
-"""Two gloo processes: DDP, FSDP2, tensor parallelism (also as transformers cuts models), context parallelism.
+"""Gloo processes: DDP, FSDP2, tensor parallelism (also by transformers' tp_plan), context parallelism.
 
-Under data parallelism each process's share of the work is compared with the same done alone, bit for bit:
-halves and sums of two are exact. Elsewhere fp64 shows that it is the same.
+Under data parallelism results equal those of one process bit for bit, because halves and sums of two are
+exact. Other cases are compared in fp64.
 """
 
 import copy
@@ -33,7 +33,7 @@ ADVANTAGES = torch.tensor([1.0, -0.7, 0.5, -1.2])
 
 
 def rows(rank):
-    """This process's half of the batch."""
+    """Return inputs and advantages of a rank's half of the batch."""
     ids = torch.randint(3, 96, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(shifted_seed(0)))
     half = slice(rank * SEQUENCES // 2, (rank + 1) * SEQUENCES // 2)
     labels = ids.clone()
@@ -42,7 +42,7 @@ def rows(rank):
 
 
 def packed(inputs):
-    """The same half as one packed row; ranks have sequences of different lengths."""
+    """Return the same half as one packed row of two sequences."""
     cut = inputs["input_ids"].shape[1] * 2
     return {
         "input_ids": inputs["input_ids"].reshape(1, cut),
@@ -52,7 +52,7 @@ def packed(inputs):
 
 
 def step(model, inputs, advantages, **options):
-    """Score, then one backward of a loss that is a half's share of the mean over the whole batch."""
+    """Score, then run a loss and its backward. The loss is divided by the number of sequences of a half."""
     with torch.no_grad():
         old = model(**inputs, return_logprobs=True).logprobs
     same = model(**inputs, old_logprobs=old, advantages=advantages)
@@ -66,7 +66,7 @@ def step(model, inputs, advantages, **options):
 
 
 def differentiable_scores(model, inputs, advantages):
-    """The loss of log-probs that came out of the module: its backward needs the head's weight again."""
+    """Compute a loss from log-probs that the module returned; its backward needs the head's weight again."""
     logprobs = model(**inputs, return_logprobs=True).logprobs
     counted = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100) != -100
     loss = gk.policy_loss(
@@ -77,7 +77,7 @@ def differentiable_scores(model, inputs, advantages):
 
 
 def mean_gradients(model, run, changed=lambda inputs: inputs):
-    """What data parallelism must give: the mean of both halves' gradients; and this rank's results."""
+    """Return this rank's results, and the gradients that data parallelism must give: the halves' mean."""
     results, sums = [], {}
     for rank in range(2):
         model.zero_grad()
@@ -130,7 +130,7 @@ def ddp():
 
 
 def fsdp2():
-    """Whole, packed, and with a head sharded by itself, which its own hooks gather, also in the backward."""
+    """Padded and packed rows, and a head that is sharded alone: its hooks gather it, also in the backward."""
     data_parallel("Qwen3", shard)
     data_parallel("Qwen3", shard, changed=packed)
     data_parallel("Qwen3 tied", shard)
@@ -145,7 +145,7 @@ def fsdp2():
 
 
 def fsdp2_lora():
-    """Adapters in the backbone and a trained copy of the head; a wrapped unit of its own is refused."""
+    """Adapters in the backbone and a trained copy of the head work; a copy sharded by itself is refused."""
 
     config = peft.LoraConfig(
         target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False, r=4
@@ -167,7 +167,7 @@ def fsdp2_lora():
 
 
 def fsdp2_bf16():
-    """Rounding by the wrapper is refused; without it ratios of the same weights are exactly 1."""
+    """Old log-probs that the wrapper rounds are refused; unrounded, ratios of equal weights are exactly 1."""
     inputs, advantages = rows(dist.get_rank())
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     model = shard(fuse_lm_head(tiny()), mp_policy=policy)
@@ -184,14 +184,14 @@ def fsdp2_bf16():
 
 
 def assert_close(name, got, want):
-    """Models in fp64, of which norms are fp32."""
+    """Check results of models in fp64; the bound is loose because their norms compute in fp32."""
     assert got.keys() == want.keys()
     for key, value in want.items():
         assert (whole(got[key]) - value).norm() <= 1e-6 * value.norm(), (name, key)
 
 
 def results(model, batches, **options):
-    """Log-probs of the batches, and the gradients of their losses' mean."""
+    """Return log-probs of the batches, and the gradients of the mean of their losses."""
     fuse_lm_head(model).zero_grad()
     found = [step(model, *batch, **options) for batch in batches]
     assert not any(isinstance(out.loss, DTensor) for _, out in found)
@@ -201,12 +201,12 @@ def results(model, batches, **options):
 
 
 def attention_of_each_token(module, query, key, value, attention_mask, **options):
-    """For transformers: instead of attention, which would need the keys and values of other ranks."""
+    """Replace transformers' attention, which would need the keys and values of other ranks."""
     return (query + value).transpose(1, 2).contiguous(), None
 
 
 def context_parallel():
-    """Each rank has tokens of every sequence. Queries depend on positions in them."""
+    """Each rank has tokens of every sequence. Queries depend on positions within sequences."""
     (inputs, advantages), group = rows(0), dist.group.WORLD
     row = packed(inputs)
     ids, cu_seqlens = row["input_ids"], row["cu_seqlens"]
@@ -224,7 +224,7 @@ def context_parallel():
     here = {
         **mine,
         "position_ids": positions[:, own],
-        "attention_mask": torch.ones(1, 1, len(own), len(own), dtype=torch.bool),  # which nobody reads
+        "attention_mask": torch.ones(1, 1, len(own), len(own), dtype=torch.bool),  # ignored by this attention
         "parallel": gk.Parallel(cp_group=group),
     }
     found = []
@@ -255,13 +255,13 @@ def test_two_processes_equal_one(case):
     in_processes(2, work)
 
 
-# ------------------------------------------------------ models that transformers itself has cut over ranks
+# ------------------------------------------------------ models that transformers itself has sharded
 
 MODELS = ("Qwen3", "Qwen3 tied", "Phi, bias")
 
 
 def loaded(folder, name, **sizes):
-    """The model, of which each rank reads its part."""
+    """Load a model; each rank reads its part."""
     return AutoModelForCausalLM.from_pretrained(
         folder / name, dtype=torch.float64, distributed_config=DistributedConfig(**sizes)
     ).eval()
@@ -277,7 +277,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_tp_plan_gives_the_numbers_of_one_process(folder):
-    """A head whose vocabulary is split is not gathered: its gradient stays where it is."""
+    """A head with a sharded vocabulary is not gathered: each rank keeps the gradient of its shard."""
 
     def work(rank):
         for name in (*MODELS, "by hand"):
@@ -300,7 +300,7 @@ def test_tp_plan_gives_the_numbers_of_one_process(folder):
 
 @pytest.mark.slow
 def test_tp_plan_and_fsdp2_together(folder):
-    """Two halves of the batch, each on two ranks that share the vocabulary."""
+    """Each half of the batch is on two ranks that share the vocabulary."""
 
     def work(rank):
         for name in ("Qwen3", "Qwen3 tied"):

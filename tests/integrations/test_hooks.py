@@ -1,7 +1,7 @@
 """Loss hooks: AReaL 1.0.4, NeMo-RL 0.7.0, OpenRLHF 0.11.2, prime-rl 0.9.0 and after, slime 0.3.1.
 
-Each framework's way to add up micro-batches and ranks is written out here in fp64; where its code is there
-(see ``peers``) the same numbers must come from that.
+Each framework's sum over micro-batches and ranks is written out here in fp64. Where the framework's code is
+available (see ``peers``), it must give the same numbers.
 """
 
 import enum
@@ -39,12 +39,12 @@ GRPO = gk.GRPO(aggregation="token_mean")
 GSPO_OVER_TOKENS = gk.GSPO(clip_low=0.1, clip_high=0.15, aggregation="token_mean")
 WHOLE, PARTS = ((0, 1, 2, 3, 4, 5),), ((0, 1), (2, 5, 3), (4,))
 SPLITS = WHOLE, PARTS, tuple((row,) for row in range(6))
-"""Micro-batches, by sequence; the last has one without a token."""
+"""Splits into micro-batches of sequences; in the last, one micro-batch has no token."""
 
 
 @dataclass
 class Problem:
-    """Six sequences [B, T] in fp64 with holes in their masks, one empty; masked positions hold numbers."""
+    """Six sequences [B, T] in fp64 with holes in their masks, one of them empty; masked values are finite."""
 
     logprobs: Tensor
     old: Tensor
@@ -53,7 +53,7 @@ class Problem:
     rollout: Tensor
     reference: Tensor
     rollout_tokens: Tensor
-    """[B]: the tokens of all sequences of a rollout; here each is a rollout of its own."""
+    """[B]: the tokens of all sequences of the same rollout; by default each sequence is one rollout."""
 
     @property
     def token_advantages(self) -> Tensor:
@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def call(self):
-        """The first arguments of a loss of padded log-probs."""
+        """Return the first arguments of a loss of padded log-probs."""
         return self.logprobs, self.old, self.token_advantages, self.mask
 
     def part(self, rows) -> "Problem":
@@ -83,7 +83,7 @@ def problem() -> Problem:
 
 
 def fitting(*aggregations: str) -> list:
-    """Every registered objective that looks at no more than a sequence and needs nothing optional."""
+    """Return every registered objective that needs no more than a sequence and no optional argument."""
     return [
         one
         for one in examples(max_scope="sequence")
@@ -92,9 +92,9 @@ def fitting(*aggregations: str) -> list:
 
 
 def expected(given: Problem, objective, **terms) -> tuple[Tensor, Tensor]:
-    """The whole batch's loss and its gradient."""
+    """Return the loss of the whole batch and its gradient."""
     logprobs = given.logprobs.clone().requires_grad_()
-    if "entropy_coef" in terms:  # of two tokens
+    if "entropy_coef" in terms:  # the vocabulary has two tokens
         other = torch.log1p(-logprobs.exp())
         terms["entropy"] = -(logprobs.exp() * logprobs + other.exp() * other)
     loss = gk.policy_loss(
@@ -123,7 +123,7 @@ class LossInputType(enum.Enum):
 
 @pytest.fixture(autouse=True)
 def nemo_rl_interfaces(monkeypatch):
-    """The two enumerations that the adapter takes from NeMo-RL."""
+    """Provide the two enumerations that the adapter imports from NeMo-RL."""
     parts = ["nemo_rl", "algorithms", "loss", "interfaces"]
     for count in range(1, len(parts) + 1):
         module = types.ModuleType(".".join(parts[:count]))
@@ -135,7 +135,7 @@ def nemo_rl_interfaces(monkeypatch):
 
 
 def add_up(given, splits, loss_of):
-    """Loss and gradient: the sums of what ``loss_of(part, logprobs)`` has for the micro-batches."""
+    """Return loss and gradient, the sums of those of ``loss_of(part, logprobs)`` over the micro-batches."""
     gradient, total = torch.zeros_like(given.logprobs), 0.0
     for rows in splits:
         part = given.part(rows)
@@ -148,7 +148,7 @@ def add_up(given, splits, loss_of):
 
 
 def areal_data(part, packed=True) -> dict:
-    """What AReaL's engine passes: packed without padding (here full rows), or padded."""
+    """Return the data that AReaL's engine passes: packed without padding (here full rows), or padded."""
     data = {
         "logprobs": part.rollout, "prox_logp": part.old, "advantages": part.token_advantages,
         "loss_mask": part.mask.to(part.old.dtype),
@@ -160,7 +160,7 @@ def areal_data(part, packed=True) -> dict:
 
 
 def areal_step(loss_fn, given, splits, *, packed=True, weight=None):
-    """``train_batch``: every micro-batch weighs ``weight`` of the sum."""
+    """Add up as ``train_batch``: a micro-batch has its share of the sum of ``weight`` over the batch."""
     weight = weight or loss_fn.weight
     whole = sum(weight(areal_data(given.part(rows), packed)).double() for rows in splits)
 
@@ -175,16 +175,16 @@ def areal_step(loss_fn, given, splits, *, packed=True, weight=None):
 
 
 class BatchedData(dict):
-    """As NeMo-RL's BatchedDataDict."""
+    """A stand-in for NeMo-RL's BatchedDataDict."""
 
 
 def nemo_data(part) -> BatchedData:
-    """What NeMo-RL's loss reads: one position more than there are next tokens."""
+    """Return the data that NeMo-RL's loss reads: one more position than there are next tokens."""
 
     def pad(values):
         return torch.nn.functional.pad(values, (1, 0), value=0.25)
 
-    # a sequence that is left out still has tokens
+    # A sequence outside of sample_mask still has tokens in token_mask.
     tokens = part.mask | ~part.mask.any(1, keepdim=True)
     return BatchedData(
         token_mask=pad(tokens.to(part.old.dtype)),
@@ -197,7 +197,7 @@ def nemo_data(part) -> BatchedData:
 
 
 def nemo_step(loss_fn, given, splits, *, metrics=None):
-    """A global batch: sums over micro-batches and, in effect, over ranks."""
+    """Add up a global batch: a sum over micro-batches and, in effect, over ranks."""
     totals = {
         "global_valid_seqs": given.mask.any(1).sum().double(),
         "global_valid_toks": given.mask.sum().double(),
@@ -213,14 +213,14 @@ def nemo_step(loss_fn, given, splits, *, metrics=None):
 
 
 def openrlhf_step(loss_fn, given, splits, *, ranks=None, info=None):
-    """An optimizer step of OpenRLHF; without ``ranks`` each has one micro-batch."""
+    """Add up an optimizer step of OpenRLHF; without ``ranks`` each rank has one micro-batch."""
     ranks = ranks or len(splits)
     info = info or {
         "dp_size": ranks,
         "batch_num_tokens": given.mask.sum().double() * ranks / len(splits),
         "global_batch_size": given.mask.any(1).sum().double() * ranks / len(splits),
     }
-    # with one of these OpenRLHF asks the engine for log-probs
+    # With one of these attributes a loss gets the engine's log-probs, as in OpenRLHF.
     corrects = getattr(loss_fn, "correction", None) is not None or hasattr(loss_fn, "is_correction_level")
 
     def loss_of(part, logprobs):
@@ -231,7 +231,7 @@ def openrlhf_step(loss_fn, given, splits, *, ranks=None, info=None):
 
 
 class LossInputs(NamedTuple):
-    """The fields that prime-rl has published; those of the sampling mask came after 0.9.0."""
+    """The published fields of prime-rl; those of the sampling mask came after 0.9.0."""
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
@@ -244,7 +244,7 @@ class LossInputs(NamedTuple):
 
 
 def prime_step(loss_fn, given, splits, *, weights=None, reference=False, compute=None):
-    """Every sequence alone, divided by the global number of tokens; ranks are summed."""
+    """Sum the losses of single sequences over all ranks, divided by the global number of tokens."""
     tokens, every = int(given.mask.sum()), iter([list(rows) for rows in splits])
 
     def loss_of(part, logprobs):
@@ -261,7 +261,7 @@ def prime_step(loss_fn, given, splits, *, weights=None, reference=False, compute
 
 
 def slime_arguments(**changes) -> Namespace:
-    """Of slime's and Megatron's arguments, with slime's defaults, those that its loss looks at."""
+    """Return the arguments of slime and Megatron that slime's loss reads, with defaults."""
     defaults = {
         "loss_type": "policy_loss", "advantage_estimator": "gspo", "calculate_per_token_loss": False,
         "eps_clip": 0.1, "eps_clip_high": 0.15, "entropy_coef": 0.0, "use_kl_loss": False,
@@ -276,7 +276,7 @@ def slime_arguments(**changes) -> Namespace:
 
 
 def slime_batch(part, logprobs, temperature=1.0):
-    """A packed micro-batch and its logits [1, T, 2], whose log-softmax at the response is ``logprobs``.
+    """Return a packed micro-batch and logits [1, T, 2], whose log-softmax at the response is ``logprobs``.
 
     Prompts and responses differ in length; a sequence without a counted token has no response.
     """
@@ -306,7 +306,7 @@ def slime_batch(part, logprobs, temperature=1.0):
 
 
 def sum_of_sample_mean(batch, by_token=False):
-    """slime's reduction of response tokens."""
+    """Return slime's reduction of response tokens as a function."""
 
     def total(values):
         parts, sums = values.split(batch["response_lengths"]), batch["rollout_mask_sums"]
@@ -319,10 +319,10 @@ def sum_of_sample_mean(batch, by_token=False):
 
 
 def slime_step(loss_fn, given, splits, *, inplace=False, rollouts=None, **changes):
-    """slime divides the sum over micro-batches by the step's rollouts, or by its tokens."""
+    """Add up as slime, which divides the sum over micro-batches by the step's rollouts or by its tokens."""
     by_token = loss_fn.objective.outer_divisor()[0] == "tokens"
     args = slime_arguments(**{"calculate_per_token_loss": by_token, **changes})
-    loss_fn.inplace_backward = inplace  # the logits' memory may take their gradient
+    loss_fn.inplace_backward = inplace  # whether the gradient may overwrite the logits
 
     def loss_of(part, logprobs):
         batch, logits = slime_batch(part, logprobs, args.rollout_temperature)
@@ -341,11 +341,11 @@ class Framework:
     adapter: types.ModuleType
     step: Callable
     ways: tuple[dict, ...]
-    """Options of ``step``."""
+    """Sets of options of ``step``."""
     call: str
-    """The arguments that it passes to a loss."""
+    """The names of the arguments that the framework passes to a loss."""
     installed: str
-    """A version that is served, and one that isn't."""
+    """A supported version; ``other`` is not supported."""
     other: str
     aggregations: tuple = ()
 
@@ -363,7 +363,7 @@ FRAMEWORKS = {
         openrlhf, openrlhf_step, ({"ranks": 1}, {}), "log_probs old_log_probs advantages action_mask "
         "rollout_log_probs dp_size batch_num_tokens global_batch_size", "0.11.2", "0.10.4",
     ),
-    # 0.9.1.dev is the main branch after 0.9.0, with another default and loss objects
+    # 0.9.1.dev is the main branch after 0.9.0, with another default loss and with loss objects.
     "prime-rl": Framework(prime_rl, prime_step, ({},), "inputs", "0.9.1.dev40", "0.10.0", ("token_mean",)),
     "slime": Framework(
         slime, slime_step, ({}, {"inplace": True}), "args batch logits sum_of_sample_mean", "0.3.1", "0.2.4"
@@ -380,7 +380,7 @@ CORRECTIONS = [
 
 @EACH
 def test_any_split_over_micro_batches_and_ranks_adds_up_to_the_step(name):
-    """For every objective that fits, and with every kind of correction."""
+    """This holds for every objective that fits, and with every kind of correction."""
     one, given = FRAMEWORKS[name], problem()
     cases = [(objective, {}, {}) for objective in fitting(*one.aggregations)]
     assert len(cases) >= (8 if one.aggregations else 20)
@@ -409,7 +409,7 @@ def test_the_signature_and_the_versions_are_the_published_ones(name, monkeypatch
 
 
 def integration(name, function, *arguments):
-    """A function of an adapter, which needs the packages that it serves only then."""
+    """Return a call of an adapter's function that imports the adapter only when called."""
     return lambda: getattr(importlib.import_module(f"gspo_kernels.integrations.{name}"), function)(*arguments)
 
 
@@ -436,7 +436,7 @@ def test_what_is_missing_or_at_another_version_is_said_in_one_sentence(
         return installed
 
     monkeypatch.setattr("gspo_kernels.integrations.errors.version", version)
-    # it looks at the version when it is imported
+    # The TRL adapter checks the version when it is imported.
     monkeypatch.delitem(sys.modules, "gspo_kernels.integrations.trl", raising=False)
     with pytest.raises(IntegrationError, match=f"^[a-z-]+: {says} adapter needs {re.escape(needed)}"):
         call()
@@ -469,7 +469,7 @@ def test_what_does_not_fit_is_refused_at_construction(make, options, reason):
         make.PolicyLoss(**options)
 
 
-# The call of each framework's own loss that is ours: (objective, options of ours, options of its own).
+# Options with which a framework's loss equals ours: (objective, options of ours, options of the framework).
 SAME = {
     "areal": [
         (GSPO_OVER_TOKENS, {}, {"eps_clip": 0.1, "eps_clip_higher": 0.15,
@@ -523,7 +523,7 @@ def areal_loss(options):
 
 
 class BaseModel(Namespace):
-    """Enough of pydantic's for a configuration with defaults."""
+    """A stand-in for pydantic's class that suffices for a configuration with defaults."""
 
     def __init_subclass__(cls, **options):
         pass
@@ -572,7 +572,7 @@ def test_equals_the_framework(name, objective, options, theirs):
         )["_optimizer_step_loss_norm"]  # fmt: skip
         way["info"] = norm([given.mask[list(rows)] for rows in PARTS], None, 1, len(PARTS))
     got, want = (one.step(each, given, PARTS, **way) for each in (ours, theirs))
-    # they divide a sequence's sum by its number of tokens and 1e-8
+    # The frameworks divide a sequence's sum by its number of tokens plus 1e-8.
     assert_same(got, want, rtol=1e-6)
     if name == "nemo-rl":
         assert inspect.signature(theirs).parameters.keys() == inspect.signature(ours).parameters.keys()
@@ -586,7 +586,7 @@ def test_equals_the_framework(name, objective, options, theirs):
     if name == "openrlhf":
         mine, its = (inspect.signature(each.forward).parameters for each in (ours, theirs))
         assert [*mine] == [*its]
-        # a sequence without a token has a ratio of NaN there, and counts as filtered
+        # In OpenRLHF a sequence without a token has a ratio of NaN and counts as filtered.
         given = given.part(given.mask.any(1).nonzero().flatten().tolist())
         *call, mask = given.call
         call += [mask.double(), given.rollout if options else None]
@@ -595,7 +595,7 @@ def test_equals_the_framework(name, objective, options, theirs):
         )
         assert_same(mine, its, rtol=1e-6)
         clipped, its_clipped = clipped.item(), its_clipped.item()
-        # theirs leaves out what its dual clip bounds
+        # OpenRLHF does not count tokens that its dual clip bounds.
         assert (
             clipped >= its_clipped if objective == DUAL else clipped == pytest.approx(its_clipped, rel=1e-6)
         )
@@ -605,7 +605,7 @@ def test_equals_the_framework(name, objective, options, theirs):
 
 
 def test_areal_s_advantages_old_log_probs_and_metrics():
-    """A sequence's advantage is its tokens' mean; without proximal log-probs the rollout's are old."""
+    """A sequence's advantage is its tokens' mean; without prox_logp the old log-probs are the rollout's."""
     given, seen = problem(), []
     data, call = areal_data(given), (given.logprobs.flatten(), given.logprobs.flatten())
     data["advantages"] = data["advantages"] + torch.linspace(-1, 1, 42).double()
@@ -686,7 +686,7 @@ def test_nemo_rl_s_placeholders_are_refused():
 
 
 def test_openrlhf_s_metrics():
-    """Two of six sequences are far off, with all of their tokens: a third of the sequences is bounded."""
+    """All tokens of two of the six sequences are far off, so a third of the sequences is bounded."""
     given = problem()
     given.old[0] -= 0.5  # clipped in every draw
     out = openrlhf.PolicyLoss(GSPO)(*given.call)
@@ -715,7 +715,7 @@ def test_openrlhf_s_metrics():
 
 
 def test_openrlhf_s_calls():
-    """Without totals a micro-batch stands alone; masked advantages may be anything."""
+    """Without totals a micro-batch is the whole batch; masked advantages may be NaN."""
     given, loss_fn = problem(), openrlhf.PolicyLoss(GSPO)
     alone = loss_fn(*given.call, dp_size=4)[0]
     assert_same(alone, expected(given, GSPO)[0])
@@ -739,7 +739,7 @@ WEIGHTS = torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
 
 
 def prime_code(*names, **known):
-    """Definitions of prime-rl's own file of losses."""
+    """Return definitions from prime-rl's own file of losses."""
     file = peers.source("prime_rl", "prime_rl/trainer/rl/loss.py")
     if "IPOLoss" in names and "class IPOLoss:" not in file.read_text():
         pytest.skip("this prime-rl has another default")
@@ -756,7 +756,7 @@ def test_prime_rl_s_weights_scale_every_token_of_the_loss_and_of_the_kl():
 
 
 def test_prime_rl_s_sequences():
-    """A loss object has ``loss`` and is not called; a sequence without a token still goes backward."""
+    """The method ``loss`` equals a call; a sequence without a token still has a backward, of zeros."""
     given, loss_fn = problem(), prime_rl.PolicyLoss(GSPO_OVER_TOKENS)
 
     def part(i, logprobs):
@@ -773,7 +773,7 @@ def test_prime_rl_s_sequences():
 
 
 def test_inside_prime_rl_s_compute_loss():
-    """As a function, and where its losses are objects as its ``CustomLoss``."""
+    """Our loss works as a function and, in versions with loss objects, through prime-rl's ``CustomLoss``."""
     objects = "class IPOLoss:" in peers.source("prime_rl", "prime_rl/trainer/rl/loss.py").read_text()
     code, given = prime_code("LossInputs", "compute_loss"), problem()
     published = [each.name for each in fields(code["LossInputs"])]
@@ -798,7 +798,7 @@ def test_the_page_s_loss_is_the_default_of_prime_rl():
     moved = (given.logprobs.exp() - given.old.exp())[given.mask].abs() > 0.3
     assert moved.any() and not moved.all()
     for weights in (None, WEIGHTS):
-        # r A and sg[r] A logp have one gradient
+        # r A and sg[r] A logp have the same gradient
         _, want = prime_step(theirs, given, PARTS, weights=weights)
         assert_same(prime_step(ours, given, PARTS, weights=weights)[1], want)
 
@@ -817,11 +817,11 @@ AS_SLIME = pytest.mark.parametrize(
         (GRPO, TOKENS | KL | {"calculate_per_token_loss": True, "kl_loss_type": "k2"}),
     ],
 )
-"""Objectives, and the arguments with which slime's own loss is the same."""
+"""Objectives, and slime's arguments for the same loss."""
 
 
 def shared_rollout() -> Problem:
-    """Sequences 0 and 2 are one rollout, and share its weight; so there are four with tokens."""
+    """Return a problem in which sequences 0 and 2 share a rollout, so that four rollouts have tokens."""
     given = problem()
     given.rollout_tokens[[0, 2]] = given.rollout_tokens[[0, 2]].sum()
     return given
@@ -855,7 +855,7 @@ def test_slime_s_correction_weighs_the_policy_term_of_shared_rollouts(level):
 
 
 def slime_call(loss_fn, changes=None, rows=range(6), **arguments):
-    """Loss and metrics of sequences, where something else is passed."""
+    """Return loss and metrics of the sequences ``rows``; ``arguments`` replace entries of the batch."""
     given = problem().part(rows)
     batch, logits = slime_batch(given, given.logprobs)
     reducer = sum_of_sample_mean(batch)
@@ -863,7 +863,7 @@ def slime_call(loss_fn, changes=None, rows=range(6), **arguments):
 
 
 def test_slime_s_calls():
-    """Without old log-probs it is on-policy."""
+    """Without old log-probs the loss is on-policy."""
     loss, metrics = slime_call(slime.PolicyLoss(), log_probs=None)
     assert loss.item() == pytest.approx(-sum(ADVANTAGES[:5])) and metrics["ppo_kl"] == 0
     with raises("use_tis: got True"):
@@ -898,7 +898,7 @@ def test_slime_s_arguments_that_change_the_loss_are_refused_by_name(change, reas
 
 
 def slime_loss(loss_fn=None):
-    """slime's ``loss_function`` and all that it calls, in one process without Megatron."""
+    """Return slime's ``loss_function`` with all that it calls, for one process without Megatron."""
     mpu = SimpleNamespace(
         get_context_parallel_world_size=lambda: 1,
         get_context_parallel_group=lambda: None,
@@ -922,7 +922,7 @@ def slime_loss(loss_fn=None):
 
 @AS_SLIME
 def test_equals_slime(objective, changes):
-    """Everything after the forward is slime's own code, in fp32, but for Megatron's sum."""
+    """Everything after the forward is slime's own code, in fp32, except Megatron's sum."""
     given = shared_rollout()
     tensors = (getattr(given, each.name) for each in fields(given))
     given, results = Problem(*(each.float() if each.is_floating_point() else each for each in tensors)), []
@@ -935,7 +935,7 @@ def test_equals_slime(objective, changes):
             batch, logits = slime_batch(part, logprobs, args.rollout_temperature)  # noqa: B023
             loss, _, logged = theirs(args, batch, len(PARTS), 4, logits)  # noqa: B023
             values = values + logged["values"]
-            # Megatron: over the micro-batches, or over all their tokens at the end
+            # Megatron divides by the number of micro-batches, or at the end by all their tokens.
             return loss / (given.mask.sum(1).clamp(min=1).sum() if by_token else len(PARTS))  # noqa: B023
 
         logged: dict = {}

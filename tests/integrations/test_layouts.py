@@ -1,4 +1,4 @@
-"""Layout bridges: there and back without loss, the shift that is promised, gradients, and clear errors."""
+"""Layout conversions: exact round trips, the shift to predictions, gradients, errors, tokens of a rank."""
 
 import itertools
 
@@ -15,7 +15,7 @@ DOUBLE = torch.float64
 
 @pytest.mark.parametrize("width", [(), (3,)])
 def test_there_and_back(width):
-    """Lists, nested tensors, padding on either side."""
+    """Lists, nested tensors and padding on either side convert to packed rows and back without loss."""
     rng = torch.Generator().manual_seed(shifted_seed(0))
     for lengths in ([3], [2, 5, 1], [4, 0, 3], [0, 1], [1, 1, 1, 2, 7]):
         sequences = [torch.randn(length, *width, generator=rng, dtype=DOUBLE) for length in lengths]
@@ -64,7 +64,7 @@ def test_a_mask_with_holes_keeps_what_it_marks():
 @given(st.lists(st.lists(st.integers(3, 99), max_size=5), min_size=1, max_size=4).filter(any))
 @settings(max_examples=25, deadline=None)
 def test_labels_are_the_next_tokens(lists):
-    """In all four layouts, and nothing crosses from one sequence to the next."""
+    """This holds in packed rows and with padding on either side; no label comes from the next sequence."""
     expected = [[*each[1:], -100] if each else [] for each in lists]
     ids, offsets = layouts.pack([torch.tensor(each, dtype=torch.int64) for each in lists])
     packed = layouts.to_predictions(ids, cu_seqlens=offsets, fill=-100)
@@ -105,7 +105,6 @@ def test_responses_in_whole_sequences(prompts, responses):
 
 
 def test_gradients_pass_through_every_bridge():
-    """Each value's gradient is the weight that it met, once."""
     lengths, rng = [3, 1, 4], torch.Generator().manual_seed(shifted_seed(3))
     offsets = layouts.offsets_of(torch.tensor(lengths))
     values = torch.randn(8, dtype=DOUBLE, generator=rng).requires_grad_()

@@ -1,6 +1,6 @@
-"""The losses in the registries of verl 0.9.1 and SkyRL 0.3: as their workers call them, and inside both.
+"""The losses in the registries of verl 0.9.1 and SkyRL 0.3: called as their workers do, and inside both.
 
-verl divides by numbers of the whole batch. SkyRL scales advantages beforehand, and a loss is a plain sum.
+verl divides by counts of the whole batch. SkyRL scales advantages beforehand, and its loss is a plain sum.
 """
 
 import importlib
@@ -32,9 +32,9 @@ from tests.integrations.tiny_models import SMALL
 ROOT = Path(__file__).parents[2]
 LENGTHS = (8, 3, 5, 6, 1, 4)
 MASK = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
-STALE = ("ctpo", "fspo", "prime_ipo")  # these have bounds of other kinds
+STALE = ("ctpo", "fspo", "prime_ipo")  # their bounds are of other kinds
 NO_RANGE = {f"gk_{name}" for name in ("gpg", "topr", "vespo", "sapo", "sspo", "dro", *STALE)}
-"""Objectives that take no clip range."""
+"""The names of objectives that take no clip range."""
 MODES = tuple(verl.AGGREGATIONS)
 INFO = {"dp_size": 2, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 6, "loss_scale_factor": 16}
 
@@ -52,7 +52,7 @@ def warn_anew():
 
 
 def batch(seed=0, dtype=torch.float64):
-    """Log-probs, old ones, advantages (one per sequence), weights, the engine's log-probs."""
+    """Return log-probs, old log-probs, advantages (one per sequence), weights, the engine's log-probs."""
     rng = torch.Generator().manual_seed(shifted_seed(seed))
     start = -torch.rand(MASK.shape, generator=rng, dtype=torch.float64) - 0.2
     shift = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.6]).double().unsqueeze(1)
@@ -65,7 +65,7 @@ def batch(seed=0, dtype=torch.float64):
 
 
 def verl_config(**changed):
-    """What verl's ActorConfig holds, with its defaults but for the clip ranges."""
+    """Return the values of verl's ActorConfig, with its defaults except for the clip ranges."""
     values = {
         "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.5,
         "tau_pos": 1.0, "tau_neg": 1.05, "policy_loss": SimpleNamespace(dro_beta=0.3),
@@ -75,7 +75,7 @@ def verl_config(**changed):
 
 
 def skyrl_config(**changed):
-    """What SkyRL's AlgorithmConfig holds, clip ranges aside with its defaults."""
+    """Return the values of SkyRL's AlgorithmConfig, with its defaults except for the clip ranges."""
     values = {
         "loss_reduction": "sequence_mean", "eps_clip_low": 0.2, "eps_clip_high": 0.28,
         "sapo": SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
@@ -89,7 +89,7 @@ def skyrl_config(**changed):
 def verl_call(
     loss_fn, start, old, advantages, config, *, mask=MASK, weights=None, mode="token-mean", quiet=True
 ):
-    """Loss, gradient and metrics, called as verl's actor does."""
+    """Call a loss as verl's actor does; return loss, gradient and metrics."""
     return evaluate(
         start, quiet,
         lambda leaf: loss_fn(
@@ -100,7 +100,7 @@ def verl_call(
 
 
 def skyrl_call(loss_fn, start, old, advantages, config, *, mask=MASK, rollout=None, quiet=True):
-    """Loss, gradient and metrics, called as SkyRL's worker does."""
+    """Call a loss as SkyRL's worker does; return loss, gradient and metrics."""
     mask = None if mask is None else mask.long()
     options = {"config": config, "loss_mask": mask, "rollout_logprobs": rollout}
     return evaluate(start, quiet, lambda leaf: loss_fn(leaf, old, advantages, **options))
@@ -121,7 +121,7 @@ def assert_equal(one, other, guard=0.0):
 
 
 def scale(advantages, reduction, horizon=16):
-    """SkyRL's scaling of a mini-batch's advantages, by hand."""
+    """Scale the advantages of a mini-batch as SkyRL does."""
     divisor = {
         "token_mean": MASK.sum(),
         "sequence_mean": len(LENGTHS) * MASK.sum(1, keepdim=True),
@@ -134,7 +134,7 @@ def scale(advantages, reduction, horizon=16):
 
 
 def test_every_objective_runs_or_says_why_not():
-    """verl has two names for each. All take the clip range of the config, but those that have none."""
+    """verl has two names for each objective. All objectives with a clip range take the config's."""
     start, old, advantages, weights, _ = batch()
     assert len(verl.LOSSES) == 2 * len(objectives.__all__)
     assert {"gk_gspo", "gk_gspo_config", "gk_dr_grpo", "gk_gspo_token"} <= set(verl.LOSSES)
@@ -163,17 +163,17 @@ def test_every_objective_runs_or_says_why_not():
     assert set(skyrl.LOSSES) == {*hooks.named_objectives()} - set(skyrl.REFUSED)
     assert "not proportional to its advantages" in skyrl.REFUSED["gk_dro"]
     assert all(refused[name] in skyrl.REFUSED[name] for name in refused)
-    narrow = skyrl_config(
+    changed = skyrl_config(
         eps_clip_low=0.01, eps_clip_high=0.02,
         cispo=SimpleNamespace(cispo_eps_clip_low=0.01, cispo_eps_clip_high=0.02),
-        dppo=SimpleNamespace(dppo_type="binary_kl", delta_low=1e-6, delta_high=1e-6),
+        dppo=SimpleNamespace(dppo_type="binary_kl", delta_low=9.0, delta_high=9.0),
     )  # fmt: skip
     for name, loss_fn in skyrl.LOSSES.items():
         one = skyrl_call(loss_fn, start, old, advantages, skyrl_config())
         scaled = skyrl_call(loss_fn, start, old, 0.1 * advantages, skyrl_config())
         assert_equal((10 * scaled[0], 10 * scaled[1]), one[:2])
         assert one[1].count_nonzero() > 0 and one[1][~MASK].count_nonzero() == 0, name
-        other = skyrl_call(loss_fn, start, old, advantages, narrow)
+        other = skyrl_call(loss_fn, start, old, advantages, changed)
         same = torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
         assert same == (name in NO_RANGE), name
 
@@ -222,7 +222,7 @@ def test_gspo_by_hand():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_verl_s_ranks_and_micro_batches_add_up(mode):
-    """Micro-batches' losses add up on a rank, and FSDP takes the mean over ranks."""
+    """A rank adds up the losses of its micro-batches, and FSDP takes the mean over ranks."""
     start, old, advantages, weights, _ = batch()
     given, whole = (verl_config(global_batch_info={**INFO, "dp_size": size}) for size in (2, 1))
     for name in ("gk_gspo", "gk_gspo_config", "gk_grpo_config", "gk_vespo_config"):
@@ -237,10 +237,10 @@ def test_verl_s_ranks_and_micro_batches_add_up(mode):
         assert_equal(sum(part[0] for part in parts) / 2, expected[0])
         assert_equal(torch.cat([part[1] for part in parts]) / 2, expected[1])
         alone = verl_call(loss_fn, start, old, advantages, verl_config(), weights=weights, **rest)
-        # 16 instead of T = 8
+        # loss_scale_factor is 16; without it the divisor is T = 8
         scaled = 2.0 if mode == "seq-mean-token-sum-norm" and name != "gk_gspo" else 1.0
         assert_equal(alone[0] / scaled, expected[0])
-        if name == "gk_gspo":  # the mean over sequences, whatever the mode
+        if name == "gk_gspo":  # GSPO's own mean over sequences, in every mode
             terms = {"loss_mask": MASK, "rollout_weights": weights, "objective": gk.GSPO(0.2, 0.28)}
             assert_equal(alone[0], gk.policy_loss(start, old, advantages[:, 0], **terms).loss)
 
@@ -269,7 +269,7 @@ def test_skyrl_s_sum_over_micro_batches_is_the_mean(reduction):
 
 
 def test_masks_and_autocast():
-    """An empty mask counts nothing, none everything; SkyRL's worker calls the loss under autocast."""
+    """An empty mask counts no token, mask=None counts all; SkyRL's worker calls the loss under autocast."""
     start, old, advantages, *_ = batch()
     nothing, config = MASK & False, skyrl_config()
     loss_fn, same = skyrl.LOSSES["gk_gspo"], advantages[:, :1].expand_as(start)
@@ -359,7 +359,7 @@ def test_wrong_calls():
 
 
 def test_every_word_of_a_config_reaches_its_objective():
-    """verl falls back to clip_ratio where a side is None."""
+    """For verl, clip_ratio replaces clip_ratio_low or clip_ratio_high where that is None."""
     rows = batch()[:3]
 
     def with_sapo(**changes):
@@ -384,7 +384,7 @@ def test_every_word_of_a_config_reaches_its_objective():
 
 
 def test_skyrl_s_correction_multiplies_the_loss_and_masks(monkeypatch):
-    """By a stand-in for SkyRL's own function, which makes weights and a mask."""
+    """A stand-in replaces SkyRL's own function, which returns weights and a mask."""
     start, old, advantages, weights, rollout = batch()
     kept = torch.arange(8) % 3 != 0
 
@@ -409,7 +409,7 @@ def test_skyrl_s_correction_multiplies_the_loss_and_masks(monkeypatch):
 
 
 def test_an_objective_of_ones_own():
-    """verl takes it as it is; SkyRL's advantages come scaled."""
+    """The loss for verl uses the objective unchanged; SkyRL passes scaled advantages."""
     start, old, advantages, *_ = batch()
     objective = gk.GSPO(0.1, 0.2, dual_clip=1.3, aggregation="token_mean")
     with pytest.warns(UserWarning, match="mine: aggregates by 'token-mean', while .* set it too$"):
@@ -432,7 +432,7 @@ def test_an_objective_of_ones_own():
 
 
 def test_registering_in_verl(monkeypatch):
-    """At another version every name says so."""
+    """With an unsupported version of verl, every registered loss raises an error that says so."""
     registry = {}
     algos = types.ModuleType("verl.trainer.ppo.core_algos")
     algos.register_policy_loss = lambda name: lambda function: registry.setdefault(name, function)
@@ -458,7 +458,7 @@ def test_registering_in_verl(monkeypatch):
 
 
 def entry_point():
-    """The plugin's line of pyproject.toml, as an installed package has it."""
+    """Return the name and target of the verl plugin's entry point in pyproject.toml."""
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ((name, target),) = project["entry-points"]["verl.plugins"].items()
@@ -488,10 +488,10 @@ def verls(name):
 @pytest.mark.parametrize("info", [{}, INFO], ids=["alone", "global"])
 @pytest.mark.parametrize("ours", VERL)
 def test_equals_verl(ours, info):
-    """Values, gradients and metrics in each mode, through verl's own registry and config."""
+    """Values, gradients and metrics agree in each mode, through verl's own registry and config."""
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    # verl's GMPO takes the mean of its micro-batch alone, and counts clipped tokens by their side
+    # verl's GMPO takes the mean over a micro-batch alone, and counts clipped tokens by their side.
     values = vars(verl_config(global_batch_info={} if ours == "gk_gmpo" else info))
     values["policy_loss"] = PolicyLossConfig(dro_beta=values["policy_loss"].dro_beta)
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **values)
@@ -501,13 +501,13 @@ def test_equals_verl(ours, info):
     per_sequence = token_weights[:, :1].expand(MASK.shape)
     # verl's SAPO takes the mean over sequences in every mode
     for mode in MODES if ours.endswith("_config") or ours == "gk_sapo" else ("seq-mean-token-mean",):
-        # of verl's means over a sequence, which divide by |y| + 1e-8
+        # verl's means over a sequence divide by |y| + 1e-8.
         guard = 5e-8 if mode == "seq-mean-token-mean" or ours == "gk_sapo" else 0.0
         for weights in (None, per_sequence, token_weights):
             if weights is token_weights and of_sequences and mode != "seq-mean-token-mean":
                 continue
             theirs_weights = weights
-            if weights is token_weights and ours == "gk_gmpo":  # verl takes their geometric mean
+            if weights is token_weights and ours == "gk_gmpo":  # verl takes the weights' geometric mean
                 theirs_weights, logs = torch.where(MASK, weights, 1.0), (weights.log() * MASK).nan_to_num()
                 weights = (logs.sum(1) / MASK.sum(1)).exp().unsqueeze(1).expand(MASK.shape)
             got = verl_call(verls(ours), start, old, advantages, config, weights=weights, mode=mode)
@@ -516,7 +516,7 @@ def test_equals_verl(ours, info):
             )
             assert_equal(got[0], expected[0], guard)
             if of_sequences and weights is token_weights:
-                # GSPO has one coefficient per sequence, and verl's keeps one weight per token
+                # Our GSPO has one coefficient per sequence, while verl's has one weight per token.
                 assert_equal(got[1].sum(1), expected[1].sum(1), guard)
                 assert (got[1] - expected[1]).abs().max() > 1e-3
             else:
@@ -535,7 +535,7 @@ def test_equals_verl(ours, info):
 
 @needs("verl")
 def test_verl_finds_the_losses_by_itself(tmp_path):
-    """Where this checkout counts as installed, with its entry point; and workers get the kernels."""
+    """The checkout poses as an installed package with its entry point; workers also use our kernels."""
     info = tmp_path / "gspo_kernels-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gspo_kernels\nVersion: 0.1.0\n")
@@ -555,7 +555,7 @@ def test_verl_finds_the_losses_by_itself(tmp_path):
 
 
 def verl_engine(model):
-    """verl's FSDP2 engine on CPU tensors: verl has no such platform, but lets one be set."""
+    """Return verl's FSDP2 engine for CPU tensors. verl has no CPU platform, but accepts one."""
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
     from verl.trainer.config import CheckpointConfig
@@ -591,7 +591,7 @@ def jagged(rows):
 
 
 def verl_data(rank):
-    """This rank's half of eight sequences, without old log-probs."""
+    """Return a rank's half of eight sequences, without old log-probs."""
     from verl.utils import tensordict_utils as tu
 
     rng = torch.Generator().manual_seed(shifted_seed(7))
@@ -616,7 +616,7 @@ def verl_data(rank):
 
 
 def update_actor(model, loss_mode, config):
-    """Old log-probs from the engine, then four updates on them: metrics, and weights afterwards."""
+    """Compute old log-probs with the engine and update four times; return metrics and final weights."""
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import no_padding_2_padding
@@ -645,9 +645,9 @@ def update_actor(model, loss_mode, config):
 @needs("verl")
 @pytest.mark.slow
 def test_actor_updates_in_verl_s_engine(tmp_path):
-    """Two ranks, micro-batches, entropy, KL, optimizer: weights and metrics as with verl's own losses.
+    """On two ranks, with micro-batches, entropy and KL, weights and metrics equal those of verl's losses.
 
-    And with verl's own loss over our log-probs.
+    So do those of verl's own loss with our log-probs.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -685,7 +685,7 @@ def test_actor_updates_in_verl_s_engine(tmp_path):
 # ------------------------------------------------------ inside SkyRL
 
 FLOAT32 = 4 * torch.finfo(torch.float32).eps
-"""SkyRL takes the exponential of log-ratios in fp32, whatever their dtype."""
+"""The tolerance where SkyRL takes the exponential of log-ratios in fp32, whatever their dtype."""
 SKYRL = {
     "gk_gspo": ("gspo", 0.0), "gk_gspo_token": ("gspo", 0.0), "gk_grpo": ("regular", FLOAT32),
     "gk_cispo": ("cispo", FLOAT32), "gk_sapo": ("sapo", 0.0), "gk_dppo": ("dppo", FLOAT32),
@@ -702,7 +702,7 @@ CORRECTIONS = {
 
 
 def algorithm_config(name, **changed):
-    """SkyRL's own config, with the clip ranges of ``skyrl_config``."""
+    """Return SkyRL's own config with the values of ``skyrl_config``."""
     from skyrl.train.config import AlgorithmConfig
 
     given = AlgorithmConfig(policy_loss_type=name)
@@ -725,13 +725,13 @@ def skyrls(name):
 @needs("skyrl")
 @pytest.mark.parametrize("ours", SKYRL)
 def test_equals_skyrl(ours):
-    """Values, gradients and metrics, through SkyRL's registry, scaling and config."""
+    """Values, gradients and metrics agree through SkyRL's registry, scaling and config."""
     from skyrl.backends.skyrl_train.utils.ppo_utils import apply_loss_reduction_to_advantages_minibatch
 
     name, guard = SKYRL[ours]
     assert [*inspect.signature(skyrls(name)).parameters] == [*inspect.signature(skyrls(ours)).parameters]
     for seed, (correction, reduction) in enumerate(itertools.product(CORRECTIONS, REDUCTIONS)):
-        if name == "dppo" and correction != "none":  # it takes the engine's log-probs for the old ones
+        if name == "dppo" and correction != "none":  # SkyRL's DPPO takes the engine's log-probs as old
             continue
         start, old, advantages, _, rollout = batch(seed)
         scaled = apply_loss_reduction_to_advantages_minibatch(advantages, MASK.long(), reduction, 6, 16)
@@ -747,7 +747,7 @@ def test_equals_skyrl(ours):
         pick = (lambda x: x.sum(1)) if spread else (lambda x: x)
         assert_equal(pick(got[1]), pick(expected[1]), guard)
         if name == "dppo":
-            # r A and sg[r] A logp have one gradient; tokens with A = 0 count as clipped or not
+            # r A and sg[r] A logp have the same gradient; tokens with A = 0 may count as clipped or not
             continue
         assert_equal(got[0], expected[0], guard)
         for metric, value in expected[2].items():
@@ -756,7 +756,7 @@ def test_equals_skyrl(ours):
 
 @needs("skyrl")
 def test_skyrl_s_registry():
-    """Names are taken once; SkyRL sends losses to its workers by cloudpickle."""
+    """A name can be registered once; SkyRL sends losses to its workers by cloudpickle."""
     import cloudpickle
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 

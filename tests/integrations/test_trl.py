@@ -1,9 +1,9 @@
 """``FusedGRPOTrainer`` and TRL's own trainer: losses, whole runs, options, two processes, images.
 
-One loss, gradient and set of metrics come from inputs made by hand and weights in fp64, so that options
-which need vLLM are covered and every ratio, mask and weight matters. Runs begin at the same weights and see
-the same rollouts, 4 minibatches each. TRL against itself with plain log-softmax ends 1e-7 apart there; the
-bounds are far below what one wrong coefficient does.
+A loss, its gradient and its metrics are compared in fp64 on inputs made by hand, so that options that need
+vLLM are covered and every ratio, mask and weight matters. Runs begin at the same weights and see the same
+rollouts, 4 minibatches each. TRL and TRL with a plain log-softmax end 1e-7 apart; the bounds are far below
+the effect of one wrong coefficient.
 """
 
 import warnings
@@ -58,7 +58,7 @@ def models(tmp_path_factory):
 
 
 def save_gemma3(folder):
-    """A model that sees: an image is four tokens, which attend to each other."""
+    """Save a vision-language model: an image is four tokens, which attend to each other."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     text = sizes | {
         "vocab_size": 300, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -72,7 +72,7 @@ def save_gemma3(folder):
         boi_token_index=IMAGE + 1, eoi_token_index=IMAGE + 2,
     )  # fmt: skip
     model = Gemma3ForConditionalGeneration(config)
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it begins at zero
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # zero by default
     model.save_pretrained(folder)
     return str(folder)
 
@@ -99,9 +99,10 @@ GSPO, GRPO, DAPO, VESPO = sequence("grpo"), token("grpo"), token("dapo"), {"loss
 
 @dataclass
 class Case:
-    """GRPOConfig's options ``like`` another case, and what this one is about: it must change the loss.
+    """Options of GRPOConfig ``like`` a base case, and changes that must change its loss if ``matters``.
 
-    ``changes`` are further options, ``inputs`` replace the loss's inputs, ``attributes`` the trainer's.
+    ``changes`` are further options, ``inputs`` names of optional inputs of the loss, ``attributes`` those of
+    the trainer.
     """
 
     like: dict
@@ -132,7 +133,7 @@ KL = {"beta": 0.1}
 HALF = {"bf16": True}
 MEASURED = {"_last_world_entropy": 5.0}
 ADAPTIVE = BONUS | {"use_adaptive_entropy": True, "entropy_target": 6.0}
-# TRL rounds these temperatures to fp32, so not 1.05
+# exact in fp32, unlike 1.05: TRL rounds these temperatures to fp32
 SAPO = {"loss_type": "sapo", "sapo_temperature_neg": 1.0625}
 # the grouped product has no fp64
 EAGER = {"router_aux_loss_coef": 0.0, "model_init_kwargs": {"experts_implementation": "eager"}}
@@ -188,12 +189,12 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def problem(models, tmp_path_factory):
-    """Inputs of the loss in fp64, all that any case asks for."""
+    """Return all inputs of the loss that a case may need, in fp64."""
 
     rng = torch.Generator().manual_seed(shifted_seed(1))
     B, P, C = 7, 4, 8
     prompt_mask = (torch.arange(P) >= torch.tensor([0, 1, 2, 0, 3, 0, 1]).unsqueeze(1)).long()
-    # the last completion was truncated, so that TRL masks all of it
+    # The last completion is fully masked, as TRL does with truncated ones.
     completion_mask = (torch.arange(C) < torch.tensor([8, 3, 5, 6, 1, 7, 0]).unsqueeze(1)).long()
     inputs = {
         "prompt_ids": torch.randint(200, (B, P), generator=rng),
@@ -217,7 +218,7 @@ def problem(models, tmp_path_factory):
         logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, torch.cat([prompt_mask, completion_mask], 1), C
         )
-    # log s on both sides of both bounds, and beyond the dual clip's
+    # log s lies on both sides of both bounds, and beyond the bound of the dual clip
     log_s = torch.tensor([6e-4, -6e-4, 2e-4, 2e-4, 0.0, 7e-4, 5e-4], dtype=torch.float64).unsqueeze(1)
     weights = 1 + 0.3 * torch.randn((B, C), generator=rng, dtype=torch.float64)
     return inputs | {
@@ -225,14 +226,14 @@ def problem(models, tmp_path_factory):
         "ref_per_token_logps": logprobs - spread(0.2),
         "sampling_per_token_logps": logprobs + spread(0.1) + 0.1 * completion_mask,
         "tool_mask": tool_mask,
-        # what vLLM's modes make: weights, zeros where they are masked, and 1 on padding
+        # as from the corrections for vLLM: weights, 0 where masked, and 1 on padding
         "token_ratio": torch.where(completion_mask == 0, 1.0, torch.where(weights < 1.4, weights, 0.0)),
         "sequence_ratio": torch.tensor([1.2, 0.7, 0.0, 1.5, 1.0, 0.9, 1.0], dtype=torch.float64).unsqueeze(1),
     }  # fmt: skip
 
 
 def evaluate(kind, models, folder, case, problem):
-    """Loss, gradient over all weights, and metrics, in fp64."""
+    """Return the loss, its gradient over all weights, and metrics, in fp64."""
     always = [name for name in problem if not name.endswith(("_logps", "_ratio", "tool_mask"))]
     names = [*always, *case.inputs, *(["ref_per_token_logps"] if case.options.get("beta") else [])]
     inputs = {
@@ -252,7 +253,7 @@ def evaluate(kind, models, folder, case, problem):
 
 
 WITHOUT = {}
-"""Losses of the cases that others add something to."""
+"""The losses of base cases, by their repr."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -268,7 +269,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(name, models, problem, tmp_p
 
 
 def test_images_reach_the_loss(models, problem, tmp_path):
-    """Each prompt is one."""
+    """Each prompt is one image."""
     case, rng = Case(GSPO, model="gemma3"), torch.Generator().manual_seed(shifted_seed(1))
     prompts = torch.full_like(problem["prompt_ids"], IMAGE)
     given = problem | {
@@ -283,7 +284,7 @@ def test_images_reach_the_loss(models, problem, tmp_path):
 
 
 def assert_as_trl(models, tmp_path, case, problem):
-    """Loss, gradient and metrics are TRL's; returns the loss."""
+    """Check that loss, gradient and metrics equal TRL's; return the loss."""
     loss, gradient, metrics = evaluate(GRPOTrainer, models, tmp_path, case, problem)
     ours, our_gradient, our_metrics = evaluate(FusedGRPOTrainer, models, tmp_path, case, problem)
     near = 1e-6 if "entropy_coef" in case.options else 1e-9  # coefficients of the bonus are fp32
@@ -298,7 +299,7 @@ def assert_as_trl(models, tmp_path, case, problem):
 
 # ------------------------------------------------------ whole runs
 
-# narrow enough to clip tokens within a rollout's four steps: GRPO and DAPO
+# Clip ranges of `token` and `sequence` are narrow enough to clip within a rollout's four steps.
 ACCUMULATING = {"gradient_accumulation_steps": 2, "num_iterations": 2}
 MASKS = {"tool_tokens": True, "mask_truncated_completions": True}
 RUNS = {
@@ -308,7 +309,7 @@ RUNS = {
     "gradient accumulation, bnpo": token("bnpo") | ACCUMULATING,
     "on-policy": GSPO | {"gradient_accumulation_steps": 4},
     "gradient checkpointing, adaptive entropy": GSPO | {"gradient_checkpointing": True} | ADAPTIVE,
-    # without first tokens, whose contexts are equal within a group: the last bit of an entropy would decide
+    # Tool tokens mask first tokens: with equal contexts in a group, the last bit of entropies would decide.
     "high entropy tokens": GSPO | HIGH_ENTROPY | BONUS | {"tool_tokens": True},
     "LoRA, reference by disabled adapter": GSPO | {"adapter": "LoRA", "beta": 0.1, "learning_rate": 0.5},
     "prompt tuning": GSPO | {"adapter": "prompt tuning", "beta": 0.1, "epsilon": 0.02, "learning_rate": 1.0},
@@ -316,13 +317,16 @@ RUNS = {
 
 
 def whole(parameters):
-    """Those that are trained, in one vector."""
+    """Return all trained parameters as one vector, gathered where they are sharded."""
     trained = [p.detach() for p in parameters if p.requires_grad]
     return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in trained])
 
 
 def train(kind, model_path, folder, *, adapter=None, sharded=False, steps=8, **options):
-    """Trained weights before and after, and the log; under FSDP2, or under DDP where there are processes."""
+    """Train under FSDP2 if ``sharded``, under DDP if there are several processes.
+
+    Return the trained weights before and after, and the log.
+    """
     if adapter is not None:
         from peft import LoraConfig, PromptTuningConfig
 
@@ -335,7 +339,7 @@ def train(kind, model_path, folder, *, adapter=None, sharded=False, steps=8, **o
     trainer = make_trainer(kind, model_path, folder, peft_config=adapter, max_steps=steps, **options)
     before = whole(trainer.model.parameters())
     if sharded:
-        # accelerate on CPU ignores an FSDP plugin and runs DDP, so the plugin is put into its state here
+        # accelerate ignores an FSDP plugin on CPUs and runs DDP, so the plugin goes into its state here
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
@@ -371,7 +375,7 @@ def test_a_run_ends_at_the_weights_of_trl(name, model_path, tmp_path):
 
 
 def test_in_bf16_identical_weights_have_a_ratio_of_exactly_1(model_path, tmp_path):
-    """Old and reference log-probs come through the head that the loss uses; bf16 is GRPOConfig's default."""
+    """Old and reference log-probs come from the head that the loss uses; bf16 is GRPOConfig's default."""
 
     options = GSPO | {"bf16": True, "beta": 0.1}
     _, _, log = train(FusedGRPOTrainer, model_path, tmp_path, steps=5, **options)
@@ -379,7 +383,7 @@ def test_in_bf16_identical_weights_have_a_ratio_of_exactly_1(model_path, tmp_pat
         assert fresh["ratio/min"] == fresh["ratio/max"] == 1.0
         assert fresh["clip_ratio/region_mean"] == 0.0
     assert log[0]["kl"] == 0.0
-    # and only there: the optimizer has moved the weights in between
+    # In steps between, the optimizer has moved the weights.
     assert log[1]["ratio/min"] < log[1]["ratio/max"]
     assert max(moved["clip_ratio/region_mean"] for moved in log[1:4]) > 0.0
 
@@ -405,13 +409,13 @@ def test_in_bf16_identical_weights_have_a_ratio_of_exactly_1(model_path, tmp_pat
     ],
 )  # fmt: skip
 def test_options_without_an_equal_are_refused_by_name(options, message, tmp_path):
-    # the model is never looked at
+    # Options are checked before the model is loaded.
     with pytest.raises(IntegrationError, match=message):
         make_trainer(FusedGRPOTrainer, "no such model", tmp_path, **options)
 
 
 def test_sequences_in_parts_are_refused_where_trl_does_not_look(tmp_path, monkeypatch):
-    """A configuration of accelerate's it does not check."""
+    """TRL does not check accelerate's ParallelismConfig."""
     for name in ("cp_size", "sp_size"):
         accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{name: 2}))
         monkeypatch.setattr(GRPOTrainer, "accelerator", accelerator, raising=False)
@@ -421,7 +425,7 @@ def test_sequences_in_parts_are_refused_where_trl_does_not_look(tmp_path, monkey
 
 
 def test_ranges_that_are_rarely_meant_are_warned_about(tmp_path):
-    """GRPOConfig's default of 0.2 as CISPO's weight trains, in TRL too, at a fifth of the rate."""
+    """GRPOConfig's default caps CISPO's weights at 0.2, which trains at a fifth of the rate, in TRL too."""
 
     def warned(**options):
         with warnings.catch_warnings(record=True) as caught:
@@ -444,7 +448,7 @@ def test_ranges_that_are_rarely_meant_are_warned_about(tmp_path):
     "options", [{}, {"bf16": True}, {"bf16": True, "cast_lm_head_to_fp32": True}], ids=str
 )
 def test_scores_are_those_of_trl(options, model_path, tmp_path):
-    """By keyword or by position. TRL rounds logits to bf16, but for a head in fp32; ours never does."""
+    """Keywords and positions both work. TRL rounds logits to bf16 unless the head is fp32; we never do."""
     ids = torch.randint(200, (4, 9), generator=torch.Generator().manual_seed(shifted_seed(3)))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": 6}
     ours, theirs = (
@@ -467,7 +471,7 @@ def test_scores_are_those_of_trl(options, model_path, tmp_path):
 
 
 def test_generation_and_evaluation_are_trls(model_path, tmp_path):
-    """Without a rollout function: TRL generates with the patched model, and evaluates with our loss."""
+    """Without a rollout function, TRL generates with the patched model and evaluates with our loss."""
 
     logs = []
     prompts = Dataset.from_dict({"prompt": ["ab", "cde", "a", "b", "fg", "gf", "c", "hh"]})
@@ -517,19 +521,19 @@ def test_two_processes_end_at_the_weights_of_trl(sharded, model_path, tmp_path, 
         clipped = [(entry["clip_ratio/region_mean"], entry["ratio/min"]) for entry in log]
         assert clipped[0] == (0.0, 1.0)
         assert 0 < clipped[1][0] < 1 and clipped[1][1] < 1
-        # the same in both processes, and gathered over them
+        # Weights and gathered metrics are the same in both processes.
         seen = [None, None]
         gathered = [[e[key] for e in log] for key in (*OURS_ALONE, "clip_ratio/region_mean")]
         torch.distributed.all_gather_object(seen, (ours, gathered))
         assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
         if not sharded:
             return
-        # accelerate's policy rounds inputs and outputs of the model and its head; ratios must not see that
+        # accelerate's policy rounds inputs and outputs of model and head; this must not change ratios
         *_, rounded = run(FusedGRPOTrainer, 5, bf16=True, **GSPO)
         for fresh in (rounded[0], rounded[4]):
             assert fresh["ratio/min"] == fresh["ratio/max"] == 1.0
         assert rounded[1]["ratio/min"] < 1.0 < rounded[1]["ratio/max"]
-        # on fresh weights the loss is a mean of advantages, which bf16 could not hold
+        # With unchanged weights the loss is a mean of advantages, which bf16 cannot represent.
         assert rounded[0]["loss"] == pytest.approx(log[0]["loss"], rel=1e-6)
         assert rounded[0]["loss"] != torch.tensor(rounded[0]["loss"]).bfloat16().item()
 
@@ -537,7 +541,7 @@ def test_two_processes_end_at_the_weights_of_trl(sharded, model_path, tmp_path, 
 
 
 def test_the_largest_block_is_the_logits_of_completions(tmp_path, monkeypatch):
-    """Those of all completions fit the default chunk; a smaller one has a part of them."""
+    """The default chunk holds the logits of all completions; a smaller chunk holds a part of them."""
     from benchmarks import trl_memory
 
     monkeypatch.setattr(trl_memory, "VOCABULARY", 8192)

@@ -1,4 +1,4 @@
-"""Tiny random causal language models whose heads differ in all that heads differ in."""
+"""Tiny random causal language models that cover all kinds of heads."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SMALL = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
-# Name of a model: its family, and what its configuration adds.
+# Each model's name, its family, and the options that it adds to the configuration.
 MODELS = {
     "Qwen3": ("Qwen3", {"head_dim": 16}),
     "Qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -29,7 +29,7 @@ MODELS = {
 
 
 def tiny(name="Qwen3", *, attention=None, **options):
-    """A model of ``MODELS`` in fp32 and eval mode, with weights large enough for its logits to differ."""
+    """Return a model of ``MODELS`` in fp32 and eval mode, with weights large enough for logits to differ."""
     import transformers
 
     family, extra = MODELS.get(name, (name, {}))
@@ -49,7 +49,7 @@ def tiny(name="Qwen3", *, attention=None, **options):
 
 
 def largest_allocation(function):
-    """Bytes of the largest block that any operator allocated."""
+    """Run a function; return the bytes of the largest block that an operator allocated."""
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as run:
         function()
     return max(event.self_cpu_memory_usage for event in run.events())

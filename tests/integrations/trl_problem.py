@@ -1,4 +1,4 @@
-"""A tiny model and given rollouts for TRL's trainer and ours, so that nothing but the loss can differ."""
+"""A tiny model and fixed rollouts for TRL's trainer and ours, so that nothing but the loss can differ."""
 
 import os
 import random
@@ -16,12 +16,12 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
 
 LETTERS = 40
 COMPLETION = 8
-# as many as one generation of two processes takes
+# the number of prompts that two processes take for one generation
 PROMPTS = ["ab", "bcd", "c", "dabc", "ea", "fgh", "hgfe", "aa"] * 2
 
 
 def save_model(folder: Path, seed: int = 0, **changes) -> str:
-    """A random Qwen3, with experts if ``changes`` have some, on disk, where TRL looks for a reference too."""
+    """Save a random Qwen3, with experts if ``changes`` have some. TRL loads references from disk, too."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = make_tokenizer()
@@ -30,7 +30,7 @@ def save_model(folder: Path, seed: int = 0, **changes) -> str:
         "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
         "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        # wide enough for log-probs to differ from token to token
+        # large enough for log-probs to differ from token to token
         "initializer_range": 0.1,
     }  # fmt: skip
     if "num_experts" in changes:
@@ -43,7 +43,7 @@ def save_model(folder: Path, seed: int = 0, **changes) -> str:
 
 
 class Rollouts:
-    """Completions that do not depend on the model: the nth call returns the same in every run."""
+    """A rollout function that ignores the model: its nth call returns the same in every run."""
 
     def __init__(self, tool_tokens: bool = False):
         self.calls, self.tool_tokens = 0, tool_tokens
@@ -53,7 +53,7 @@ class Rollouts:
         rng = random.Random(shifted_seed(1000 * self.calls + trainer.accelerator.process_index))
         self.calls += 1
         completions = []
-        # All begin differently: tokens of equal contexts have entropies of which the last bit is the larger.
+        # First tokens differ: between equal contexts the last bit would decide which entropy is larger.
         for first in rng.sample(range(LETTERS), len(prompts)):
             ids = [first] + [rng.randrange(LETTERS) for _ in range(rng.randint(0, COMPLETION - 1))]
             completions.append(ids if len(ids) == COMPLETION else [*ids, tokenizer.eos_token_id])
@@ -68,7 +68,7 @@ class Rollouts:
 
 
 def reward(prompts, completions, completion_ids, **columns):
-    """Share of even tokens."""
+    """Return each completion's share of odd token ids."""
     return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
 
@@ -86,7 +86,7 @@ def configuration(output: Path, **options) -> GRPOConfig:
 def make_trainer(
     kind, model, output, *, tool_tokens=False, peft_config=None, max_chunk_bytes=None, **options
 ):
-    """A trainer of class ``kind`` for the model at path ``model`` with GRPOConfig ``options``."""
+    """Return a trainer of class ``kind`` for the model at path ``model`` with GRPOConfig ``options``."""
     from datasets import Dataset
 
     tokenizer = make_tokenizer()
@@ -108,5 +108,5 @@ def make_trainer(
 
 
 def weights(model) -> torch.Tensor:
-    """All parameters in one vector."""
+    """Return all parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

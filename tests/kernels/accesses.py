@@ -1,5 +1,5 @@
-"""What the interpreter's programs do to memory: in which order they run, where they read and write, and
-whether a GPU, which runs them and their threads at once, could see another order.
+"""Memory accesses of programs under Triton's interpreter: in which order programs run, where they read and
+write, and whether a GPU, which runs programs and their threads at once, could see another order.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def rebuilt(**methods):
-    """The interpreter with some methods of its builder replaced; a replacement's first argument is the one
+    """Replace some methods of the interpreter's builder. The first argument of a replacement is the method
     that it replaces.
     """
     from triton.runtime import interpreter
@@ -33,7 +33,7 @@ def rebuilt(**methods):
 
 @contextlib.contextmanager
 def backwards():
-    """The interpreter runs programs one after another: here the last one first. Yields their numbers."""
+    """Let the interpreter run programs from the last to the first. Yield a list: programs of each launch."""
     seen = []
 
     def set_grid_dim(plain, x, y, z):
@@ -47,7 +47,7 @@ def backwards():
 
 
 class Elements:
-    """The addresses of a tensor's elements, without what lies between them."""
+    """The addresses of a tensor's elements, without the memory between the elements."""
 
     def __init__(self, tensor):
         self.start, self.size = tensor.data_ptr(), tensor.element_size()
@@ -58,7 +58,7 @@ class Elements:
         self.dense = not self.empty and self.stop - self.start == self.size * prod(s for _, s in self.steps)
 
     def hold(self, addresses, size):
-        """At which of the addresses ``size`` bytes are one element, or several that stand side by side."""
+        """Return the mask of addresses where ``size`` bytes are one aligned element, or several in a row."""
         if self.empty or size % self.size:
             return np.zeros(addresses.shape, bool)
         each = addresses[..., None] + np.arange(0, size, self.size)
@@ -75,19 +75,19 @@ class Elements:
 
 
 class Access:
-    """The addresses that a block's mask lets through, and which of its lanes each belongs to."""
+    """The addresses of a block that its mask lets through, and the lane of each address."""
 
     def __init__(self, pointers, mask):
         shape = np.broadcast_shapes(pointers.data.shape, mask.data.shape)
         let = np.broadcast_to(mask.data, shape).astype(bool).ravel()
         self.addresses = np.broadcast_to(pointers.data, shape).ravel()[let].astype(np.int64)
         self.size = pointers.get_element_ty().primitive_bitwidth // 8
-        # Lanes of blocks of different shapes may be anyone's.
+        # Blocks of other shapes may give lanes to other threads: their lanes never count as the same.
         self.lanes = np.flatnonzero(let) + (hash(shape) % 2**20 << 32)
 
 
 def _tensors(arguments):
-    """Those of a launch, also in tuples."""
+    """Yield the tensors of a launch, also those inside tuples."""
     for argument in arguments:
         if isinstance(argument, tuple):
             yield from _tensors(argument)
@@ -97,8 +97,9 @@ def _tensors(arguments):
 
 @contextlib.contextmanager
 def watched(begin, access, barrier=None, synchronise=None):
-    """Tell of the tensors of each launch (``begin``), each ``access`` of a program to memory (its kind is
-    "load", "volatile load", "store" or "atomic"), each barrier, and what an atomic access orders.
+    """Call ``begin`` with the tensors and the number of programs of each launch, ``access`` for each access
+    to memory (its kind is "load", "volatile load", "store" or "atomic"), ``barrier`` for each barrier, and
+    ``synchronise`` with the memory order and the scope of each atomic access.
     """
     from triton.runtime.interpreter import GridExecutor
 
@@ -141,7 +142,7 @@ def watched(begin, access, barrier=None, synchronise=None):
 
 @contextlib.contextmanager
 def within_bounds():
-    """Each access must be to an element of a tensor that the launch was given."""
+    """Check that each access is to elements of one of the launch's tensors."""
     tensors = []
 
     def begin(given, programs):
@@ -167,7 +168,7 @@ def within_bounds():
 
 
 class Shadow:
-    """Who last read and wrote each cell of a piece of memory, as (program, clock, lane)."""
+    """The last writer and the last reader of each cell of a piece of memory, as (program, clock, lane)."""
 
     NOBODY, MANY = -1, -2
 
@@ -180,10 +181,10 @@ class Races:
     """Happens-before of the programs and threads of a launch, by vector clocks.
 
     A program's clock counts its barriers. A thread sees what its own lane did, and what other lanes did
-    before the last barrier. An atomic access that releases publishes what its program did before its last
-    barrier, for it is one thread that makes it; one that acquires gives the program what was published there,
-    from its next barrier on. Of two accesses to one cell, one of them a store, the second must see the first;
-    what another program stored must be loaded as volatile, past a cache that may be older.
+    before the last barrier. One thread makes an atomic access: if the access releases, it publishes what the
+    program did before its last barrier; if it acquires, the program sees what was published at the address
+    from its next barrier on. Of two accesses to one cell, one of them a store, the second must see the first.
+    Other programs' stores must be loaded as volatile, because a cache may hold older values.
     """
 
     def begin(self, tensors, programs):
@@ -203,12 +204,12 @@ class Races:
         self.pieces = [Shadow(*piece) for piece in self.pieces]
 
     def barrier(self, program):
-        """All lanes have come here."""
+        """Count a barrier, which all lanes of the program have reached."""
         self.clock[program] += 1
         self.seen[program] = np.maximum(self.seen[program], self.acquired[program])
 
     def synchronise(self, program, to, order, scope):
-        """An atomic access; those of one address form one chain."""
+        """Release and acquire at an atomic access; all accesses to one address form one chain."""
         assert scope == "GPU", f"an atomic access of scope {scope} orders nothing between programs"
         for address in to.addresses.tolist():
             before = self.published.setdefault(address, np.full(len(self.clock), -1, np.int64))
@@ -222,7 +223,7 @@ class Races:
             self.published[address] = released
 
     def _unordered(self, program, lanes, by):
-        """Of which cells the last accesses ``by`` others need not have happened yet."""
+        """Return masks of cells: is the last access ``by`` unordered with this one? Another program's?"""
         who, when, lane = by
         others = (who >= 0) & (who != program)
         unseen = others & (when > self.seen[program][np.where(others, who, 0)])
@@ -230,7 +231,7 @@ class Races:
         return unseen | threads | (who == Shadow.MANY), others
 
     def access(self, program, kind, to):
-        """Compare with the last accesses to the same cells, and remember this one."""
+        """Check an access against the last ones to the same cells, and remember it."""
         if kind == "atomic" or not to.addresses.size:
             return
         first = int(to.addresses[0])
@@ -258,7 +259,7 @@ class Races:
 
 @contextlib.contextmanager
 def without_races():
-    """No two programs, and no two threads of one, may depend on which of them comes first."""
+    """Check that no two programs, and no two threads of one program, race for a cell."""
     races = Races()
     with watched(races.begin, races.access, races.barrier, races.synchronise):
         yield
@@ -273,7 +274,7 @@ class Traffic:
         self.writes = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
 
     def access(self, program, kind, to):
-        """Count one; a load may hold several elements."""
+        """Count an access, which may cover several elements."""
         counts = {"store": self.writes, "load": self.reads, "volatile load": self.reads}.get(kind, ())
         for tensor, count in zip(self.tensors, counts, strict=False):
             size = tensor.element_size()
@@ -282,7 +283,7 @@ class Traffic:
             count += torch.from_numpy(np.bincount(inside, minlength=tensor.numel()))
 
     def per_row(self, counts, index):
-        """One number per row; all elements of a row must have the same count."""
+        """Return one count per row; all elements of a row must have the same count."""
         rows = counts[index].view(-1, self.tensors[index].shape[-1])
         assert (rows == rows[:, :1]).all()
         return rows[:, 0].tolist()
@@ -290,7 +291,7 @@ class Traffic:
 
 @contextlib.contextmanager
 def counted(*tensors):
-    """Count accesses of contiguous tensors in the block: of what its mask lets through."""
+    """Count accesses to contiguous tensors inside the ``with`` block, only where masks let them through."""
     traffic = Traffic(*tensors)
     with watched(lambda tensors, programs: None, traffic.access):
         yield traffic

@@ -1,4 +1,4 @@
-"""Compile the kernels as they ship, with no GPU, and print what came out as JSON. Run as a script."""
+"""Compile the kernels as they ship, with no GPU, and print a report as JSON. Run as a script."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WARM = LogitTransform(1.0, 0.0, 0.7)
 def call_all(
     B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransform, optional: bool = True
 ) -> None:
-    """Every launcher over rows without optional arguments, and then, if ``optional``, with them."""
+    """Call every launcher over rows without optional arguments and, if ``optional``, also with them."""
     logits = torch.empty(B, T, V, dtype=dtype)
     labels, floats = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T)
 
@@ -83,7 +83,7 @@ def call_all(
         operands = RatioOperands(floats.view(shape), torch.zeros(B), **options)
         kernels.sequence_ratio_forward(shaped, operands, form)
         numbers = floats.to(stats_dtype(dtype)).view(shape)
-        # each level and each estimator, between the two layouts
+        # the two layouts together have each level and each estimator
         for level, estimator in (
             (("sequence", "k2"), ("token", "k1")) if packed else (("sequence", ""), ("token", "k3"))
         ):
@@ -101,7 +101,7 @@ def call_all(
 def compare(
     dtype: torch.dtype, transform: LogitTransform, beta: float, V: int = 4096, write: str = "in place"
 ) -> None:
-    """The launcher of divergences; ``write`` says where the gradient goes."""
+    """Call the launcher of divergences; ``write`` says where the gradient goes."""
     logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
     floats = torch.zeros(2, 3)
     pair = RowPair(logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100)
@@ -115,7 +115,7 @@ def compare(
 
 
 def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:
-    """The backward of rows whose label may be another rank's."""
+    """Call the backward of rows whose label may be another rank's."""
     logits, labels = torch.empty(B, T, V, dtype=dtype), torch.zeros(B, T, dtype=torch.int64)
     floats = torch.zeros(B, T, dtype=stats_dtype(dtype))
     stats = RowStats(floats, floats.double(), floats)
@@ -125,7 +125,7 @@ def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:
 
 
 def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
-    """The launchers of what is done around the gradient products, with every optional argument or none."""
+    """Call the launchers around the gradient products, with every optional argument or none."""
     n, stats = 5, stats_dtype(dtype)
     floats, most = torch.zeros(n, dtype=stats), torch.finfo(stats).max * 2.0**-24
     hidden, values = torch.empty(n, width, dtype=dtype), torch.empty(n, width, dtype=stats)
@@ -141,7 +141,7 @@ def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
 
 
 def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
-    """The launcher of fixed products as on the target: a chunk's three products."""
+    """Call the launcher of fixed products as on the target, for a chunk's three products."""
     products.platform = lambda: TARGETS[target].backend
     products._multiprocessors = lambda device: 132
     products._holds_large_tiles = lambda device: target in ("sm_90", "sm_100")
@@ -156,7 +156,7 @@ def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
 
 
 def hold(target: str) -> list[Any]:
-    """Launches of log-probs and gradients where rows may stay on the chip, as on the target."""
+    """Return the launches, as on the target, of log-probs and gradients of rows that may stay on the chip."""
     clusters = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
     blocks = BLOCKS[target] if clusters else 1
     recorder = Recorder(blocks)
@@ -174,7 +174,7 @@ def hold(target: str) -> list[Any]:
 
 
 def keys(kind: str) -> dict[str, int]:
-    """How many specialisations the launchers ask for over calls that differ in the way named."""
+    """Count the specialisations of each kernel over calls that differ as ``kind`` says."""
     recorder = Recorder()
     shapes = {
         "same": [(2, 3, 4096)] * 2,
@@ -184,10 +184,9 @@ def keys(kind: str) -> dict[str, int]:
         "alignment": [(2, 3, 4096), (2, 3, 4097)],
     }[kind]
     for B, T, V in shapes:
-        call_all(B, T, V, torch.bfloat16, PLAIN)
+        call_all(B, T, V, torch.bfloat16, BENT)
     if kind == "rows":
-        # Parameters of the transform and of the loss, too.
-        call_all(2, 3, 4096, torch.bfloat16, PLAIN._replace(logit_scale=1.0))
+        call_all(2, 3, 4096, torch.bfloat16, LogitTransform(2.0, 16.0, 1.0))
     found: dict[str, set[str]] = {}
     for call in recorder.calls:
         found.setdefault(name_of(call).replace(" aligned", "").replace(" shifted", ""), set()).add(
@@ -197,12 +196,12 @@ def keys(kind: str) -> dict[str, int]:
 
 
 def order_of_cluster(kernel: Any) -> list[str]:
-    """Accesses to memory and to other blocks' shared memory, and the barriers of a cluster, in the PTX."""
+    """Return the accesses to global and shared memory and the barriers of a cluster, in the PTX's order."""
     return re.findall(r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))", kernel.asm["ptx"])
 
 
 def order_of_memory(kernel: Any) -> list[str]:
-    """Barriers, accesses to global memory and what orders them, as they stand in the PTX or AMD assembly."""
+    """Return barriers, accesses to global memory and what orders them, in the order of the assembly."""
     if "ptx" in kernel.asm:
         words = r"\b(?:bar|barrier|fence|membar)\.\S+|\b(?:ld|st|atom|red)\.\S*global\S*"
         return re.findall(words, kernel.asm["ptx"])
@@ -211,15 +210,15 @@ def order_of_memory(kernel: Any) -> list[str]:
 
 
 def matrix_instructions(kernel: Any) -> list[str]:
-    """The instructions that multiply matrices, in the PTX or AMD assembly."""
+    """Return the instructions of the PTX or AMD assembly that multiply matrices."""
     if "ptx" in kernel.asm:
         return sorted(set(re.findall(r"\b(?:wg|tcgen05\.)?mma\.\S+", kernel.asm["ptx"])))
     return sorted(set(re.findall(r"\bv_mfma_\S+", kernel.asm["amdgcn"])))
 
 
 def is_read(name: str) -> bool:
-    """Whether a test asks the machine code of a kernel. That of rows with temperatures of their own calls a
-    subroutine, for it divides in fp64, and no shortest way leads through that.
+    """Return whether a test reads the machine code of a kernel. With a temperature per row, the code divides
+    in fp64 by calling a subroutine, and the search for the shortest way does not follow calls.
     """
     rows = name.startswith(("logprobs_", "on_chip_row", "sequence_ratio", "divergence"))
     own = rows and "no row_temperature_ptr" not in name
@@ -227,7 +226,7 @@ def is_read(name: str) -> bool:
 
 
 def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
-    """Compile each call for a target; calls that ask for the same specialisation once."""
+    """Compile calls for a target, each specialisation once, and return a report of the machine code."""
     report = []
     asked = {(name_of(call), specialisation(call, TARGETS[target])[0]): call for call in calls}
     programs = {key: compiled(call, target) for key, call in asked.items()}
@@ -254,8 +253,8 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
 
 
 def calls_for(target: str) -> list[Any]:
-    """Every kernel as bf16 training launches it, and on Hopper also with all that optional arguments, dtypes,
-    transforms, sampling masks, shards and odd strides make of the kernels.
+    """Return calls of every kernel as bf16 training launches it; on Hopper also with optional arguments,
+    other dtypes, transforms, sampling masks, shards and odd strides.
     """
     everything = target == "sm_90"
     bf16, fp32, fp64, fp16 = torch.bfloat16, torch.float32, torch.float64, torch.float16
@@ -267,7 +266,7 @@ def calls_for(target: str) -> list[Any]:
     compare(bf16, PLAIN, 0.5)
     around_products(bf16, 4096, False)
     multiply(300, 4096, 4096, bf16, target)
-    # one shows whether fp32 is rounded to TF32; the last one adds up, and needs most registers
+    # the first shows whether fp32 is rounded to TF32; the last accumulates, and needs most registers
     first, *_, last = products_of_fp32.calls
     calls = [*recorder.calls, first, *hold(target)]
     if not everything:

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter faster: it repeats much at every launch, and at every operation."""
+"""Make Triton's interpreter faster: on its own it repeats work at every launch and at every operation."""
 
 import contextlib
 import functools
@@ -16,14 +16,14 @@ NO_CONSTANTS = {core.tensor, core.dtype, core.block_type, int, float, bool, str,
 
 
 class Patched:
-    """What patching returns where the language is patched already: a launch undoes nothing."""
+    """What a launch gets from ``patch_once``: its ``restore`` undoes nothing, so patches outlive it."""
 
     def restore(self):
         pass
 
 
 def check_overflow(self, left, right, operation):
-    """That integers of up to 32 bits hold what comes out; Triton itself interprets six operations for it."""
+    """Assert that integers of up to 32 bits hold the result. Triton's own check interprets six operations."""
     scalar = left.type.scalar
     if scalar.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
         return
@@ -34,7 +34,7 @@ def check_overflow(self, left, right, operation):
 
 
 def patch_function(owner, name, function, builder, scope):
-    """Interpret a function of the language: one call instead of three around each."""
+    """Patch a function of the language so that one call wraps it, where Triton has three."""
 
     def interpreted(*args, **options):
         options["_semantic"] = interpreter.interpreter_semantic
@@ -45,7 +45,7 @@ def patch_function(owner, name, function, builder, scope):
 
 @functools.cache
 def shape_of_tensors(shape):
-    """``numel`` and ``shape`` of the tensors of a shape."""
+    """Return the attributes ``numel`` and ``shape`` of tensors with this shape."""
     return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
 
 
@@ -56,10 +56,9 @@ def init_tensor(self, handle, type):
 
 @contextlib.contextmanager
 def faster():
-    """``triton.language`` is patched once for each module with kernels, not at every call of theirs. Types of
-    blocks, of results, of NumPy and the shapes of tensors are made once and remembered. Equal objects are
-    often the same one, and most values are no constants, which takes one look. Overflow is checked by
-    ``check_overflow``.
+    """Patch ``triton.language`` once for each module with kernels, not at every call of a kernel. Make types
+    of blocks, of results and of NumPy and the shapes of tensors once, and remember them. Compare objects by
+    identity first, and tell by its type that a value is no constant. Check overflow by ``check_overflow``.
     """
     patch_language, make_dtype = interpreter._patch_lang, interpreter._get_np_dtype
     unwrap_any, make_block_type = core._unwrap_if_constexpr, core.block_type.__init__

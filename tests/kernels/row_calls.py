@@ -1,4 +1,4 @@
-"""Calls of a backend's row functions, and what their answers must be."""
+"""Calls of a backend's row functions, and the results that they must return."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ NEGATIVE = LogitTransform(-2.0, 0.0, 1.0)
 
 
 class Rows:
-    """The row functions of a backend, on tensors of the CPU or of its device; results are on the CPU.
-    Gradients go to memory full of NaN unless ``out`` is passed.
+    """The row functions of a backend. Arguments are on the CPU or the backend's device, results on the CPU.
+    Gradients are written to memory full of NaN unless ``out`` is passed.
     """
 
     def __init__(self, name: str):
@@ -30,7 +30,7 @@ class Rows:
         self.functions = load(name)
 
     def there(self, value):
-        """A tensor on the backend's device; anything else as it is."""
+        """Return a tensor on the backend's device, and anything else unchanged."""
         return value.to(self.device) if isinstance(value, Tensor) else value
 
     def rows(self, logits, labels, transform, ignore_index=IGNORE) -> LogitRows:
@@ -51,7 +51,7 @@ class Rows:
     def and_grad(
         self, logits, labels, coefficients, transform=PLAIN, *, out=None, held=True
     ) -> tuple[RowStats, Tensor]:
-        """``held`` lets Triton keep rows on the chip where they fit."""
+        """Return statistics and gradient; ``held`` lets Triton keep rows on the chip where they fit."""
         out = self._out(logits, logits.dtype, out)
         with pytest.MonkeyPatch.context() as patch:
             if not held:
@@ -61,7 +61,7 @@ class Rows:
         return stats.each(Tensor.cpu), out.cpu()
 
     def and_rows(self, logits, labels, transform=PLAIN, *, out=None) -> tuple[RowStats, Tensor, Tensor]:
-        """Statistics, rows, and the factors that make them d logprob/dlogits."""
+        """Return statistics, rows, and the factors that turn the rows into d logprob/dlogits."""
         out = self._out(logits, stats_dtype(logits.dtype), out)
         stats, factors = self.functions.logprobs_and_rows(self.rows(logits, labels, transform), out)
         factors = torch.ones_like(stats.logprobs) if factors is None else factors
@@ -72,7 +72,7 @@ class Rows:
 
 
 def draw(vocabulary, dtype, *, B=2, T=3, spread=4.0, seed=0):
-    """Logits, labels of which every other is the likeliest, and gradients of log-probs and entropy."""
+    """Draw logits, labels (every other one the likeliest id), and gradients of log-probs and entropy."""
     rng = generator(seed)
     logits = (torch.randn(B, T, vocabulary, generator=rng, dtype=torch.float64) * spread).to(dtype)
     labels = torch.randint(0, vocabulary, (B, T), generator=rng)
@@ -82,7 +82,7 @@ def draw(vocabulary, dtype, *, B=2, T=3, spread=4.0, seed=0):
 
 
 def chunk_of(logits, narrow):
-    """A chunk of fp32 rows padded to 64 elements: the logits, and 16-bit rows in their memory."""
+    """Return fp32 logits with rows padded to a multiple of 64 elements, and 16-bit rows in their memory."""
     B, T, V = logits.shape
     room = torch.full((B, T, (V + 63) // 64 * 64), float("nan"), device=logits.device)
     room[..., :V] = logits
@@ -90,18 +90,18 @@ def chunk_of(logits, narrow):
 
 
 def same(got, want) -> bool:
-    """The same dtypes and bits, NaN included."""
+    """Return whether dtypes and values are equal; NaN equals NaN."""
     return all(
         a is b is None or (a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
         for a, b in zip(got, want, strict=True)
     )
 
 
-# --- what answers must be
+# --- the results that functions must return
 
 
 def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
-    """(logprobs, lse, entropy, grad) of finite rows whose labels are columns; fp64's are by long double."""
+    """Return (logprobs, lse, entropy, grad) of finite rows with labels in range; fp64 by long double."""
     wide = np.longdouble if logits.dtype == torch.float64 else np.float64
     x = np.array(logits.double().numpy(), dtype=wide)
     scale, cap = wide(transform.logit_scale), wide(transform.softcap)
@@ -116,7 +116,7 @@ def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
     logp = z - lse
     p = np.exp(logp)
     onehot = np.arange(x.shape[-1]) == labels.numpy()[..., None]
-    # By the other columns, because log p(label) near 0 is lost in z - lse.
+    # A log p(label) near 0 is lost in z - lse, so it comes from the p of the other columns.
     chosen = (logp * onehot).sum(-1)
     others = (p * ~onehot).sum(-1)
     chosen = np.where(chosen > -0.5, np.log1p(-np.minimum(others, wide(0.5))), chosen)
@@ -133,7 +133,7 @@ def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
 
 
 def plain(logits, labels, transform, grad_logprobs=None, grad_entropy=None, dtype=torch.float32):
-    """The same in PyTorch with autograd."""
+    """Return the same as ``exact``, from PyTorch with autograd in ``dtype``."""
     leaf = logits.to(dtype, copy=True).requires_grad_()
     z = leaf * transform.logit_scale
     if transform.softcap:
@@ -149,7 +149,7 @@ def plain(logits, labels, transform, grad_logprobs=None, grad_entropy=None, dtyp
 
 
 def neighbour(values, k):
-    """The k-th draw of ``values`` moved by up to a part in 128: of the same size, roundings of its own."""
+    """Return ``values``, for k > 0 moved at random by up to 1 part in 128: other roundings, the same size."""
     if k == 0:
         return values
     noise = torch.rand(values.shape, generator=generator(k), dtype=torch.float64)
@@ -157,7 +157,7 @@ def neighbour(values, k):
 
 
 class Truth:
-    """What rows are in fp64, and how exact plain PyTorch is on them and on neighbours of theirs."""
+    """The exact results and plain PyTorch's, both for some rows and for random neighbours of these rows."""
 
     def __init__(self, logits, labels, transform, grad_logprobs, grad_entropy=None, draws=6):
         self.dtype, self.draws, names = logits.dtype, [], ("logprobs", "lse", "entropy", "grad")
@@ -167,15 +167,15 @@ class Truth:
             self.draws.append({key: dict(zip(names, found, strict=True)) for key, found in answers.items()})
 
     def hold(self, **got):
-        """Some of logprobs, lse, entropy and grad are as exact as plain PyTorch's."""
+        """Check that results (some of logprobs, lse, entropy, grad) are as exact as plain PyTorch's."""
         assert all(torch.isfinite(value).all() for value in got.values())
         draws = [(answers.__getitem__, lambda: got) for answers in self.draws]
         assert_draws_as_exact(draws, self.dtype, compared=1)
 
 
 def check(rows: Rows, logits, labels, grad, grad_entropy, transform=PLAIN):
-    """All functions on finite rows are as exact as plain PyTorch, statistics the same bits with and without
-    the entropy.
+    """Check that all functions on finite rows are as exact as plain PyTorch, and that statistics are the same
+    with and without the entropy.
     """
     given = logits, labels, transform
     both, alone = Truth(*given, grad, grad_entropy), Truth(*given, grad)

@@ -1,8 +1,8 @@
-"""What kernels do to memory: no access outside of their tensors, no result that depends on which thread or
-program is first, and no more accesses than they must.
+"""Memory accesses of kernels: none outside of their tensors, no result that depends on which thread or
+program is first, and no more accesses than needed.
 
-Every launch of the suite under the interpreter is held to the bounds (``tests/conftest.py``). Here are the
-races, how often rows are read and written, and faults that must be found.
+``tests/conftest.py`` checks the bounds of every launch of the suite under the interpreter. The tests here
+look for races, count how often rows are read and written, and plant faults that must be found.
 """
 
 import math
@@ -34,7 +34,7 @@ OPTIONS = RowOptions(PLAIN, IGNORE, "triton")
 
 
 def steps(packed, level="sequence"):
-    """From log-probs; what users call for them takes the CPU's own backend here."""
+    """Call Triton's ``ratio_step`` directly: on the CPU the public function takes another backend."""
     mask, old = torch.rand(4, 9) < 0.8, 0.1 * torch.randn(4, 9)
     ends = torch.tensor([0, 9, 9, 30, 36], dtype=torch.int32) if packed else None
     logprobs, mask, old = (value.view(1, -1) if packed else value for value in (old + 0.1, mask, old))
@@ -75,8 +75,8 @@ def test_no_launch_has_a_race_or_an_order(call):
 
 
 def gradients_of(V, place, dtype, out_dtype, in_one_pass):
-    """Gradients of rows that begin ``place`` elements behind a multiple of 16 bytes, written over them, or
-    elsewhere where ``out_dtype`` is None.
+    """Compute gradients of rows that begin ``place`` elements behind a multiple of 16 bytes. They are written
+    over the rows, or elsewhere if ``out_dtype`` is None.
     """
     room = torch.randn(1, 3, (V + place + 63) // 64 * 64).to(dtype)
     logits = room[..., place : place + V]
@@ -90,7 +90,7 @@ def gradients_of(V, place, dtype, out_dtype, in_one_pass):
     return ROWS.backward(logits, labels, ROWS.forward(logits, labels, entropy=False), grad, out=out)
 
 
-# The last two blocks' gradients lie in the first block of the logits that they are narrower than.
+# The 16-bit gradient of every block but the first lies over the fp32 logits of the block before it.
 NARROWS = (4096 * 2 + 16, 0, torch.float32, torch.bfloat16)
 
 
@@ -111,17 +111,17 @@ def test_gradients_over_their_own_rows_have_no_race(in_one_pass):
 
 V = 4096 * 2 + 77
 COUNTED, MOVING, WITH_IDS, EACH = [1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1], [1, 1, 0, 1, 1, 0], [1] * 6
-"""Rows whose label counts, those of them that have a gradient, those with ids, and all."""
+"""Which of the six rows have a counted label; a counted label and a gradient; ids; and all rows."""
 LABELS = torch.tensor([[0, V - 1, IGNORE], [5000, IGNORE, 4096]])
 GRAD = torch.tensor([[1.0, 0.0, 1.0], [-1.0, 0.0, 2.0]])
 KEPT = PLAIN._replace(kept=torch.full((2, 3, -(-V // 32)), -1, dtype=torch.int32))
 
 
 def walks(traffic, gradients=0):
-    """How often the log-sum-exp walks each row of logits, besides ``gradients`` that read each logit once.
+    """Return how often the log-sum-exp walks each row of logits; ``gradients`` counts other reads of a row.
 
-    Of 16-bit rows, two neighbouring threads ask for the 16 bytes of memory that they share. The ends of a row
-    nobody shares.
+    In 16-bit rows, two neighbouring threads may both read the 16 bytes that they share, so a walk reads a
+    logit once or twice. Threads share no logit at the ends of a row.
     """
     reads = traffic.reads[0].view(6, -1) - torch.tensor(gradients).view(-1, 1)
     found, most = reads[:, 0], 2 if traffic.tensors[0].element_size() == 2 else 1
@@ -131,7 +131,9 @@ def walks(traffic, gradients=0):
 
 
 def selected(logits, out=None):
-    """Of some ids, whose logits are read besides, and whose gradients are added besides."""
+    """Return a call that scores some ids per row, or with ``out`` writes their gradient. PyTorch reads the
+    ids' logits once more and writes their gradients, which is not counted.
+    """
     ids = torch.randint(0, V, (2, 3, 20)).index_fill(1, torch.tensor([2]), IGNORE)
     found = score(logits, ids, OPTIONS, False)
     if out is None:
@@ -142,8 +144,8 @@ def selected(logits, out=None):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_rows_are_read_once_and_written_once(dtype):
-    """Rows without gradient are written, not read, like masked ones. What does both walks them twice.
-    The second walk is meant for the cache.
+    """Rows without gradient are written but not read, like masked ones. Log-probs and gradients in one launch
+    take two walks over a row, of which the second is meant to hit the cache.
     """
     logits = torch.randn(2, 3, V).to(dtype)
     old, stats = torch.zeros(2, 3), ROWS.forward(logits, LABELS)
@@ -178,7 +180,7 @@ def test_rows_are_read_once_and_written_once(dtype):
 
 @pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
 def test_both_sides_of_a_divergence_are_read_once_in_the_backward(beta):
-    """The forward's second walk is meant for the cache."""
+    """The forward reads each row twice; the second walk is meant to hit the cache."""
     logits = torch.randn(2, 3, V).bfloat16()
     teacher, out = logits.flip(0).clone(), torch.empty_like(logits)
     pair = RowPair(logits, teacher, LABELS, PLAIN, PLAIN, beta, IGNORE)
@@ -232,7 +234,7 @@ def cached_column(scratch_ptr, row, indices, sequences):
 
 
 def arrival(before=True, behind=True, sem="acq_rel", scope="gpu"):
-    """``sequences.signal_and_count`` with something missing; in the interpreter it may be plain Python."""
+    """Return a faulty ``sequences.signal_and_count``; under the interpreter it may be plain Python."""
 
     def signal_and_count(counter_ptr):
         if before:
@@ -246,14 +248,14 @@ def arrival(before=True, behind=True, sem="acq_rel", scope="gpu"):
 
 
 def rows_at(first, columns, dtype=torch.float32):
-    """The forward of rows with something around them."""
+    """Return a call of the forward on ``columns`` columns, from ``first`` on, of rows of 4,160 columns."""
     logits = torch.randn(1, 3, 4160).to(dtype)[..., first : first + columns]
     labels = torch.full((1, 3), columns - 1)
     return lambda: ROWS.forward(logits, labels, entropy=False)
 
 
 def zeros_written():
-    """Without gradient, rows are not read, and zeros are stored."""
+    """Run the backward of rows without gradient, which stores zeros and does not read the rows."""
     out, labels, none = torch.zeros(1, 2, 64), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
     return ROWS.backward(out, labels, ROWS.forward(out, labels), none, out=out)
 
@@ -266,7 +268,7 @@ ARRIVALS = [
 CACHED = sequences, "_column", cached_column, "race: load by .* may come from a cache"
 OUT = "out of bounds: "
 FAULTS = [
-    # beyond the last row, and between rows, where only the tensor that holds them goes on
+    # beyond the last row, and between rows, in memory of the wider tensor that the rows are part of
     (rows_at(0, 4160), columns, "load_columns", load_one_more, OUT + "load of 4 bytes by program 2 in 1 "),
     (rows_at(1, 1009), columns, "_load_column", load_one_more_column, OUT + "load of 4 bytes by program 0"),
     (rows_at(16, 1008), columns, "load_columns", load_one_more, OUT + "load of 4 bytes by program 0 in 1 "),
@@ -289,7 +291,7 @@ def test_a_fault_is_found(monkeypatch, call, module, name, fault, message):
 
 
 def test_a_missing_barrier_is_found():
-    """Where rows are narrowed, and where a row is summed up and overwritten."""
+    """Barriers are needed where rows are narrowed in place, and where a row is summed up and overwritten."""
     overwritten = (1024, 0, torch.float32, torch.float32)
     for case, in_one_pass in ((NARROWS, False), (NARROWS, True), (overwritten, True)):
         found = pytest.raises(Exception, match="race: store by program 0 over what")

@@ -1,4 +1,4 @@
-"""Arithmetic inside the Triton kernels: sums, roundings, and what is done around the gradient products."""
+"""Arithmetic inside the Triton kernels: sums, roundings, and operations around the gradient products."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def summing_kernel(
 
 
 def summed(*given):
-    """Sum and number of log-ratios; ``given`` are labels, old and new log-probs."""
+    """Return the sum and the number of log-ratios; ``given`` are labels, old and new log-probs."""
     device = device_of("triton")
     total = torch.empty((), dtype=torch.float64, device=device)
     count = torch.empty((), dtype=torch.int32, device=device)
@@ -47,7 +47,7 @@ def summed(*given):
 
 
 def test_neither_padding_nor_holes_nor_the_order_change_a_sum():
-    """Log-ratios are rounded to a grid, on which a sum has one value; what no grid holds stays as it is."""
+    """Log-ratios are rounded to a grid, where a sum has one value; numbers beyond it stay as they are."""
     rng, size = generator(0), 700
     # from near 0, where the grid is coarser than fp32, to far off-policy
     logprobs = -torch.logspace(-9, 2, size)[torch.randperm(size, generator=rng)]
@@ -56,7 +56,7 @@ def test_neither_padding_nor_holes_nor_the_order_change_a_sum():
     expected, count = summed(labels, old, logprobs)
     assert count == size and abs(expected - ratios.sum()) <= size * 2.0**-41
     plain = {float(ratios[torch.randperm(size, generator=rng)].cumsum(0)[-1]) for _ in range(20)}
-    assert len(plain) > 1  # without the grid the order shows
+    assert len(plain) > 1  # without the grid the order changes the sum
     for left, hole in ((13, 0), (0, 5), (64, 70)):
         spread = torch.full((left + size + hole,), -100)
         places = torch.cat([torch.arange(left, left + 300), torch.arange(left + 300 + hole, len(spread))])
@@ -70,7 +70,7 @@ def test_neither_padding_nor_holes_nor_the_order_change_a_sum():
         assert summed(labels[:3], old, logprobs)[0] == torch.tensor(far).double().item()
 
 
-# --- 16 bits, rounded to the nearest even by bits where no instruction does it
+# --- rounding to 16 bits, to the nearest even, by integer operations where no instruction does it
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def narrowing(values, out, COUNT: tl.constexpr, PLATFORM: tl.constexpr):
 @interpreted
 @pytest.mark.parametrize("platform", ["interpreter", "hip"])
 def test_numbers_of_all_sizes_are_rounded_as_pytorch_rounds(platform):
-    """Every upper half, with ties, subnormal numbers and NaN of many payloads among them."""
+    """All upper halves of fp32 are tried, among them ties, subnormal numbers and NaN of many payloads."""
     for low in (0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         bits = np.arange(2**16, dtype=np.uint32) << 16 | np.uint32(low)
         values = torch.from_numpy(bits.view(np.float32))
@@ -93,7 +93,7 @@ def test_numbers_of_all_sizes_are_rounded_as_pytorch_rounds(platform):
 
 @interpreted
 def test_no_payload_of_a_nan_makes_it_a_number_on_amd(monkeypatch):
-    """Scalars of a row may bring a NaN that rounding alone would carry into the sign."""
+    """A scalar of a row may be a NaN whose payload rounding alone would carry into the sign bit."""
     for module in ("launch", "scale"):
         monkeypatch.setattr(f"gspo_kernels.kernels.{module}.platform", lambda: "hip")
     nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(FP32)
@@ -114,13 +114,13 @@ def test_no_payload_of_a_nan_makes_it_a_number_on_amd(monkeypatch):
         grad = nan.view(1, 1) if bad == "coefficient" else -one
         grad_entropy = one if bad == "entropy" else None
         out = rows.backward(logits, labels, stats._replace(**broken), grad, grad_entropy, transform)
-        # but for the label, whose gradient starts from its log-prob alone
+        # except at the label, whose gradient starts from its log-prob alone
         assert out[~of_label].isnan().all(), bad
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scaling(monkeypatch, dtype):
-    """Blocks are shared among programs, of which there are as few as two here."""
+    """At most two programs share all blocks here."""
     monkeypatch.setattr("gspo_kernels.kernels.scale._PROGRAMS", 2)
     device = device_of("triton")
     # times 1.5, every other 16-bit number lies half-way between two
@@ -136,11 +136,11 @@ def test_scaling(monkeypatch, dtype):
 # --- around the gradient products
 
 SIZES = torch.tensor([0.0, -0.0, 1.0, -3.7, 1e-42, 3e-30, -5e20, 3e38, float("inf"), float("nan")])
-"""Coefficients that a loss may have, and some that it shouldn't."""
+"""Coefficients that a loss may have, and some that it shouldn't have."""
 
 
 def rows_of(width, dtype):
-    """[n, width] with a row for each of ``SIZES``, and a factor for each."""
+    """Draw values [n, width] with a row for each of ``SIZES``, and a factor for each row."""
     rng, n = generator(0), len(SIZES)
     return torch.randn(n, width, generator=rng).to(dtype), 0.5 + torch.rand(n, generator=rng)
 
@@ -167,7 +167,7 @@ def test_an_operand_is_hidden_states_times_bounded_coefficients(dtype, width):
 
 
 @interpreted
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # what the interpreter's maximum says of such rows
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum warns of rows of NaN
 @pytest.mark.parametrize("width", [16, 130])
 @pytest.mark.parametrize("whole_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -182,13 +182,13 @@ def test_rows_of_hidden_gradients_lose_nothing_whatever_their_coefficients(dtype
     got = hidden.double() * scales.double().unsqueeze(1)
     exactly = values[:6].double() * (SIZES.double() * factors.double())[chosen].unsqueeze(1)
     error = (got[where[chosen]] - exactly).abs()[:4]
-    # one rounding to the dtype, three of fp32 before; what is far below its row's largest is subnormal
+    # one rounding to the dtype after three of fp32; values far below their row's largest are subnormal
     largest = exactly.abs().amax(1, keepdim=True)[:4] * torch.finfo(dtype).smallest_normal
     budget = exactly[:4].abs() * (torch.finfo(dtype).eps / 2 + 2e-7) + largest * torch.finfo(dtype).eps
     assert bool((error <= budget).all()) and got[where[9]].isnan().all() and got[where[0]].eq(0).all()
     others = [i for i in range(14) if i not in where[chosen].tolist()]
     assert hidden[others].eq(9).all() and scales[others].eq(9).all()
-    # and in this dtype at once, as PyTorch's operations do it
+    # without scales, rows are stored in this dtype at once, as PyTorch's operations do
     kernels.store_hidden(values, SIZES, None, slice(3, 13), hidden, None, whole_last)
     scale = SIZES if whole_last else power_of_two(SIZES)
     units = values if whole_last else times(values, (SIZES / scale).unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Products whose elements depend on their row and column alone: Triton's, and C++'s by every instruction."""
+"""Products whose elements depend on their row and column alone: Triton's, and C++'s by instruction set."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from tests.accuracy import Spread, assert_as_exact
 from tests.cases import device_of, generator
 
 FP32, BF16 = torch.float32, torch.bfloat16
-# multiples of nothing; one more and one less than a tile, a block, a piece along K (128 or 256); odd K
+# a tile, a block or a piece along K (128 or 256) exactly, with one more and with one less; tiny; odd K
 SMALL = ((1, 1, 1), (31, 63, 257), (32, 64, 128), (33, 65, 127))
 LARGE = (
     (5, 7, 3),
@@ -32,7 +32,7 @@ LARGE = (
 
 
 class Way:
-    """Triton's product, or C++'s with some instructions; ``dtypes`` are those that it multiplies here."""
+    """Triton's product, or C++'s with one instruction set; ``dtypes`` are what it can multiply here."""
 
     def __init__(self, name):
         self.name, self.device = name, device_of("triton" if name == "triton" else "cpp")
@@ -74,7 +74,7 @@ def draw(shape, dtype):
 
 @functools.cache
 def sums(shape, dtype):
-    """The exact product, and fp32 PyTorch's in several orders of its sums."""
+    """Return the exact product, and fp32 PyTorch's with sums in eight orders."""
     a, b = draw(shape, dtype)
     orders = [torch.randperm(shape[2], generator=generator(seed)) for seed in range(8)]
     return a.double() @ b.double(), [a[:, order].float() @ b[order].float() for order in orders]
@@ -102,7 +102,7 @@ def test_values(way):
 
 
 def views(matrix):
-    """A matrix with NaN on all sides, along either dimension, and with strides in both."""
+    """Yield views of a matrix amid NaN: contiguous along either dimension, and strided along both."""
     for turned in (False, True):
         inner = matrix.t() if turned else matrix
         rows, columns = inner.shape
@@ -115,7 +115,7 @@ def views(matrix):
 
 @pytest.mark.slow
 def test_an_element_depends_on_its_row_and_its_column_alone(way, monkeypatch):
-    """Not on strides, on what lies around, on what is computed along with it, nor on who computes it."""
+    """Strides, memory around, other rows and columns, threads and multiprocessors change no bit."""
     large = (530, 1000, 600) if way.name == "best" else (100, 130, 300)
     threads = torch.get_num_threads()
     for dtype, shape in itertools.product(way.dtypes, ((3, 5, 7), (33, 70, 130))):
@@ -144,7 +144,7 @@ def test_an_element_depends_on_its_row_and_its_column_alone(way, monkeypatch):
 
 
 def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(way):
-    """As products of their own that are added one after another, whichever of them one call takes."""
+    """A call has the bits of separate products added one after another, however calls share the pieces."""
     ends = [128, 256, 300] if way.name == "triton" else [1, 41, 41 + PIECE, 290, 301]
     for dtype in way.dtypes:
         a, b = way.draw((40, 72, ends[-1]), dtype)
@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("depth", [40, 600])
 def test_large_results_go_past_the_caches_and_are_the_same(depth):
-    """From 32 MiB, where rows begin at cache lines; with a rest of columns that is no whole vector."""
+    """Results from 32 MiB on are streamed if rows begin at cache lines; a partial vector is left."""
     way = Way("best")
     for dtype in way.dtypes:
         a, b = way.draw((1100, 8007, depth), dtype)
@@ -233,7 +233,7 @@ def test_large_results_go_past_the_caches_and_are_the_same(depth):
     ],
 )
 def test_instructions_with_the_same_sums_have_the_same_bits(one, other, dtype):
-    """bf16 without instructions of its own is multiplied as fp32, in pieces of as many values."""
+    """Without bf16 instructions, bf16 is multiplied as fp32, in pieces of the same number of values."""
     if not all(name == "as fp32" or has_instructions(name, dtype) for name in (one, other)):
         pytest.skip("this processor lacks one of them")
     for shape, turned in itertools.product(SMALL + LARGE, (False, True)):
@@ -257,7 +257,7 @@ def test_amx_takes_subnormal_numbers_for_zero_and_leaves_none():
 
 
 def test_amx_products_go_between_those_of_pytorch():
-    """oneDNN configures the same registers of the same threads."""
+    """PyTorch's oneDNN configures the same registers in the same threads."""
     if not has_instructions("amx", BF16):
         pytest.skip("this processor has no AMX")
     a, b = draw((300, 500, 600), BF16)
@@ -268,7 +268,7 @@ def test_amx_products_go_between_those_of_pytorch():
 
 @pytest.mark.slow
 def test_limits_that_users_set_are_kept():
-    """In processes whose oneDNN may not use AMX, or whose PyTorch is held to AVX2 as on older processors."""
+    """One process forbids oneDNN AMX; another limits PyTorch to AVX2, as on older processors."""
     code = (
         "import torch; from gspo_kernels.cpp.products import best_instructions\n"
         "from gspo_kernels.linear.head import Head\n"

@@ -1,4 +1,4 @@
-"""Rows that stay on the chip between their log-prob and their gradient, and which rows do."""
+"""Rows that stay on the chip between their log-prob and their gradient, and which rows can."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ KEPT = PLAIN._replace(kept=torch.empty(1, 2, 128, dtype=torch.int32))
 
 
 def empty(V, dtype):
-    """Logits and the gradient's memory, of which only the shape matters."""
+    """Return logits and memory for their gradient, whose values do not matter."""
     return torch.empty(1, 2, V, dtype=dtype), torch.empty(1, 2, V, dtype=dtype)
 
 
@@ -43,7 +43,7 @@ def empty(V, dtype):
     [
         (16, BF16, PLAIN),  # most threads have no column
         (10240, FP16, WARM),  # one block of threads is full
-        (10240 + 16, BF16, NEGATIVE),  # two, and the last piece nearly empty
+        (10240 + 16, BF16, NEGATIVE),  # two blocks of threads, and the last piece is nearly empty
         (20480, FP32, LogitTransform(1.0, 0.0, 1.0, torch.tensor([[0.5], [1.7]]).expand(2, 3))),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_real_vocabulary_on_sixteen_multiprocessors():
 
 
 def test_labels_anywhere_in_the_row():
-    """Of every piece the first and the last column, whose own log-prob stays out of the sum."""
+    """Labels are the first and the last column of every piece; the sum leaves the label's term out."""
     V = 8192 + 16
     piece = on_chip_tile(*empty(V, BF16), PLAIN).block
     labels = torch.tensor([sorted({0, V - 1, *range(piece, V, piece), *range(piece - 1, V, piece)})])
@@ -74,11 +74,11 @@ def test_labels_anywhere_in_the_row():
 # --- rows for the products of hidden states, over their own logits
 
 CHUNK = 10240 + 16
-"""fp32 columns of two blocks of threads, of whose last pieces little is full."""
+"""Columns of fp32 rows that take two blocks of threads, whose last pieces are nearly empty."""
 
 
 def and_rows(logits, labels, narrow, transform=PLAIN):
-    """16-bit rows d logprob/dlogits in the memory of fp32 logits."""
+    """Return statistics and 16-bit rows d logprob/dlogits; the rows are in the memory of the fp32 logits."""
     chunk, out = chunk_of(ROWS.there(logits), narrow)
     assert on_chip_tile(chunk, out, transform) is not None
     return ROWS.and_rows(chunk, labels, transform, out=out)[:2]
@@ -109,7 +109,7 @@ def test_rows_over_their_own_logits_are_as_exact_as_plain_pytorch(monkeypatch, n
 @pytest.mark.parametrize("out_dtype", (FP32, BF16))
 @pytest.mark.parametrize("coefficients", (False, True))
 def test_each_logit_is_read_once_and_no_order_is_needed(coefficients, out_dtype):
-    """The label's once more. An ignored row isn't read, and every gradient is written once."""
+    """The label's logit is read once more. An ignored row isn't read, and every gradient is written once."""
     logits, labels, grad, _ = draw(CHUNK, FP32, B=1, T=3)
     labels[0, 1], grad[0, 2] = IGNORE, 0.0
     logits[0, 1] = float("nan")
@@ -149,7 +149,7 @@ def test_rows_come_along_only_where_that_is_less_work():
         assert not kernels.one_pass_pays(ROWS.rows(empty(V, dtype)[0], None, transform), True)
         assert on_chip_tile(*empty(V, dtype), transform) is None
     assert on_chip_tile(logits, torch.empty(1, 2, 4096 + 1, dtype=BF16)[..., 1:], PLAIN) is None
-    # a launch that is asked for all the same reads rows twice
+    # asked for both in one launch all the same, the kernel reads such rows twice
     logits, labels, *_ = draw(1009, FP32, B=1, T=2)
     known = ROWS.and_grad(logits, labels, torch.ones(1, 2))[0]
     assert torch.equal(ROWS.and_rows(logits, labels)[0].logprobs, known.logprobs)
@@ -232,5 +232,5 @@ def test_unavailable_says_why(monkeypatch):
             monkeypatch.setattr(kernels, "platform", lambda platform=platform: platform)
             monkeypatch.setattr(kernels, "triton_version", lambda version=version: version)
             refused = kernels.unavailable(torch.device("cuda")) or ""
-            # one that does not order arrivals
+            # a Triton that does not order arrivals on AMD GPUs
             assert ("for AMD GPUs Triton before 3.9" in refused) == (platform == "hip" and version < (3, 9))

@@ -46,7 +46,7 @@ def test_vocabularies(rows, dtype):
 
 @pytest.mark.slow
 def test_real_vocabularies(rows):
-    """In 16-byte pieces, and where the next row begins 5 columns behind such a piece."""
+    """Rows are whole 16-byte pieces, or the next row begins 5 columns behind one."""
     check(rows, *draw(32000, torch.float32, B=1, T=2), SOFT)
     check(rows, *draw(151669, torch.bfloat16, B=1, T=2))
 
@@ -71,8 +71,8 @@ def test_logits_far_from_zero_and_far_apart(rows, spread):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 @pytest.mark.parametrize("softcap", (0.0, 80.0))
 def test_rows_whose_blocks_rise_and_fall(rows, dtype, softcap):
-    """Exponentials are taken before the row's maximum is known: they must come out as if it had been, also
-    those that are far below the largest.
+    """Exponentials are taken before the row's maximum is known. All of them, also those far below the
+    largest, must be as exact as if the maximum were known.
     """
     for step in (-90.0, -33.0, 5.0, 33.0, 1000.0):
         logits, labels, grad, _ = draw(9001, dtype, T=2)
@@ -86,7 +86,7 @@ def test_rows_whose_blocks_rise_and_fall(rows, dtype, softcap):
         got = row.double() * (factors.double() * grad.double()).unsqueeze(-1)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(stats.lse, want[1], rtol=2 * eps, atol=2 * eps)
-        # each element for itself: the largest would hide the others
+        # element by element: the largest would hide the others
         seen = want[3].abs() > 1e-30
         error, usual_error = (
             float((each.double() / want[3] - 1)[seen].abs().max()) for each in (got, usual[3])
@@ -105,7 +105,7 @@ def test_peaked_rows_keep_the_relative_accuracy_of_small_log_probs(rows, dtype):
         one = torch.ones(labels.shape)
         want = exact(logits, labels, PLAIN, one)
         stats = rows.forward(logits, labels)
-        # C++ computes fp32 rows' exponents without rounding; elsewhere that of the gap is a relative error
+        # C++ computes fp32 rows' exponents without rounding; elsewhere the gap's rounding is a relative error
         most = eps * (2 if rows.name == "cpp" and dtype != torch.float64 else 18 + gap)
         assert (stats.logprobs < 0).all()
         assert ((stats.logprobs.double() / want[0] - 1).abs() <= most).all(), gap
@@ -122,7 +122,7 @@ def test_peaked_rows_keep_the_relative_accuracy_of_small_log_probs(rows, dtype):
 
 
 def layouts(dtype):
-    """(name, memory, (shape, strides, first element) of rows in it); between these lies NaN."""
+    """Yield (name, memory, (shape, strides, first element) of its rows); NaN lies between the rows."""
     T = 16 // dtype.itemsize + 1  # rows an odd number of elements apart begin at every alignment
     for name, place in {
         "sliced rows": ((2, 2, 300), (11200, 2800, 1), 700),
@@ -145,10 +145,10 @@ def layouts(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_do_not_depend_on_where_rows_lie(rows, dtype):
-    """And nothing between rows of gradients is written."""
+    """Nothing is written between the rows of gradients, either."""
     for name, memory, place in layouts(dtype):
         if name == "overlapping" and rows.name == "triton":
-            continue  # the checker of accesses takes one stride after the other
+            continue  # the checker of accesses does not know overlapping strides
         logits, (B, T, V) = memory.as_strided(*place), place[0]
         dense = torch.full((B, T, (V + 63) // 64 * 64), torch.nan, dtype=dtype)[..., :V].copy_(logits)
         labels = torch.randint(0, V, (T, B), dtype=torch.int32).t()
@@ -195,16 +195,16 @@ def test_bits_do_not_depend_on_where_rows_lie(rows, dtype):
 def test_gradients_of_any_dtype_are_the_wide_one_rounded_in_place_or_elsewhere(rows, dtype, out_dtype):
     if rows.name == "triton" and torch.float64 in (dtype, out_dtype) and dtype != out_dtype:
         pytest.skip("no caller mixes fp64 with others")
-    # the last 16-bit block's gradient ends in the third block of fp32 logits
+    # the gradient of the last 16-bit block ends in the middle of the fp32 logits
     logits, labels, grad, grad_entropy = draw(4096 * 3 + 5, dtype, B=1, T=7)
-    # fp16 normals, subnormals, overflow; bf16 near its end; none; and a row that is ignored
+    # fp16 normals, subnormals, overflow; near bf16's largest; tiny; zero; and a row that is ignored
     grad[0] = torch.tensor([1.0, 1e-4, 1e5, 3e38, 1e-30, 0.0, 1.0]).to(grad.dtype)
     labels[0, 6], logits[0, 6] = IGNORE, float("nan")
     for transform in (PLAIN, SOFT) if (dtype, out_dtype) == (torch.float32, torch.bfloat16) else (PLAIN,):
         stats = rows.forward(logits, labels, transform)
 
         def both(values, out, stats=stats, transform=transform):
-            """Of the backward and of the pass that does both."""
+            """Return gradients of the backward, and of the launch that computes log-probs and gradients."""
             first = rows.backward(values(), labels, stats, grad, grad_entropy, transform, out=out())
             return first, rows.and_grad(values(), labels, grad, transform, out=out())[1]
 
@@ -261,7 +261,7 @@ def test_ignored_rows_and_rows_without_gradient_are_zeros_and_never_read(rows, d
 def test_a_label_out_of_range_is_nan_and_no_address(rows, label):
     logits, labels, grad, grad_entropy = draw(300, torch.float32)
     stats = rows.forward(logits, labels)
-    # the log-prob that doesn't exist has no gradient; the entropy's is there
+    # the log-prob that doesn't exist has no gradient; the entropy has one
     only_entropy = torch.where(torch.arange(6).view(2, 3) == 0, 0.0, grad)
     want = rows.backward(logits, labels, stats, only_entropy, grad_entropy)
     labels[0, 0] = label
@@ -293,7 +293,7 @@ def test_no_rows(rows, shape):
 
 
 def special_rows(lowest, highest):
-    """Rows of 2512 columns, which Triton can keep on the chip; the label is column 3."""
+    """Return rows of 2512 columns, which Triton can keep on the chip, by name; the label is column 3."""
     column, numbers = torch.arange(2512), torch.randn(2512, dtype=torch.float64)
     extreme = {
         "first blocks -inf": ((column >= 2100) | (column == 3), {}),
@@ -322,7 +322,7 @@ def special_rows(lowest, highest):
 )
 def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
     info, stats_type = torch.finfo(dtype), stats_dtype(dtype)
-    # what a transform multiplies must stay in range
+    # transformed logits must stay in range
     within = 1.0 if transform == PLAIN else 0.1
     cases = special_rows(within * info.min, within * info.max)
     logits = torch.stack(list(cases.values())).to(dtype).unsqueeze(0)
@@ -342,19 +342,19 @@ def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
     close = {"rtol": 32 * eps, "atol": 16 * eps, "equal_nan": True}
     for known in (stats, in_one_pass, twice_read, with_rows):
         torch.testing.assert_close(known.logprobs.double(), want.logprobs, **close)
-        # of +inf and NaN either may be the answer
+        # in a row with NaN, the log-sum-exp may be +inf or NaN
         torch.testing.assert_close(known.lse[numbers], want.lse[numbers], **close)
         assert not known.lse[~numbers].isfinite().any()
     torch.testing.assert_close(stats.entropy.double(), want.entropy, **close)
     for got in (both, again, row * (-1.5 * factors).unsqueeze(-1), gradient):
         if got is gradient and rows.name == "triton":
-            # its log-sum-exp as one number is that of a single logit, too
+            # its log-sum-exp, rounded to one number, equals that of a single logit
             one_logit = list(cases).index("all lowest")
             got[0, one_logit] = want_grad[0, one_logit]
         torch.testing.assert_close(got.double(), want_grad, **close | {"rtol": 100 * eps})
     finite = want.entropy.isfinite()
     assert torch.equal(with_entropy.isfinite().all(-1), finite)
-    # a column at -inf has no share in the entropy, where no softcap makes it a number
+    # a column at -inf has no share in the entropy, unless a softcap makes it finite
     cut = (logits == -torch.inf) & finite.unsqueeze(-1)
     cut[..., 3] = False
     assert transform.softcap or (with_entropy[cut] == 0).all()
@@ -362,7 +362,7 @@ def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_logit_is_read_exactly(dtype):
-    """In C++. With one column, log-sum-exp is the logit. Among 40, the label's at -inf, vectors read it."""
+    """C++ only. The log-sum-exp of one column is the logit; with 40 columns, vectors read the logits."""
     rows = Rows("cpp")
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = x[x.isfinite()].view(1, -1, 1)
@@ -376,14 +376,14 @@ def test_every_16_bit_logit_is_read_exactly(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_kind_of_16_bit_gradient_is_rounded_as_pytorch_rounds(dtype):
-    """In C++. A label at -inf has p = 0, so its gradient is the coefficient itself: any bits go through."""
+    """C++ only. A label at -inf has p = 0, so its gradient is the coefficient, which may have any bits."""
     rows = Rows("cpp")
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     halfway = torch.nextafter(every, torch.tensor(float("inf"))) * 0.5 + every * 0.5
     random = torch.randint(-(2**31), 2**31, (200_000,)).to(torch.int32).view(torch.float32)
     values = torch.cat([random, every, halfway, every * (1 + 2**-9), every * 0.75])
     values = values[values != 0][None]
-    # column 0 has p = 1; what column 1 has is subnormal among many values
+    # column 0 has p = 1; gradients of column 1 are subnormal for many values
     logits = torch.tensor([0.0, -85.0, -float("inf")]).expand(1, values.shape[1], 3)
     labels, out = torch.full(values.shape, 2), torch.empty(1, values.shape[1], 3, dtype=dtype)
     want = [values.to(dtype), (-values).to(dtype)]

@@ -1,6 +1,6 @@
 """Clipped ratios in one launch, per sequence or token, against the evaluation that serves all objectives.
 
-From logits and from log-probs, in Triton and in C++.
+Ratios come from logits or from log-probs, and launches are Triton's and C++'s.
 """
 
 import itertools
@@ -50,7 +50,7 @@ TOKENS = {
 SIZES = torch.arange(3.0, 3.0 + B)
 REFERENCE = torch.linspace(-2.5, -1.5, B * T).view(B, T)
 BETAS = torch.tensor([[0.1], [0.0], [0.3], [0.2], [0.4], [0.1]], dtype=FP64).expand(B, T)
-# of sequences from logits, of sequences, of tokens
+# terms of sequence ratios from logits; MORE_TERMS of those from log-probs; TOKEN_TERMS of token ratios
 TERMS = {
     "plain": {},
     "zero advantages": {"advantages": torch.tensor([0.0, 1.0, -0.4, 0.0, 0.8, -0.9])},
@@ -76,20 +76,20 @@ TOKEN_TERMS = MORE_TERMS | {
 
 
 def cases(source, objectives, terms):
-    """All terms, each with two of the objectives; dtypes in turn."""
+    """Return cases of all terms, each with two of the objectives; objectives and dtypes take turns."""
     some, dtypes = itertools.cycle(objectives), itertools.cycle((FP32, FP64, FP32, torch.bfloat16, FP32))
     return [(source, next(some), term, next(dtypes)) for term in terms for _ in range(2)]
 
 
 CASES = [*cases("logits", SEQUENCES, TERMS), ("logits", "gspo", "plain", torch.float16)]
 CASES += cases("logprobs", SEQUENCES, MORE_TERMS) + cases("logprobs", TOKENS, TOKEN_TERMS)
-# wide enough that nothing is clipped, and a mean of tokens: the drift is the mean of the log-ratios
+# bounds so wide that nothing is clipped; a sequence's drift is the mean of its tokens' log-ratios
 OPEN = RatioClip(-math.inf, math.inf, math.inf, False, "sequences", 1.0)
 both_sources = pytest.mark.parametrize("source", ["logits", "logprobs"])
 
 
 def draw(source, lengths=LENGTHS, dtype=FP32):
-    """Arguments of padded sequences with holes; nothing is a number where no token counts."""
+    """Draw arguments of padded sequences with holes; where no token counts, values are NaN or inf."""
     rng, shape = generator(0), (len(lengths), max(lengths))
     logits = (2 * torch.randn(*shape, V, generator=rng, dtype=FP64)).to(dtype)
     labels = torch.randint(0, V, shape, generator=rng)
@@ -107,7 +107,7 @@ def draw(source, lengths=LENGTHS, dtype=FP32):
 
 
 def packed(values, lengths=LENGTHS):
-    """The same sequences, one after another."""
+    """Return the arguments with the sequences packed one after another."""
     inside = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     flat = {
         name: value[inside] if isinstance(value, torch.Tensor) and value.ndim > 1 else value
@@ -117,7 +117,7 @@ def packed(values, lengths=LENGTHS):
 
 
 class Launch:
-    """Losses in one launch of a backend, from logits or from log-probs, and the same by evaluation."""
+    """Losses in one launch of a backend, from logits or from log-probs, and the same by ``evaluate``."""
 
     def __init__(self, backend, monkeypatch):
         self.backend, self.device, self.patch = backend, device_of(backend), monkeypatch
@@ -127,9 +127,9 @@ class Launch:
         return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
 
     def __call__(self, values, upstream=1.0, form=None):
-        """(output, gradient on the log-probs), with ``form`` in place of the objective's."""
+        """Return (output, gradient of the log-probs); ``form`` replaces the objective's ratio form."""
         with self.patch.context() as patch:
-            patch.setattr(step, "evaluate", None)  # not even called
+            patch.setattr(step, "evaluate", None)  # one launch must not call it
             if form is not None:
                 patch.setattr(losses, "ratio_of", lambda *_: form)
             if "logprobs" in values:
@@ -139,12 +139,12 @@ class Launch:
             leaf, labels = values.pop("logits").requires_grad_(), values["labels"]
             out = gk.fused_policy_loss(leaf, **values, backend=self.backend)
             (grad,) = torch.autograd.grad(out.loss * upstream, leaf)
-        # a label's logit moves its log-prob by 1 - p
+        # d logprob / d(the label's logit) is 1 - p
         moved = grad.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return out, torch.where(moved == 0, 0.0, moved / -torch.expm1(out.logprobs))
 
     def evaluated(self, values, logprobs, upstream=1.0):
-        """The same of these log-probs."""
+        """Return what a call returns, but by ``evaluate`` and from these log-probs."""
         values = {"logprobs": logprobs} | values
         if "logits" in values:
             values["loss_mask"] = values.pop("labels") != IGNORE
@@ -182,7 +182,7 @@ def agree(got, want, source="logprobs", dtype=FP32):
 
 @pytest.mark.parametrize(("source", "objective", "terms", "dtype"), CASES, ids=str)
 def test_one_launch_equals_the_evaluation(launch, source, objective, terms, dtype):
-    """And packed sequences have the bits of padded ones."""
+    """Packed sequences have the bits of padded ones, too."""
     values = draw(source, dtype=dtype) | TOKEN_TERMS[terms] | {"objective": (SEQUENCES | TOKENS)[objective]}
     out, grad = got = launch(values, 3.0)
     agree(got, launch.evaluated(values, out.logprobs, 3.0), source, dtype)
@@ -198,8 +198,8 @@ def test_one_launch_equals_the_evaluation(launch, source, objective, terms, dtyp
 
 @both_sources
 def test_more_tokens_and_sequences_than_a_block(launch, source):
-    """Several rounds of the reducing loops: from log-probs blocks are of 1,024 tokens and 256 sequences, from
-    logits of half as many.
+    """The reducing loops take several rounds. Blocks are of 1,024 tokens and 256 sequences from log-probs, of
+    half as many from logits.
     """
     lengths = (530, *[1] * 130, 5) if source == "logits" else (1100, *[1] * 258, 5)
     values = packed(draw(source, (sum(lengths),)), (sum(lengths),))
@@ -222,8 +222,8 @@ INFINITE = torch.tensor(list(itertools.product(*((x, -math.inf, math.nan) for x 
     "objective", [gk.GRPO(dual_clip=3.0), gk.GSPO(clip_low=0.2, clip_high=0.2)], ids=["tokens", "sequences"]
 )
 def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
-    """Each combination of finite, banned and undefined log-probs is a token, with a finite one in its
-    sequence; where values are looked at, some of them are refused.
+    """Each combination of finite, banned and undefined log-probs is a token, with a finite token in its
+    sequence. Checks of values are off, because they would refuse some of them.
     """
     monkeypatch.setattr(terms, "checked_values", lambda device: False)
     monkeypatch.setattr(step, "checked_values", lambda device: False)
@@ -244,7 +244,7 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
 @both_sources
 @pytest.mark.parametrize("dual", [None, 3.0])
 def test_enormous_log_ratios(monkeypatch, launch, source, dual):
-    """From logits, a small ratio is that of a logit far below the others. What overflows fp32 is inf."""
+    """From logits, a small ratio takes a logit far below the others. Values that overflow fp32 are inf."""
     for module in (terms, step):
         monkeypatch.setattr(module, "checked_values", lambda device: False)
     objective = gk.GSPO(clip_low=0.2, clip_high=0.2, dual_clip=dual, aggregation="sum")
@@ -259,7 +259,7 @@ def test_enormous_log_ratios(monkeypatch, launch, source, dual):
             values["logprobs"] = values["logprobs"] + of.clamp(max=0).unsqueeze(1)
         out, grad = launch(values)
         want, want_grad = launch.evaluated(values, out.logprobs)
-        # the ratio's relative error is its logarithm's absolute one
+        # the relative error of a ratio is the absolute error of its logarithm
         near = {"rtol": 1e-6 * max(map(abs, sizes)), "atol": 0}
         torch.testing.assert_close(grad, want_grad, **near)
         torch.testing.assert_close(out.loss, want.loss, **near)
@@ -277,7 +277,7 @@ def test_bounds_themselves_are_not_clipped(launch, source):
     values = draw(source, (1, 1)) | {"advantages": torch.tensor([1.0, -1.0])}
     values["old_logprobs"] -= 0.25
     new, old = launch(values)[0].logprobs.cpu(), values["old_logprobs"]
-    # from logits Triton takes the decision in fp32
+    # from logits, Triton decides in fp32 what is clipped
     narrow = launch.backend == "triton" and source == "logits"
     high, low = (new - old if narrow else new.double() - old.double()).flatten().tolist()
     inside = RatioClip(low, high, math.inf, False, "one", 1.0)
@@ -310,7 +310,7 @@ def test_nan_in_a_counted_row_reaches_its_own_sequence_only(launch, source):
 
 
 def test_small_log_ratios_keep_their_digits_in_a_kl(launch):
-    """exp(-d) - 1 would cancel: its gradient is d for small d."""
+    """The gradient is 1 - exp(-d), about d for small d; computed like that it would cancel."""
     d = torch.tensor([[1e-3, -1e-6, 1e-9, -1e-12, 0.3, -0.49, 0.51, 40.0]], dtype=FP64)
     values = {
         "logprobs": d - 45,
@@ -331,7 +331,7 @@ def test_small_log_ratios_keep_their_digits_in_a_kl(launch):
 )
 @pytest.mark.parametrize("normalizer", [None, 0.0, 3.0])
 def test_nothing_counted(monkeypatch, launch, source, objective, normalizer):
-    """Whatever the memory held that results are written to."""
+    """Results do not depend on what their memory held before, here NaN."""
     new_empty = torch.Tensor.new_empty
 
     def full_of_nan(self, *size, **options):
@@ -339,7 +339,7 @@ def test_nothing_counted(monkeypatch, launch, source, objective, normalizer):
         return values.fill_(math.nan) if values.is_floating_point() else values
 
     monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
-    monkeypatch.setattr("gspo_kernels.ops.values.checked_values", lambda device: False)  # the normalizer's
+    monkeypatch.setattr("gspo_kernels.ops.values.checked_values", lambda device: False)  # for normalizer=0
     normalizer = None if normalizer is None else torch.tensor(normalizer)
     values = draw(source, (2, 2)) | {"objective": objective, "normalizer": normalizer}
     if source == "logprobs":
@@ -359,7 +359,7 @@ def test_nothing_counted(monkeypatch, launch, source, objective, normalizer):
 
 
 def tokens(length, dtype, old_dtype):
-    """Log-probs, old ones, and a mask with holes, behind which nothing is a number."""
+    """Draw new log-probs, old ones, a mask with holes, and advantages; new log-probs in holes are NaN."""
     logprobs = -3 * torch.rand(2, length, dtype=FP64)
     old = logprobs + 1e-2 * torch.randn(2, length, dtype=FP64)
     mask = torch.rand(2, length) < 0.7
@@ -374,7 +374,7 @@ def tokens(length, dtype, old_dtype):
 @pytest.mark.parametrize("dtype", (FP32, FP64), ids=str)
 @pytest.mark.parametrize("old_dtype", (FP32, FP64), ids=str)
 def test_only_counted_tokens_are_summed_up_in_cpp(dtype, old_dtype):
-    """In sums of any length, to which padding behind a sequence adds no bit."""
+    """Sums may have any length, and padding behind a sequence changes no bit."""
     eps = torch.finfo(dtype).eps
     for length in (1, 2, 15, 16, 17, 127, 128, 129, 160, 1000):
         logprobs, mask, old, ones = tokens(length, dtype, old_dtype)
@@ -395,7 +395,7 @@ def test_only_counted_tokens_are_summed_up_in_cpp(dtype, old_dtype):
 
 @pytest.mark.parametrize("length", (5, 70_000))
 def test_masks_of_numbers_are_read_and_checked(launch, length):
-    """Whoever reads them; C++ reads them where nothing else does."""
+    """Masks are checked whoever reads them; C++ reads them itself where nothing else does."""
     if launch.backend == "triton" and length > 5:
         pytest.skip("C++ shares long masks among threads")
     logprobs, mask, old, advantages = tokens(length, FP32, FP32)
@@ -407,7 +407,7 @@ def test_masks_of_numbers_are_read_and_checked(launch, length):
         got = launch(values | {"loss_mask": numbers})
         assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
         if launch.device.type == "cuda":
-            continue  # to look at values would be to wait for it
+            continue  # values are not checked there: reading them would wait for the GPU
         numbers[1, -1] = 2
         for more in ({}, {"entropy": torch.ones(2, length)}, {"lengths": torch.full((2,), 3.0)}):
             with pytest.raises(ValueError, match="loss_mask: expected only 0 and 1"):

@@ -1,4 +1,4 @@
-"""The kernels as they ship, compiled for GPUs that needn't be here, in a process without the interpreter."""
+"""The kernels as they ship, compiled for GPUs that need not be present, without the interpreter."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def entries(report, target, *words):
 
 @ALL
 def test_every_kernel_compiles_and_fits(report, target):
-    """A program into a multiprocessor, and its numbers into registers: nothing spills."""
+    """A program fits into a multiprocessor's shared memory and registers, and nothing spills."""
     compiled = entries(report, target)
     assert {entry["kernel"].split()[0] for entry in compiled} == set(KERNELS.split())
     for entry in compiled:
@@ -54,7 +54,7 @@ def test_every_kernel_compiles_and_fits(report, target):
 
 
 def arrivals(order):
-    """What stands before and behind each atomic addition, up to the next one."""
+    """Yield each atomic addition with the words before and behind it, up to the neighbouring additions."""
     places = [place for place, word in enumerate(order) if "atom" in word]
     assert places
     for start, place, stop in zip([0, *places], places, [*places[1:], len(order)], strict=False):
@@ -62,7 +62,7 @@ def arrivals(order):
 
 
 def assert_arrivals_order(order, target):
-    """Stores, a barrier, one atomic addition that releases and acquires, a barrier, loads past caches."""
+    """Check: stores, a barrier, one addition that releases and acquires, a barrier, loads past the caches."""
     *_, (_, _, last) = arrivals(order)
     for before, atomic, behind in arrivals(order):
         if target in NVIDIA:
@@ -70,13 +70,13 @@ def assert_arrivals_order(order, target):
             assert before[-1].startswith("bar") and behind[0].startswith("bar"), (before[-1], behind[0])
             assert any("volatile" in word for word in behind)
         else:
-            # the L2 is written back before, and what is in front of it is forgotten behind
+            # the L2 is written back before the addition, and the caches in front of it are invalidated after
             assert before[-2:] == ["buffer_wbl2 sc1", "s_waitcnt vmcnt(0)"], before[-2:]
             assert behind[:3] == ["s_waitcnt vmcnt(0)", "buffer_inv sc1", "s_barrier"], behind[:3]
             gone = [word for word in before[:-2] if not word.startswith("s_waitcnt")]
             assert gone[-1] == "s_barrier", gone[-1]
     if target in NVIDIA:
-        # the batch is reduced from what other programs have stored, and from the normalizer
+        # the last program reduces other programs' stores, loaded as volatile, and reads the normalizer
         assert sum(word.startswith("ld") and "volatile" not in word for word in last) <= 1, last
 
 
@@ -88,7 +88,7 @@ def test_arrivals_order_what_programs_store(report, target):
         for entry in entries(report, target, kernel):
             assert len(list(arrivals(entry["order"]))) == number, entry["kernel"]
             assert_arrivals_order(entry["order"], target)
-    # and what orders too little is found
+    # code that orders too little must be found
     order = entries(report, target, "sequence_ratio_kernel")[0]["order"]
     place = max(place for place, word in enumerate(order) if "atom" in word)
     if target in NVIDIA:
@@ -112,8 +112,8 @@ def test_arrivals_order_what_programs_store(report, target):
 
 
 def assert_cluster_orders(order):
-    """All is loaded before blocks first meet; what others read of a block they read between two meetings, and
-    gradients over the logits are stored behind them.
+    """Check that all global loads come before blocks first meet, that blocks read each other's shared memory
+    between two meetings, and that gradients are stored over the logits after these reads.
     """
     meetings = [place for place, word in enumerate(order) if "cluster.arrive" in word]
     reads = [place for place, word in enumerate(order) if word.startswith("ld.shared::cluster")]
@@ -153,8 +153,8 @@ def test_clusters_order_what_their_blocks_exchange(report, target):
 
 @ALL
 def test_rows_move_16_bytes_at_a_time(report, target):
-    """In the walks over them; only narrowing in place pays for a barrier. Rows that begin anywhere are read
-    in two such pieces for eight 16-bit columns, and threads exchange nothing.
+    """Walks over rows move 16 bytes at a time, and only narrowing in place needs a barrier. Rows that begin
+    anywhere are read in two such pieces for eight 16-bit columns, and threads exchange nothing.
     """
     for entry in entries(report, target, "_ptr"):
         name, counts = entry["kernel"], entry.get("counts", {"loads": {}})
@@ -173,11 +173,11 @@ def test_rows_move_16_bytes_at_a_time(report, target):
                 ), entry
             if name.startswith("logprobs_backward") and not narrows:
                 assert entry["wide_stores"] >= 8, entry
-        # of hidden states a thread has 32 columns, of two or four bytes each
+        # a thread has 32 columns of hidden states, of two or four bytes each
         least = {"product_operand_kernel bfloat16": 4, "store_hidden_kernel float32 no factors": 8}
         if target in NVIDIA and (words := [words for words in least if name.startswith(words)]):
             assert entry["wide_loads"] >= least[words[0]] and entry["wide_stores"] >= 4, entry
-    if target == "sm_90":  # what is counted can be absent, where strides are others
+    if target == "sm_90":  # the count can fail: with other strides there are no wide loads
         for entry in entries(report, target, "logprobs_forward_kernel", "float16 no"):
             assert set(entry["counts"]["loads"]) == {"16"}, entry
 
@@ -188,13 +188,13 @@ def test_products_of_fp32_are_products_of_fp32(report, target):
     for entry in entries(report, target, "fixed_product_kernel float32"):
         instructions = entry["matrix_instructions"]
         assert not instructions if target in NVIDIA else all("xf32" not in one for one in instructions), entry
-    # what is counted can be there
+    # the search can succeed: bf16 products have matrix instructions
     for entry in entries(report, target, "fixed_product_kernel bfloat16"):
         assert entry["matrix_instructions"], entry
 
 
 def test_no_kernel_becomes_dearer(report):
-    """Against the counts that the docs quote; `python -m benchmarks run static` counts anew."""
+    """Counts are compared with those that the docs quote; `python -m benchmarks run static` counts anew."""
     counted = json.loads(COUNTED.read_text())
     if counted["versions"]["triton"] != report["triton"]:
         pytest.skip(f"counted with Triton {counted['versions']['triton']}, here is {report['triton']}")

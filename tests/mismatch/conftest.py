@@ -1,4 +1,4 @@
-"""The tiny models and the tokenizer are the trainer's."""
+"""Fixtures of the trainer's tests."""
 
 from tests.trainer.conftest import one_thread, tokenizer
 

@@ -1,4 +1,4 @@
-"""``gspo mismatch`` on a tiny model: transformers' ``generate`` samples, or files hold its scores."""
+"""``gspo mismatch`` on a tiny model; transformers' ``generate`` samples in the command, or for files."""
 
 import json
 import math
@@ -21,7 +21,7 @@ LENGTH = 12
 
 @pytest.fixture(scope="module")
 def peaked(tokenizer):
-    """Logits that differ by several nats, as a trained model's do."""
+    """Return a model whose logits differ by several nats, like those of a trained model."""
     model = tiny_qwen3(tokenizer)
     with torch.no_grad():
         model.lm_head.weight.mul_(30.0)
@@ -30,7 +30,7 @@ def peaked(tokenizer):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory, peaked, tokenizer):
-    """The model, and a file of prompts."""
+    """Return a directory with the model and a file of prompts."""
     path = tmp_path_factory.mktemp("peaked")
     peaked.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -44,7 +44,7 @@ def write(path, rows):
 
 
 def rollouts(path, tokenizer, model, masks=False, **sampling):
-    """A file of completions with the scores of ``generate``, and ``masks``, as a run would keep them."""
+    """Write completions with log-probs of ``generate``, and with ``masks`` if asked, as a run would."""
     rows = []
     for prompt in PROMPTS:
         ids = torch.tensor(tokenizer([prompt])["input_ids"])
@@ -74,7 +74,7 @@ def error_of(capsys, *arguments):
 
 
 def left_by(report):
-    """The mean difference under each switch, over that of the baseline."""
+    """Return the mean difference under each switch, relative to the baseline's."""
     before = report["summary"]["tokens/mean"]
     return {each["name"]: each["tokens/mean"] / before for each in report["switches"]}
 
@@ -113,7 +113,7 @@ def test_generate_in_bf16_is_found(tmp_path, directory, capsys, no_picture):
     ids=("mask", "temperature"),
 )
 def test_the_cause_is_found(tmp_path, directory, peaked, tokenizer, sampling, cause, advice, no_picture):
-    """Of a sampler that cuts tails off, and of one that gives log-probs from before the temperature."""
+    """One sampler cuts tails off; another returns log-probs from before the temperature."""
     generated = sampling if "top_k" in sampling else {}
     options = [f"--{name}={value}".replace("_", "-") for name, value in sampling.items()]
     file = rollouts(tmp_path / "rollouts.jsonl", tokenizer, peaked, **generated)
@@ -154,7 +154,7 @@ def test_two_files(tmp_path, peaked, tokenizer, capsys, no_picture):
 
 @pytest.fixture(scope="module")
 def samples(peaked, tokenizer):
-    """What the model would write, but every third token is any."""
+    """Return greedy completions of the model in which every third token is replaced by a random one."""
     generator = torch.Generator().manual_seed(3)
     ids = [torch.tensor(tokenizer([prompt])["input_ids"][0]) for prompt in PROMPTS]
     completions = []
@@ -167,7 +167,7 @@ def samples(peaked, tokenizer):
 
 
 def by_hand(model, samples, logprobs, half=False):
-    """Log-probs from the model's own logits, one sequence at a time; ``half``: of a head in bf16."""
+    """Return log-probs from the model's own logits, one sequence at a time; ``half``: from a bf16 head."""
     found, head = [], model.lm_head
     own = head.forward
     if half:
@@ -208,7 +208,7 @@ def test_settings_do_what_they_say(name, peaked, samples):
     changes, compute = SETTINGS[name]
     scored = score(lambda dtype, attention: peaked, samples, Setting(**changes), 40)
     wanted = by_hand(peaked, samples, compute)
-    if name == "softmax":  # near a tie of two bf16 numbers either may come out
+    if name == "softmax":  # near the middle of two bf16 numbers, either may result
         assert ((scored - wanted).abs() > 1e-6 * wanted.abs()).double().mean() < 0.05
         return
     torch.testing.assert_close(scored, wanted, rtol=1e-5, atol=2e-5)
@@ -218,7 +218,7 @@ def test_settings_do_what_they_say(name, peaked, samples):
 
 @pytest.mark.parametrize("top", [{}, {"top_k": 5}])
 def test_a_16_bit_head_rounds_logits(top, peaked, samples):
-    """Fused or not, log-probs are those of rounded logits, far from those of fp32."""
+    """Log-probs are those of rounded logits, fused or not, and far from those of fp32 logits."""
     half = Setting(head="bf16", **top)
     wanted = by_hand(peaked, samples, top_5 if top else log_softmax, half=True)
     both = half, replace(half, head="fp32")
@@ -238,7 +238,7 @@ def test_what_can_be_switched():
     assert half["head in fp32"] == {"head": "fp32"} and "weights in fp32" in half
 
 
-# --- what can't be compared
+# --- errors
 
 
 def test_wrong_options_are_named(tmp_path, capsys):
@@ -281,11 +281,11 @@ def test_files_of_another_kind_or_of_another_model_are_refused(tmp_path, directo
         assert "row 2" in message and words in message
 
 
-# --- numbers of a comparison against what they are by hand, and the sentences that follow from them
+# --- numbers of a comparison by hand, and the advice that follows from them
 
 
 def compared(*differences):
-    """Sequences whose tokens differ by these numbers; the sampler's log-probs are -1, -2, ..."""
+    """Return a comparison with these differences of tokens; the sampler's log-probs are -1, -2, ..."""
     flat = torch.tensor([each for sequence in differences for each in sequence], dtype=torch.float64)
     sampling = -1.0 - torch.arange(len(flat), dtype=torch.float64)
     lengths = torch.tensor([0, *(len(sequence) for sequence in differences)])
@@ -293,7 +293,7 @@ def compared(*differences):
 
 
 def test_sequences_and_their_range():
-    # On the upper bound is inside, as a clip decides it.
+    # A ratio on the upper bound is inside, as for a clip.
     edge = math.log1p(4e-4)
     comparison = compared([1e-3, -1e-3], [edge - 1e-12], [edge + 1e-9], [-3e-4, -4e-4, -2.99e-4], [0.0] * 5)
     wanted = torch.tensor([0.0, edge, edge, -9.99e-4 / 3, 0.0], dtype=torch.float64)

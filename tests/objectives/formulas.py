@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """The counted tokens of one sequence, [n] fp64 each; what is one per sequence is repeated."""
+    """The counted tokens of one sequence, [n] fp64 each; values per sequence are repeated for each token."""
 
     logp: Tensor
     old: Tensor
@@ -43,12 +43,12 @@ class Sequence:
 
 
 def attached(value: Tensor, to: Tensor) -> Tensor:
-    """``value`` with the gradient of ``to``."""
+    """Return ``value`` with the gradient of ``to``."""
     return value.detach() + to - to.detach()
 
 
 def clip(r, a, low, high, dual=None):
-    """PPO's clipped loss; for A < 0 at most ``-dual A``."""
+    """Return PPO's clipped loss; for A < 0 it is at most ``-dual A``."""
     loss = -torch.minimum(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
     return loss if dual is None else torch.where(a < 0, torch.minimum(loss, -dual * a), loss)
 
@@ -80,7 +80,7 @@ def gspo(o, q):
 
 
 def espo(o, q):
-    # rollout weights, by which the value is multiplied, leave this KL alone
+    # the value is multiplied by rollout weights later, which must leave this KL alone
     kl = o.elbo_kl_beta * q.log_ref.sum().square() / (2 * q.length)
     return gspo(o, q) + kl / q.rollout.mean()
 
@@ -156,7 +156,7 @@ def dro(o, q):
 
 
 def policy_gradient(weight):
-    """``-sg[weight] A logp``."""
+    """Return the formula ``-sg[weight] A logp``."""
 
     def formula(o, q):
         return -weight(o, q).detach() * q.advantage * q.weight * q.logp
@@ -220,7 +220,7 @@ OF_A_SEQUENCE = {
 
 
 def groups(qs):
-    """The indices of each group's sequences."""
+    """Return the indices of each group's sequences."""
     return [[i for i, q in enumerate(qs) if q.group == group] for group in {q.group for q in qs}]
 
 
@@ -356,7 +356,7 @@ NAMES = OF_A_SEQUENCE.keys() | OF_A_BATCH.keys() | OF_PAIRS.keys()
 
 
 def loss(o, qs: list[Sequence], beyond: list[Tensor] | None = None, normalizer=None) -> Tensor:
-    """The loss of a batch's sequences with a counted token.
+    """Return the loss of a batch's sequences with a counted token.
 
     ``beyond`` are terms per token that no rollout weight multiplies, such as a KL; ``normalizer`` replaces
     the outer divisor.

@@ -1,4 +1,4 @@
-"""Every registered objective with the options worth testing, and batches that have all they ask for."""
+"""Every registered objective with the options worth testing, and batches with all that objectives need."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "KLCov": ({"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.6},),
     "ABCGRPO": ({"positive_low": 0.1, "positive_high": 0.3, "negative_low": 1.0, "negative_high": 0.05},),
 }
-"""Beyond the defaults."""
+"""Options to test besides an objective's defaults."""
 
 NO_DEFAULTS = {"DrGRPO"}
-"""What can't be made without options."""
+"""Objectives that can't be made without options."""
 
 
 def examples(*, max_scope: str = "batch") -> list[gk.objectives.base.Objective]:
-    """Each objective with its defaults and with its ``OPTIONS``."""
+    """Return each objective with its defaults and with its ``OPTIONS``, up to ``max_scope``."""
     made = []
     for name, cls in EVERY.items():
         options = OPTIONS.get(name, ())
@@ -86,20 +86,20 @@ class Batch:
     terms: dict[str, Tensor] = field(default_factory=dict)
 
     def call(self, function: Any, objective: Any, **changes: Any) -> Any:
-        """``policy_loss`` or ``policy_coefficients`` of the batch, with changed arguments."""
+        """Call ``policy_loss`` or ``policy_coefficients`` on the batch, with changed arguments."""
         names = ("logprobs", "old_logprobs", "advantages", "loss_mask")
         arguments = {name: getattr(self, name) for name in names} | self.terms | changes
         tokens = [arguments.pop(name) for name in names[:3]]
         return function(*tokens, objective=objective, **arguments)
 
     def each(self, change: Any) -> Batch:
-        """Every tensor changed."""
+        """Return the batch with every tensor changed."""
         tensors = (self.logprobs, self.old_logprobs, self.advantages, self.loss_mask)
         terms = {name: change(value) for name, value in self.terms.items()}
         return Batch(*(None if x is None else change(x) for x in tensors), terms)
 
     def packed(self) -> Batch:
-        """The same tokens, masked ones too, one sequence after the other: ``cu_seqlens`` is a term."""
+        """Return the tokens, masked ones too, one sequence after the other; ``cu_seqlens`` is a term."""
         rows, width = self.logprobs.shape
         flat = self.each(lambda value: value.flatten())
         flat.terms["cu_seqlens"] = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
@@ -126,9 +126,9 @@ def make_batch(
     token_advantages: bool = False,
     everything: bool = False,
 ) -> Batch:
-    """Six sequences, one of them empty, with holes in their masks.
+    """Draw six sequences, one of them empty, with holes in their masks.
 
-    Each sequence's log-ratios lie around 0.0, +-0.05 or +-0.2, so that all branches of all clips are met.
+    Each sequence's log-ratios lie around 0.0, +-0.05 or +-0.2, so that all branches of all clips are reached.
     ``everything`` adds token weights and rollout weights.
     """
     rng = torch.Generator().manual_seed(shifted_seed(seed))
@@ -158,7 +158,7 @@ def make_batch(
         "entropy": uniform(*shape),
         "rollout_weights": uniform(len(ADVANTAGES)),
     }
-    has["entropy"][3] = 1.0  # of all tokens of a sequence
+    has["entropy"][3] = 1.0  # the same for all tokens of one sequence
     wanted = {*objective.needs, *(("token_weights", "rollout_weights") if everything else ())}
     for name in ("token_weights", "ref_logprobs", "entropy"):
         has[name] = has[name].masked_fill(~mask, float("nan"))

@@ -1,4 +1,4 @@
-"""What the formula sheet leaves open: defaults, ties, draws, which shape is meant, a user's objectives."""
+"""What the formula sheet leaves open: defaults, ties, draws, ambiguous shapes, a user's objectives."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ def fp64(*values):
 
 
 def coefficients(log_ratios, advantages, objective):
-    """Of [B, T] log-ratios."""
+    """Return the coefficients for log-ratios [B, T]."""
     logprobs = torch.full_like(log_ratios, -20.0)
     return gk.policy_coefficients(logprobs, logprobs - log_ratios, advantages, objective=objective)
 
@@ -76,7 +76,7 @@ def test_m2po_leaves_out_all_of_equal_tokens_or_none():
 
 
 def test_dpo_pairs_only_what_differs_enough():
-    """Levels 1, 2, 3.5 in one group: gaps 1, 1.5 and 2.5; the middle one is left without a pair."""
+    """Levels 1, 2, 3.5 in one group: gaps 1, 1.5 and 2.5. With min_gap=1.5, the middle one has no pair."""
     ref, d = torch.zeros(3, 1, dtype=torch.float64), fp64([0.4], [0.1], [-0.2])
     levels, group_ids, here = fp64(1.0, 2.0, 3.5), torch.zeros(3, dtype=torch.int64), torch.ones(3) > 0
     for gap, pairs in ((1.0, [(0, 2), (1, 2)]), (1.5, [(0, 2)]), (2.5, [])):
@@ -89,7 +89,7 @@ def test_dpo_pairs_only_what_differs_enough():
         assert dpo.paired(levels, group_ids, here).tolist() == paired
         assert dpo.count_pairs(levels, group_ids, here) == len(pairs)
         assert (leaf.grad.flatten() != 0).tolist() == paired
-    # who has no counted token is in no pair
+    # a sequence without counted tokens is in no pair
     assert gk.DPO().paired(levels, group_ids, torch.tensor([True, False, True])).tolist() == [
         True,
         False,
@@ -102,7 +102,7 @@ def test_clip_cov_draws_by_its_seed_and_between_its_bounds():
     logprobs, advantages = fp64([-1.0, -3.0], [-1.0, -3.0]), fp64(1.0, 0.0)
 
     def lost(**options):
-        """Which tokens have another coefficient than GRPO's."""
+        """Return which tokens have another coefficient than GRPO's."""
         both = (
             gk.policy_coefficients(logprobs, logprobs, advantages, objective=one)
             for one in (gk.ClipCov(**options), gk.GRPO())
@@ -124,7 +124,7 @@ def test_a_gate_of_ones_own(monkeypatch):
 
 @pytest.mark.parametrize("objective", [gk.GSPO(), gk.GSPOToken(), gk.GRPO()], ids=lambda o: type(o).__name__)
 def test_as_many_packed_tokens_as_sequences_are_one_advantage_and_weight_per_sequence(objective):
-    """Three tokens in three sequences, one of them empty: [3] is [B], in every entry."""
+    """With three tokens in three sequences, one of them empty, every function reads [3] as [B]."""
     rng, ends = generator(0), offsets((2, 0, 1))
     hidden, weight, logits = (
         torch.randn(*shape, generator=rng).double() for shape in ((3, 5), (7, 5), (3, 7))
@@ -145,7 +145,7 @@ def test_as_many_packed_tokens_as_sequences_are_one_advantage_and_weight_per_seq
 
 
 def test_a_wrong_level_is_refused():
-    """Where there are as many sequences as positions, shapes alone would fit."""
+    """With as many sequences as positions, the shape alone could be that of another level."""
 
     @dataclass(frozen=True)
     class Wrong(Objective):
@@ -161,7 +161,7 @@ def test_a_wrong_level_is_refused():
 
 
 def test_ratio_of_a_million_tokens_is_still_exact():
-    """fp64 inside: the mean of many small log-ratios doesn't drift."""
+    """Sums are in fp64, so that the mean of many small log-ratios doesn't drift."""
     log_ratios = 1e-4 * torch.randn(1, 1_000_000, generator=generator(0))
     logprobs = torch.full_like(log_ratios, -3.0)
     old = logprobs - log_ratios

@@ -64,7 +64,7 @@ def test_every_objective_has_a_formula():
 @every
 @pytest.mark.parametrize("how", ["padded", "packed", "on-policy"])
 def test_from_logits_and_hidden_states(objective, how):
-    """Plain PyTorch to the formula, the same from log-probs, logits, and by schedules."""
+    """Losses from log-probs, from logits and by every schedule equal the formula on plain log-probs."""
     batch, rng = make_batch(objective), generator(1)
     batch = batch.packed() if how == "packed" else batch
     labels = torch.randint(23, batch.logprobs.shape, generator=rng)

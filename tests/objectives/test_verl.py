@@ -1,6 +1,6 @@
-"""The same losses and gradients from log-probs as verl's own code, on ragged batches within its clamps.
+"""Losses and gradients from log-probs equal those of verl's own code, on ragged batches within its clamps.
 
-TRL's are compared in tests/integrations/test_trl.py, Liger's in tests/benchmarks/test_judging.py.
+TRL's code is compared in tests/integrations/test_trl.py, Liger's in tests/benchmarks/test_judging.py.
 """
 
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ NARROW = {"clip_low": 0.1, "clip_high": 0.15}
 MASK = torch.arange(8) < torch.tensor((8, 3, 5, 6, 1, 0)).unsqueeze(1)
 ADVANTAGES = torch.tensor([1.0, -0.5, -1.25, 0.75, 0.0, 2.0]).double()
 SHIFT = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.1]).double().unsqueeze(1)
-"""Log-ratios of sequences, about those of all branches of all clips."""
+"""Centres of the sequences' log-ratios, which together reach all branches of all clips."""
 
 
 def values(loss, logprobs):
-    """The loss and its gradient."""
+    """Return the loss and its gradient."""
     leaf = logprobs.clone().requires_grad_()
     value = loss(leaf)
     return value.detach(), *torch.autograd.grad(value, leaf)
@@ -35,7 +35,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": {"aggregation": "constant", "aggregation_constant": 8},
 }
 TOKEN_MEAN = AGGREGATIONS["token-mean"]
-COV = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 0.9}  # every candidate: verl draws otherwise
+COV = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 0.9}  # all candidates: verl draws otherwise
 KL_COV = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}
 BY_TOKEN, BY_SEQUENCE = "advantages and weights of tokens", "of sequences"
 VERL = [
@@ -62,13 +62,13 @@ VERL = [
         )
         for kind, low, high in (("tv", 0.04, 0.06), ("kl", 0.02, 0.03))
     ),
-    # it divides by all sequences, the empty ones too, and takes geometric means of weights
+    # verl divides by all sequences, the empty ones too, and takes geometric means of weights
     ("geo_mean", gk.GMPO(log_clip_low=0.2, log_clip_high=0.28), {}, "token-mean", BY_SEQUENCE),
 ]  # fmt: skip
 
 
 class Config(dict):
-    """verl's, as far as its losses look: what is missing is None."""
+    """verl's configuration, as far as its losses read it: missing options are None."""
 
     __getattr__ = dict.get
 
@@ -116,7 +116,7 @@ def test_verl(name, objective, options, aggregation, level):
         )[0],
         logprobs,
     )
-    # means over a sequence divide by |y| + 1e-8 there
+    # verl's means over a sequence divide by |y| + 1e-8
     guard = 5e-8 if aggregation == "seq-mean-token-mean" or name == "geo_mean" else 0.0
     torch.testing.assert_close(ours, theirs, rtol=1e-10 + guard, atol=1e-14 + guard)
     assert ours[1].any()

@@ -1,4 +1,4 @@
-"""Where ranks compare their arguments all of them raise, and none waits, if those of one are wrong."""
+"""If ranks compare their arguments, all of them raise, and none waits, when one rank's are wrong."""
 
 import contextlib
 import functools
@@ -30,20 +30,20 @@ from tests.parallel.ranks import (
 )
 
 SECONDS = 5
-"""A rank that waits longer in its group waits for nobody."""
+"""The timeout of groups: a rank that waits longer waits for nobody."""
 OBJECTIVE = gk.GSPOToken(0.2, 0.2)
 B = len(LENGTHS)
 
 
 def local_case(kind, split, terms="plain"):
-    """A case as this rank has it, and its groups."""
+    """Return a case as this rank has it, and the rank's groups."""
     place = place_of(split, SECONDS)
     case = make_case(kind, "packed", terms, vocabulary=VOCABULARY, lengths=LENGTHS)
     return share(case, place), place.groups
 
 
 def calling(kind, case, *, entry=None, objective=OBJECTIVE, **options):
-    """Forward and backward, later."""
+    """Return a function that runs forward and backward."""
     run = functools.partial(call, case, leaves_of(case), entry or ENTRIES[kind], objective, "cpp", **options)
     return lambda: run().loss.backward()
 
@@ -53,7 +53,9 @@ def splits():
 
 
 def arguments(kind, split, case):
-    """What one rank has otherwise: the sentence, its case, its options, whether it refuses them by itself."""
+    """Yield what one rank passes otherwise: the expected error's text, the case, the options, and whether the
+    rank refuses them by itself.
+    """
     tokens = case.labels.shape
     yield "old_logprobs: got shape", replace(case, old_logprobs=torch.zeros(99)), {}, True
     yield "lengths: expected positive", case, {"lengths": torch.full((B,), -1.0)}, True
@@ -103,7 +105,7 @@ def arguments(kind, split, case):
 
 @of_ranks(2, 4)
 def an_argument_of_one_rank():
-    """In a grid all learn of it in two steps, whichever rank has it."""
+    """In a grid of ranks, all learn of a wrong argument in two steps, whichever rank has it."""
     for split in splits():
         for kind in ("linear",) if split == "both" else KINDS[split]:
             case, groups = local_case(kind, split)
@@ -149,7 +151,7 @@ def what_no_rank_sees_alone():
 
 @of_ranks(2)
 def other_functions():
-    """Scores, selected ids, distillation and coefficients."""
+    """Scores, selected ids, distillation and coefficients compare their arguments, too."""
     here = dist.get_rank()
     case, groups = local_case("linear", "tp")
     hidden, weight = case.inputs["hidden"], case.inputs["weight"]
@@ -192,7 +194,7 @@ def other_functions():
 
 @of_ranks(4)
 def normalizers():
-    """Over data-parallel ranks, each of which shares its sequences with another."""
+    """Arguments are compared over data-parallel ranks, each of which shares its sequences with another."""
     place = place_of("both", SECONDS)
     groups = {"group": place.groups["tp_group"], "parallel": gk.Parallel(cp_group=place.groups["cp_group"])}
     mask, last = torch.ones(3, 4), dist.get_rank() == 3
@@ -235,7 +237,7 @@ def contradicting_dtensors():
         ("temperature: got -1", 1, {}, {"temperature": -1.0}),
     ):  # fmt: skip
         tensors = {name: on_mesh(name, placement) for name, placement in placements.items()}
-        others = {name: on_mesh(name, placement) for name, placement in changed.items()}  # takes all ranks
+        others = {name: on_mesh(name, placement) for name, placement in changed.items()}  # needs all ranks
         second = dist.get_rank() == 1
         case = replace(case, inputs=tensors | (others if second else {}))
         loss = functools.partial(call, case, case.inputs, LOSSES["linear"], OBJECTIVE, "cpp")

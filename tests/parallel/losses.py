@@ -1,4 +1,4 @@
-"""Losses whose vocabulary or sequences ranks share: one process's numbers, the same bits on all ranks."""
+"""Losses with vocabulary or sequences split over ranks: one process's numbers, the same bits on all ranks."""
 
 import itertools
 from dataclasses import replace
@@ -43,7 +43,7 @@ def case_of(kind, layout="packed", terms="plain", **options):
 
 @of_ranks(2, 4)
 def layouts_and_terms():
-    """Padded and packed, each way to cut; no and one token, sequences over every rank, holes, every term."""
+    """Cover both layouts, each cut, sequences of no and one token and over every rank, holes, every term."""
     for split in ("tp", "cp") if dist.get_world_size() == 2 else ("both",):
         for kind, layout in itertools.product(KINDS[split], LAYOUTS):
             for order in ("zigzag",) if split == "tp" else ORDERS:
@@ -70,7 +70,7 @@ def backends_dtypes_and_logit_options():
 
 @of_ranks(2)
 def schedules():
-    """Chunks of a few rows, of as many rows on all ranks although shards are uneven; rows are skipped."""
+    """Chunks have a few rows, equally many on all ranks although shards are uneven; some rows are skipped."""
     for split in ("tp", "cp"):
         small = {"uneven": split == "tp", "max_chunk_bytes": 1024}
         waiting = ("deferred", "two_pass", "auto") if split == "tp" else ("two_pass", "auto")
@@ -156,7 +156,7 @@ def every_objective():
 
 @of_ranks(2)
 def edges():
-    """Labels at both ends of every shard; banned shards, with the label too; banned rows; infinities, NaN."""
+    """Labels lie at both ends of shards; shards, also the label's, and rows are banned; inf and NaN occur."""
     parallel = gk.Parallel(dist.group.WORLD)
     (start, end), last = place_of("tp").columns(), VOCABULARY - 1
     labels = torch.tensor([0, 31, 32, last, 0, last, 1, 1, 1, 1, 2, -100])
@@ -176,7 +176,7 @@ def edges():
     alone, weights = logits.clone().requires_grad_(), torch.linspace(-1.0, 2.0, len(labels))
     want = gk.token_logprobs(alone, labels, return_entropy=True)
     (whole,) = torch.autograd.grad((want.logprobs * weights).sum(), alone)
-    # log-probs have the roundings of the label's logit and of the log-sum-exp, here and there
+    # a log-prob has the roundings of the label's logit and of the log-sum-exp, in both computations
     allowed = 4 * torch.finfo(torch.float32).eps * float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max())
     for backend in ("cpp", "reference", "triton"):
         local = logits[:, start:end].clone().requires_grad_()
@@ -190,7 +190,7 @@ def edges():
 
 @of_ranks(4)
 def ranks_without_tokens():
-    """One token in all, none counted, no sequences: a loss of 0 with a gradient, and no waiting."""
+    """One token in all, none, or no sequences: no rank waits. With none counted, loss and gradient are 0."""
     for split, lengths in itertools.product(KINDS, ((1, 0), (0, 0), ())):
         for kind, objective in itertools.product(KINDS[split], (GSPO, gk.GRPO())):
             judge(case_of(kind, lengths=lengths), split, objective, order="stream")
@@ -203,7 +203,7 @@ def ranks_without_tokens():
 
 @of_ranks(2)
 def scores_and_gradients_in_place():
-    """Scores have a loss's log-probs, without a gradient too; logits may be overwritten by their gradient."""
+    """Scores without gradient are the loss's log-probs; logits may be overwritten by their gradient."""
     groups, local = place_of("tp").groups, share(case_of("linear"), place_of("tp"))
     with torch.no_grad():
         scored = call(local, local.inputs, SCORES["linear"], GSPO, "cpp", **groups)
@@ -219,7 +219,7 @@ def scores_and_gradients_in_place():
 
 @of_ranks(2, 4)
 def hidden_states_of_ranks():
-    """Scattered over tokens, unevenly: one rank has none; or gradients of all of them, left to the caller."""
+    """Tokens may be scattered unevenly, one rank without any; or the caller sums the ranks' gradients."""
     for layout, schedule, dtype in (
         ("packed", "deferred", torch.float32),
         ("packed", "two_pass", torch.bfloat16),
@@ -233,7 +233,7 @@ def hidden_states_of_ranks():
 
 @of_ranks(2, 4)
 def dtensors():
-    """They say the groups: a vocabulary in torch's uneven shares, tokens cut over a dimension, both."""
+    """DTensors determine the groups: the vocabulary in torch's uneven shares, tokens over ranks, or both."""
     four = dist.get_world_size() == 4
     for split in ("both",) if four else ("tp", "cp"):
         names = ("cp", "tp") if four else (split,)
@@ -274,7 +274,7 @@ def dtensors():
         twice = {"logits": distribute_tensor(case.inputs["logits"], mesh, [Shard(1), Shard(1)])}
         said = "logits: 2 dimensions of device meshes cut the vocabulary"
         assert_all_raise(said, "all", partial(call, local, twice, LOSSES["logits"], GSPO, "cpp"))
-    logits = case_of("logits").inputs["logits"][:7]  # scores of tokens that ranks have unevenly
+    logits = case_of("logits").inputs["logits"][:7]  # scores of tokens that are split unevenly
     ids, temperature = torch.arange(len(logits)), torch.linspace(0.5, 2.0, len(logits))
     placed = distribute_tensor(logits, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     here = ids.chunk(dist.get_world_size())[dist.get_rank()]
@@ -286,7 +286,7 @@ def dtensors():
 
 @of_ranks(2)
 def compiled():
-    """One graph; its operators wait for each other inside."""
+    """A loss compiles to one graph, whose operators wait for other ranks inside."""
     for split, kind in (("tp", "linear"), ("cp", "logits")):
         local, groups = share(case_of(kind), place_of(split)), place_of(split).groups
 
@@ -303,7 +303,7 @@ def compiled():
 
 @of_ranks(2)
 def a_head_with_an_adapter():
-    """Ranks have rows of the weight and of B, and all of A: dA is whole on each, dB its own rows'."""
+    """A rank has some rows of the weight and of B, and all of A: it gets all of dA, and dB of its rows."""
     place, shapes = place_of("tp"), ((2, 5, 8), (VOCABULARY, 8), (3, 8), (VOCABULARY, 3))
     torch.manual_seed(shifted_seed(0))
     hidden, weight, A, B = (torch.randn(*shape).double() for shape in shapes)

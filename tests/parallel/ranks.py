@@ -1,4 +1,4 @@
-"""What the cases of several ranks share: groups, what a rank has of a call, and what they must agree on.
+"""What the cases of several ranks share: groups, a rank's part of a call, and checks that ranks agree.
 
 A case is a function that every rank calls. Ranks share the vocabulary ("tp"), the tokens of the sequences
 ("cp"), or both, as a grid of two times two ("both").
@@ -21,7 +21,7 @@ from gspo_kernels.parallel.agreement import RanksDisagreeError
 from tests.cases import Result, call
 from tests.judging import assert_equals_oracle
 
-VOCABULARY = 64  # of which 2 and 4 ranks have equal shares
+VOCABULARY = 64  # 2 and 4 ranks have equal shares of it
 LENGTHS = (3, 0, 1, 9, 2, 1)
 ORDERS = ("zigzag", "contiguous", "stream")
 GSPO = gk.GSPO()
@@ -35,7 +35,7 @@ CASES: list[tuple[Callable[[], None], tuple[int, ...]]] = []
 
 
 def of_ranks(*sizes):
-    """A case to run on groups of these sizes: on four where more ranks than two can change it."""
+    """Register a case for groups of these sizes: four ranks where more than two can change the result."""
 
     def kept(case):
         CASES.append((case, sizes))
@@ -54,7 +54,7 @@ class Place(NamedTuple):
     groups: dict[str, dist.ProcessGroup]  # by argument
 
     def columns(self, uneven=False):
-        """Where its ids begin, and where they end."""
+        """Return the first column of the rank's shard, and the column behind its last."""
         ends = [VOCABULARY * rank // self.tps for rank in range(self.tps + 1)]
         if uneven:  # one column, many, and one for each rank that is left
             ends = [0, 1, *range(VOCABULARY - self.tps + 2, VOCABULARY + 1)]
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def place_of(split, seconds=60):
-    """This rank's place, in groups whose ranks wait for each other so long at most; all ranks call this."""
+    """Return this rank's place, in groups whose ranks wait up to ``seconds``; all ranks must call this."""
     (rank, size), limit = (dist.get_rank(), dist.get_world_size()), timedelta(seconds=seconds)
     if split == "both":
         rows, columns = (
@@ -77,7 +77,7 @@ def place_of(split, seconds=60):
 
 
 def tokens_of(case, cp, cps, order="zigzag"):
-    """Which tokens of a case a rank has, and their offsets; columns, and None, of a padded case."""
+    """Return which tokens of a case a rank has, and their offsets; of a padded case columns, and None."""
     if case.cu_seqlens is None:
         whole = torch.tensor([0, case.labels.shape[1]])
         return tokens_of_rank(whole, cp, cps, order=order).values, None
@@ -85,7 +85,7 @@ def tokens_of(case, cp, cps, order="zigzag"):
 
 
 def share(case, place, order="zigzag", uneven=False):
-    """The case as a rank has it."""
+    """Return the case as a rank has it."""
     where, offsets = tokens_of(case, place.cp, place.cps, order)
     (start, end), shape = place.columns(uneven), case.labels.shape
 
@@ -110,7 +110,7 @@ def share(case, place, order="zigzag", uneven=False):
 
 
 def leaves_of(case, frozen=False):
-    """Copies of a case's inputs that get gradients; the head's do not if it is frozen."""
+    """Return copies of a case's inputs that require gradients; the head's do not if it is ``frozen``."""
     trained = {name: not (frozen and name in ("weight", "bias")) for name in case.inputs}
     return {name: value.clone().requires_grad_(trained[name]) for name, value in case.inputs.items()}
 
@@ -119,12 +119,12 @@ def run(
     case, split, objective=GSPO, entry=None, backend="cpp", *, order="zigzag", uneven=False, frozen=False,
     **options,
 ):  # fmt: skip
-    """A case over ranks, its values and gradients put together as by ``tests.cases.run``; and the output."""
+    """Run a case over ranks; return values and gradients as ``tests.cases.run`` does, and the output."""
     place, entry = place_of(split), entry or ENTRIES[case.kind]
     local = share(case, place, order, uneven)
     leaves = leaves_of(local, frozen)
     scattered, summed = options.get("sequence_parallel", False), options.get("reduce_hidden_grad", True)
-    if scattered:  # unevenly: the last rank of several has none
+    if scattered:  # unevenly: of several ranks, the last has no tokens
         length, size = local.labels.shape[-1], place.tps
         ends = [0, *(length * (rank + 1) // (size - 1) for rank in range(size - 1)), length]
         hidden = local.inputs["hidden"].narrow(-2, ends[place.tp], ends[place.tp + 1] - ends[place.tp])
@@ -142,7 +142,7 @@ def run(
     rows = [each[cp * place.tps : (cp + 1) * place.tps] for cp in range(place.cps)]  # [cp][tp]
 
     def of_all_tokens(values):
-        """Those of all tokens from those of the ranks that share them."""
+        """Return the values of all tokens, from those of the ranks that share the tokens."""
         whole = values[0].new_empty(*case.labels.shape, *values[0].shape[case.labels.ndim :])
         for cp, value in enumerate(values):
             where = tokens_of(case, cp, place.cps, order)[0] if place.cps > 1 else slice(None)
@@ -161,14 +161,14 @@ def run(
         name: None if out.entropy is None and name == "entropy" else of_all_tokens([r[0][name] for r in rows])
         for name in ("logprobs", "entropy")
     }
-    if entry in SCORES.values():  # which do not know the loss's mask
+    if entry in SCORES.values():  # scores do not know the loss's mask
         values = {n: None if v is None else torch.where(case.counted, v, 0.0) for n, v in values.items()}
     whole = {name: gradient(name) for name in grads}
     return Result(out.loss.detach(), values["logprobs"], whole, values["entropy"]), out
 
 
 def judge(case, split, objective=GSPO, *arguments, **options):
-    """As exact as plain PyTorch in one process, and the same bits on all ranks."""
+    """Check that a case is as exact as plain PyTorch in one process, with the same bits on all ranks."""
     result, out = run(case, split, objective, *arguments, **options)
     if dist.get_rank() == 0:
         assert_equals_oracle(result, case, objective)
@@ -176,14 +176,14 @@ def judge(case, split, objective=GSPO, *arguments, **options):
 
 
 def every(value):
-    """The value of each rank, which may be of different shapes."""
+    """Return each rank's value; shapes may differ."""
     out = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
 
 
 def assert_same_bits(among=0, **values):
-    """On all ranks, or on those that pass the same number."""
+    """Assert that values have the same bits on all ranks, or on the ranks that pass the same ``among``."""
 
     def bits(value):
         return value.dtype, value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
@@ -196,7 +196,7 @@ def assert_same_bits(among=0, **values):
 
 @contextlib.contextmanager
 def validated():
-    """With GSPO_KERNELS_VALIDATE=1."""
+    """Set GSPO_KERNELS_VALIDATE=1 inside the ``with`` block."""
     os.environ["GSPO_KERNELS_VALIDATE"] = "1"
     try:
         yield
@@ -205,8 +205,8 @@ def validated():
 
 
 def assert_all_raise(expected, culprit, run):
-    """All ranks raise the sentence: the culprit as its error and others as another rank's; without a culprit
-    as what ranks disagree about, or with "all" as the error of each.
+    """Assert that all ranks raise errors with the text ``expected``. The culprit raises its own ValueError or
+    TypeError, with "all" every rank does. The others, without a culprit all, raise RanksDisagreeError.
     """
     raised = None
     try:
@@ -214,7 +214,7 @@ def assert_all_raise(expected, culprit, run):
             run()
     except (ValueError, TypeError, RanksDisagreeError) as error:
         raised = type(error).__name__, str(error)
-    except Exception as error:  # gloo's, of a rank that waited
+    except Exception as error:  # gloo's error in a rank that waited
         raised = "waited", str(error)
     ranks = every(raised)
     for rank, (kind, message) in enumerate(each or ("nothing", "") for each in ranks):
@@ -224,7 +224,7 @@ def assert_all_raise(expected, culprit, run):
 
 
 class Wire:
-    """Which collectives this rank takes part in: the kind, the group, and the bytes that it hands in."""
+    """The collectives that this rank takes part in: kind, group, and the bytes that the rank hands in."""
 
     KINDS = ("all_gather", "all_reduce", "broadcast", "reduce")
 
@@ -232,7 +232,7 @@ class Wire:
         self.seen = []
 
     def sent(self, *kinds):
-        """Bytes, by these kinds or by all."""
+        """Return the bytes of these kinds of collectives, or of all kinds."""
         return sum(size for kind, _, size in self.seen if not kinds or kind in kinds)
 
     def __enter__(self):

@@ -1,4 +1,4 @@
-"""The same numbers with the vocabulary or the sequences cut up, and the same bits on all ranks."""
+"""Results with vocabulary or sequences split over ranks: one process's numbers, one set of bits."""
 
 import json
 import traceback
@@ -20,7 +20,7 @@ NAMES = {size: [case.__name__ for case, sizes in CASES if size in sizes] for siz
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The errors of each rank by case, in a group of a size; all cases of a size run once, together."""
+    """Return a function of a group's size: each rank's errors by case. Cases of a size run once, together."""
     folder, known = tmp_path_factory.mktemp("ranks"), {}
 
     def work(rank):

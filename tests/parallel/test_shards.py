@@ -1,4 +1,4 @@
-"""Rows in shards, in one process: statistics put together, and gradients that need no other shard."""
+"""Rows in shards, in one process: combined statistics, and gradients that need no other shard."""
 
 import itertools
 
@@ -20,14 +20,14 @@ TRANSFORMS = {
 
 
 def shards(logits, labels):
-    """Columns of the logits, and the labels as each shard sees them."""
+    """Yield the columns of each shard, and the labels as the shard sees them."""
     for start, end in itertools.pairwise(ENDS):
         here = (labels >= start) & (labels < end)
         yield logits[..., start:end], torch.where(here, labels - start, ELSEWHERE)
 
 
 def in_shards(backend, logits, labels, transform, grad_logprobs, grad_entropy):
-    """(logprobs, lse, entropy, grad) as the ranks of a group compute them."""
+    """Return (logprobs, lse, entropy, grad) as the ranks of a group compute them."""
     device, rows = device_of(backend), load(backend)
     if transform.row_temperature is not None:
         transform = transform._replace(row_temperature=transform.row_temperature.to(device))
@@ -58,7 +58,7 @@ def test_shards_are_as_exact_as_whole_rows(backend, dtype, transform):
     drawn = (3 * torch.randn(3, 6, ENDS[-1], generator=rng, dtype=torch.float64)).to(dtype)
     labels = torch.randint(0, ENDS[-1], (3, 6), generator=rng)
     labels[0] = torch.tensor([0, 1, 32, 33, 139, 5])  # every shard's edges
-    drawn[1, 0, labels[1, 0]] += 40.0  # a label that leaves nothing to the others
+    drawn[1, 0, labels[1, 0]] += 40.0  # a label that has almost all of the probability
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     upstream = [torch.randn(3, 6, generator=rng, dtype=torch.float64).to(stats) for _ in range(2)]
 
@@ -68,5 +68,5 @@ def test_shards_are_as_exact_as_whole_rows(backend, dtype, transform):
     assert bool((got[0] <= 0).all())
     with pytest.raises(
         AssertionError, match="logprobs: norm error"
-    ):  # a few units in the last place are many
+    ):  # a few units in the last place are too many
         truth.hold(logprobs=got[0] * (1 + 8 * torch.finfo(stats).eps))

@@ -1,4 +1,4 @@
-"""What ranks send each other, and when, and how much memory that takes."""
+"""What ranks send each other, when they do so, and how much memory that takes."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ from tests.parallel.ranks import (
 )
 
 SIZES_BYTES = 48
-"""What a rank of a ``tp_group`` sends to each other rank before a call over hidden states is cut."""
+"""Bytes that a rank of a ``tp_group`` sends to each other rank before a pass over hidden states is cut."""
 
 
 def sent(case, split, objective=GSPO, **options):
-    """The bytes of a forward and a backward on this rank; and its case."""
+    """Run a forward and a backward; return the ``Wire`` with this rank's bytes, and the rank's case."""
     local = share(case, place_of(split))
     with Wire() as wire:
         out = call(
@@ -44,7 +44,7 @@ def sent(case, split, objective=GSPO, **options):
 
 @of_ranks(2, 4)
 def bytes_of_shared_vocabularies():
-    """The formula of docs/parallel.md; nothing of it knows the vocabulary's size."""
+    """Bytes follow the formula of docs/parallel.md, whatever the vocabulary's size."""
     for vocabulary, terms, schedule in (
         (VOCABULARY, "plain", "two_pass"),
         (VOCABULARY, "entropy", "two_pass"),
@@ -72,7 +72,7 @@ def bytes_of_shared_vocabularies():
 
 @of_ranks(2)
 def bytes_of_teachers():
-    """Whatever the vocabulary: two log-sum-exps and log-probs, the two sums, and dHidden."""
+    """Ranks send two log-sum-exps and log-probs, the two sums, and dHidden, whatever the vocabulary."""
     counted, columns = int(TEACHER_MASK.sum()), place_of("tp").columns()
     parts = [columns_of(side, *columns) for side in sides(True, torch.float32)]
     for form, bytes_of_row in ((FORMS[1], 12 + 12 + 16), (FORMS[3], 2 * 8 * 5 + 2 * 8 * (2 * 5 + 1))):
@@ -84,7 +84,7 @@ def bytes_of_teachers():
 
 @of_ranks(2)
 def bytes_of_shared_sequences():
-    """The formula of docs/parallel.md: nothing of it knows how many tokens there are."""
+    """Bytes follow the formula of docs/parallel.md, whatever the number of tokens."""
     for kind, objective, terms, sums, numbers, extremes, beforehand in (
         ("logprobs", gk.GSPO(), "plain", 1, 3, 0, 0),
         ("logprobs", gk.GSPOToken(0.2, 0.2), "plain", 1, 7, 1, 0),
@@ -110,7 +110,7 @@ def bytes_of_shared_sequences():
 
 
 class Noted:
-    """What ranks exchange; notes when it was waited for."""
+    """The handle of a collective; notes when the call waits for the collective."""
 
     def __init__(self, work, order):
         self.work, self.order = work, order
@@ -121,7 +121,7 @@ class Noted:
 
 
 def order_of(collective, owner, name, **options):
-    """When a collective was begun and done and a method of the head called, in a call of both."""
+    """Return the order in which a call begins and finishes a collective and calls a method of ``owner``."""
     order, begin, multiply = [], getattr(dist, collective), getattr(owner, name)
 
     def begun(*tensors, **named):
@@ -141,8 +141,8 @@ def order_of(collective, owner, name, **options):
 
 @of_ranks(2)
 def what_is_sent_while_products_run():
-    """dHidden is summed while the head's gradient is multiplied. Each product of logits finds the hidden
-    states of the next chunk on their way; the last one of a pass has no next.
+    """dHidden is summed while the head's gradient is multiplied. While the logits of a chunk are multiplied,
+    the hidden states of the next chunk are on their way; the last chunk of a pass has no next one.
     """
     for schedule, rows in (("deferred", 4), ("two_pass", 4), ("aligned", 9)):
         options = {"schedule": schedule, "max_chunk_bytes": 4 * VOCABULARY * rows}
@@ -158,7 +158,7 @@ def what_is_sent_while_products_run():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that an operation has returned."""
+    """The size of the largest tensor that an operation has returned, in elements."""
 
     elements = 0
 
@@ -185,7 +185,7 @@ def a_million_tokens():
             return evaluate(*arguments, **named)
 
     with Wire() as wire, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "evaluate", watched)  # inside of the operator a mode around it sees nothing
+        patch.setattr(step, "evaluate", watched)  # a mode around the operator sees nothing inside it
         out = gk.policy_loss(leaf, old, torch.ones(1), cu_seqlens=offsets, **groups)
         out.loss.backward()
     assert tokens // ranks <= largest.elements <= tokens // ranks + 16

@@ -11,8 +11,8 @@ from tests.draws import shifted_seed
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """A second thread makes models so small only wait. Runs that a module shares have one as well: bits
-    may differ with the number of threads.
+    """Use one thread: a second one only slows such small models down. Runs that a module shares use one
+    as well, because bits may differ with the number of threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -21,7 +21,7 @@ def one_thread():
 
 
 def make_accelerator(precision="fp32"):
-    """Accelerate keeps its first precision for the whole process, unless told to forget it."""
+    """Make an accelerator. Reset accelerate's state first, which keeps a process's first precision."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -31,7 +31,7 @@ def make_accelerator(precision="fp32"):
 
 @pytest.fixture(autouse=True)
 def forget_the_accelerator():
-    """Runs that several tests look at need some accelerator between them."""
+    """Make a fresh accelerator after each test, for trainers that several tests share."""
     yield
     make_accelerator()
 
@@ -49,14 +49,14 @@ TOKENS = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": None, "pad_tok
 FAMILIES = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mistral": {"sliding_window": 4},
-    # One layer with a window and one without.
+    # one layer with a window and one without
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {"full_attn_idxs": [1]},
 }
 
 
 def tiny_model(family, tokenizer=None, seed=0, **changes):
-    """A random model of a family that transformers has, with the tokenizer's vocabulary if there is one."""
+    """Return a random model of a family of transformers, with the vocabulary of ``tokenizer`` if passed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(shifted_seed(seed))
@@ -85,12 +85,12 @@ def rows():
 
 
 def odd_share(completion_ids):
-    """Share of a completion's odd tokens, which a random byte model varies in."""
+    """Return each completion's share of odd token ids, which varies in a random byte model."""
     return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
 
 def merged_config(values, sections, kind=TrainConfig) -> TrainConfig:
-    """The values with changes to whole options and to options of sections."""
+    """Return a configuration of ``values``; ``sections`` replace options, or update a section's options."""
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes if isinstance(changes, dict) else changes
     return from_mapping(values, kind)
@@ -108,7 +108,7 @@ def small_config(output, kind=TrainConfig, **sections) -> TrainConfig:
 
 
 def make_trainer(own_tokenizer, rows, reward, config, **changes):
-    """A trainer of a tiny model; a third of the vocabulary ends a completion, so lengths differ."""
+    """Return a trainer of a tiny model. A third of the vocabulary ends a completion, so lengths differ."""
     from gspo_kernels.trainer import GSPOTrainer
 
     arguments = {
@@ -128,7 +128,7 @@ def make_trainer(own_tokenizer, rows, reward, config, **changes):
 
 
 def batch_of(trainer):
-    """The rollout of the first step, with advantages."""
+    """Return the batch of the first step: its rollout with advantages."""
     trainer.step = 1
     torch.manual_seed(0)
     return trainer.compare(trainer.rollout())
@@ -136,7 +136,7 @@ def batch_of(trainer):
 
 @contextmanager
 def nothing_in_single_precision():
-    """What goes to fp32 in a model of any dtype (norms, routers) goes to fp64."""
+    """Compute in fp64 what models of any dtype compute in fp32 (norms, routers)."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("float", "float32"):
             patch.setattr(torch, name, torch.float64)
@@ -145,14 +145,14 @@ def nothing_in_single_precision():
 
 
 def plain_logits(model, prompt, completion):
-    """The logits that predict a completion's tokens, [C, V], by one forward pass of the sequence alone."""
+    """Return the logits that predict a completion's tokens, [C, V], from this sequence's own forward pass."""
     ids = torch.cat([torch.as_tensor(prompt), completion]).unsqueeze(0)
     return model(ids).logits[0, len(prompt) - 1 : -1]
 
 
 @torch.no_grad()
 def plain_logprobs(model, prompts, completions):
-    """Log-probs of the completions' tokens, [N], at temperature 1."""
+    """Return log-probs of the completions' tokens, [N], at temperature 1."""
     each = (
         plain_logits(model, *pair).log_softmax(-1).gather(-1, pair[1].unsqueeze(-1)).squeeze(-1)
         for pair in zip(prompts, completions, strict=True)
@@ -165,12 +165,12 @@ def weights(model):
 
 
 def same(found, expected):
-    """Bit for bit."""
+    """Return whether two dictionaries of tensors are equal bit for bit."""
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
 
 
 def ids_of(completions):
-    """What an engine returned, as lists of token ids."""
+    """Return the token ids of completions as lists."""
     return [completion.ids.tolist() for completion in completions]

@@ -1,4 +1,4 @@
-"""Rows of several sequences against each sequence alone; who sees whom; what is refused; micro-batches."""
+"""Rows of several sequences give the values and gradients of each sequence alone; errors; micro-batches."""
 
 import copy
 
@@ -32,7 +32,7 @@ def build(family):
         model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     with torch.no_grad():
-        for parameter in model.parameters():  # far from uniform attention
+        for parameter in model.parameters():  # so that attention is far from uniform
             parameter.normal_(std=0.3)
     if family == "qwen3_moe":
         model.set_experts_implementation("eager")  # the grouped product has no fp64
@@ -40,9 +40,9 @@ def build(family):
 
 
 def sequences(layout="packed"):
-    """Lists of prompts and completions, copies of a prompt one after the other where they share it."""
+    """Return lists of prompts and completions. With a shared prefix, copies of a prompt are adjacent."""
     generator = torch.Generator().manual_seed(shifted_seed(1))
-    # some of one length side by side, which attend as a batch, some of one token, some beyond a window
+    # Adjacent sequences of equal length attend as a batch; others have one token or exceed a window.
     shapes = ([5, 3, 9, 3], [4, 6, 1, 8]) if layout == "packed" else ([9, 1, 4], [7, 7, 1, 4, 6, 1])
     prompts, completions = (
         [torch.randint(1, 64, (n,), generator=generator) for n in each] for each in shapes
@@ -53,7 +53,7 @@ def sequences(layout="packed"):
 
 
 def alone(model, prompts, completions):
-    """Hidden states that predict completions, by a plain forward pass of each sequence."""
+    """Return the hidden states that predict completions, from a plain forward pass of each sequence."""
     hidden = []
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -64,7 +64,7 @@ def alone(model, prompts, completions):
 
 
 def values_and_gradients(model, run):
-    """Hidden states of ``run(model)``, and the gradient of a random weighted sum of them, by parameter."""
+    """Return hidden states of ``run(model)``, and gradients of a random weighted sum of them by parameter."""
     model.zero_grad()
     hidden = run(model)
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(shifted_seed(2)))
@@ -74,7 +74,7 @@ def values_and_gradients(model, run):
 
 
 def assert_as_exact(model, run, reference):
-    """Equal in fp64; in fp32 as near to that as the reference is."""
+    """Check that both are equal in fp64, and that in fp32 the error of ``run`` is about the reference's."""
     plain, ours = values_and_gradients(model, reference), values_and_gradients(model, run)
     with nothing_in_single_precision():
         double = copy.deepcopy(model).double()
@@ -118,7 +118,7 @@ def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_completions_that_branch_are_a_tree(family):
-    """Turns that several completions share go through the model once, at any depth, and count for each."""
+    """Turns that several completions share go through the model once, at any depth, but count for each."""
     a, b, c, d, e = (torch.arange(first, first + 3) for first in (3, 10, 17, 24, 31))
     prompts = [a, a, a, a, a[:2], b]
     completions = [torch.cat(parts) for parts in ((b, c, d), (b, c, e), (b, e), (b, c, d), (e,), (a,))]
@@ -126,7 +126,7 @@ def test_completions_that_branch_are_a_tree(family):
     handle = model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     shared_prefix_hidden_states(model, prompts, completions)
     handle.remove()
-    # a b c d, without its last; e behind c, behind b and behind a[:2]; b a
+    # "a b c d" without its last token; e after c, after b and after a[:2]; "b a"
     assert seen[0]["input_ids"].numel() == 11 + 2 + 2 + 2 + 5
     assert_as_exact(
         model,
@@ -139,7 +139,7 @@ def test_flash_attention_gets_the_offsets_and_no_mask():
     model = build("qwen3")
     model.config._attn_implementation = "flash_attention_2"
     inputs = packed_inputs(model, *sequences())
-    lengths = [5 + 3, 3 + 5, 9 + 0, 3 + 7]  # the last token of each is left out
+    lengths = [5 + 3, 3 + 5, 9 + 0, 3 + 7]  # without the last token of each sequence
     assert inputs["position_ids"].tolist() == [[place for length in lengths for place in range(length)]]
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         assert inputs[name].tolist() == [0, 8, 16, 25, 35] and inputs[name].dtype == torch.int32
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_packed_is_refused():
         with pytest.raises(InputError, match=words):
             check_rows_of(model)
     model.config._attn_implementation = "sdpa"
-    # A convolution along the row, as a hybrid model without layer types would have.
+    # like a convolution along the row, which a hybrid model without layer types would have
     model.model.layers[0].register_forward_hook(lambda m, args, output: output + output.roll(1, dims=1))
     for shared_prefix in (False, True):
         with pytest.raises(InputError, match="differ from those of the sequences alone"):
@@ -187,5 +187,5 @@ def test_batches_hold_every_sequence_once_and_keep_the_budget(lengths, budget, m
         tokens = [sum(lengths[i] for i in batch) for batch in some]
         assert all(n <= budget or len(batch) == 1 for n, batch in zip(tokens, some, strict=True))
         assert tokens == sorted(tokens, reverse=True)
-    # Empty only where there is no sequence left to give.
+    # A batch is empty only if there are fewer sequences than batches.
     assert sum(map(bool, fixed)) == min(len(fixed), len(lengths))

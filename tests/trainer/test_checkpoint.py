@@ -1,4 +1,4 @@
-"""The directory of a run, checkpoints whole or absent, restarts to the bit: kill -9, signals, full disks."""
+"""A run's directory: checkpoints are whole or absent; exact restarts after kill -9, signals, full disks."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def writer(text):
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """An exception in place of the end of the process."""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, m
     with pytest.raises(Killed):
         run.save_checkpoint(1 if same_step else 2, write, keep=1)
     monkeypatch.undo()
-    run.__exit__()  # as the system does for a process that is gone
+    run.__exit__()  # The system releases the lock of a dead process.
     again = RunDirectory(tmp_path)
     prepare(again, resume=True)
     assert again.latest_checkpoint().name == "step_000001"
@@ -80,7 +80,7 @@ def test_a_run_is_never_lost_by_accident(tmp_path):
     prepare(run, overwrite=True)
     assert not run.metrics.exists() and run.latest_checkpoint() is None
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    # a base model lies where another run is to go, under the name that a run would use
+    # The directory of another run holds a base model, under the name that the run would use.
     other = RunDirectory(tmp_path / "other")
     writer("mine")(tmp_path)
     other.path.mkdir()
@@ -120,7 +120,7 @@ STEPS = 6
 
 def run(output, tokenizer, *, resume=True, steps=STEPS, slow=0.0):
     def reward(completion_ids):
-        """Draws from Python's generator, which every step seeds anew."""
+        """Add numbers from Python's generator, which every step seeds anew."""
         time.sleep(slow)
         return [sum(ids) % 7 + random.random() for ids in completion_ids]
 
@@ -141,7 +141,7 @@ def outcome(output):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, tokenizer):
-    """The run that nothing interrupts: its directory, and the seconds that it took."""
+    """Train without interruption; return the run's directory and its seconds."""
     output = tmp_path_factory.mktemp("straight")
     started = time.monotonic()
     assert exit_code(forked(partial(run, output, tokenizer, resume=False))) == 0
@@ -154,7 +154,7 @@ def assert_same_outcome(output, straight):
 
 
 def test_killed_at_ten_random_moments(tmp_path, tokenizer, straight):
-    """While sampling, updating, evaluating, saving or exporting; every second one gets a step further."""
+    """Kills hit sampling, updating, evaluating, saving or exporting; every second run ends a step first."""
     moments, directory = random.Random(shifted_seed(0)), RunDirectory(tmp_path)
     for kill in range(10):
         wanted = len(read_metrics(directory.metrics)) + kill % 2
@@ -172,7 +172,7 @@ def test_killed_at_ten_random_moments(tmp_path, tokenizer, straight):
 
 
 def test_signals_save_and_exit(tmp_path, tokenizer, straight):
-    """SIGTERM, and Ctrl-C after the run has gone on."""
+    """The run stops at SIGTERM, goes on, and stops at Ctrl-C."""
     reached = 0
     for number in (signal.SIGTERM, signal.SIGINT):
         child = forked(partial(run, tmp_path, tokenizer, resume=reached > 0, slow=0.1))
@@ -198,7 +198,7 @@ def test_a_second_interrupt_does_not_wait():
 
 
 def test_a_full_disk_loses_nothing(tmp_path, tokenizer, straight):
-    """Files may not grow beyond 20 kB in a child: what a checkpoint or a model needs is more."""
+    """In a child process no file may exceed 20 kB, which is too little for a checkpoint or a model."""
     directory = RunDirectory(shutil.copytree(straight[0], tmp_path / "run"))
 
     def fails(words):

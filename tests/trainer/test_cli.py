@@ -85,7 +85,7 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     assert "held-out accuracy" in capsys.readouterr().out
     assert cli.main(["train", *line]) == 1
     assert "--resume" in capsys.readouterr().err
-    # the run goes on from its configuration
+    # The run resumes with its saved configuration.
     longer = ["train", "--resume", "--output", str(run), "--update.steps", "3"]
     assert cli.main([*longer, "--update.learning_rate", "1e-2", "--force"]) == 0
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
@@ -159,14 +159,14 @@ def test_the_demonstration_keeps_its_prompts_apart():
 
 @pytest.mark.slow
 def test_the_demonstration_learns_and_writes_over_nothing_of_others(tmp_path, capsys):
-    """On prompts and answers never trained on; seeds 0 to 4 left 0.18 to 0.46 of the errors."""
+    """Fewer errors remain on prompts and answers never trained on; for seeds 0 to 4, 0.18 to 0.46 of them."""
     line = ["demo", "--output", str(tmp_path / "demo"), "--steps", "25", "--seed", str(shifted_seed(0) % 5)]
     assert cli.main(line) == 0
     first, *later = read_metrics(tmp_path / "demo" / "metrics.jsonl")
     for label in ("greedy", "sampled"):
         before, after = (1 - record[f"eval/{label}_accuracy"] for record in (first, later[-1]))
         assert after <= 0.8 * before, (label, before, after)
-    # GSPO as it should be: nothing is clipped before the weights move, much of it afterwards
+    # As GSPO should: nothing is clipped before the weights move, and much afterwards.
     for record in later:
         assert record["minibatch_1/ratio/min"] == record["minibatch_1/ratio/max"] == 1.0
     kinds = ("minibatch_4/clip_fraction/low", "minibatch_4/clip_fraction/high")

@@ -1,4 +1,4 @@
-"""Configuration: what is read, what is refused before torch is imported, and that messages name the key."""
+"""Configuration: how options are read, errors before torch is imported, and messages that name the key."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def test_wrong_keys_are_answered_before_torch_is_imported(tmp_path):
 
 
 def test_text_becomes_what_an_option_is(tmp_path):
-    """YAML reads some numbers as text, and a command line has nothing else."""
+    """YAML reads some numbers as text, and all values of a command line are text."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: m\nreward: a.py:f\nupdate:\n  learning_rate: 3e-5\n  steps: 7\n"
@@ -123,7 +123,7 @@ def test_the_command_line_comes_on_top_of_the_file(tmp_path):
     assert (config.rollout.group_size, config.rollout.top_k, config.update.learning_rate) == (2, 3, 2e-4)
     assert config.data.template_options == {"enable_thinking": False}
     assert make_objective(config) == gk.GSPO(clip_high=5e-4)
-    # a run that goes on has its configuration
+    # A run that resumes has the configuration in its directory.
     config, flags = parse_arguments(["--resume", "--force", "--output", str(tmp_path)])
     assert flags["resume"] and flags["force"] and (config.seed, config.output) == (5, str(tmp_path))
 
@@ -139,7 +139,7 @@ def test_help_documents_every_option_on_four_screens(capsys, monkeypatch):
     assert 50 <= len(options) <= 61
     for key in options:
         assert f"--{key} " in text.replace("│", " "), key
-    # A recipe's help names the recipe, and its options with the others.
+    # A recipe's help names the recipe and lists its options among the others.
     command = [sys.executable, "-m", "examples.recipes.igrpo", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "  python -m examples.recipes.igrpo config.yaml" in text and "--recipe.drafts " in text

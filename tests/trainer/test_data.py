@@ -1,4 +1,4 @@
-"""Prompts: reading them, refusing what is not one, and their order."""
+"""Prompts: how they are read and ordered, and which are refused."""
 
 import datasets
 import pytest
@@ -20,7 +20,7 @@ def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
     rows = load_prompts(path)
     assert rows == [{"prompt": "a", "answer": 1}, {"prompt": "é\n", "answer": [2], "level": 3}]
     assert columns_of(rows) == {"answer": [1, [2]], "level": [None, 3]}
-    assert columns_of(rows[:1], ["level"]) == {"level": [None]}  # a batch may lack what the dataset has
+    assert columns_of(rows[:1], ["level"]) == {"level": [None]}  # a batch may lack columns of the dataset
     path.write_text('{"prompt": "old", "question": "a"}\n{"prompt": "older", "question": "b"}\n')
     assert load_prompts(path, prompt_column="question") == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(InputError, match=r"no 'answer' among the columns.*question"):
@@ -53,8 +53,8 @@ def test_what_is_not_a_dataset_is_refused(tmp_path, text, words):
 
 
 def test_datasets_of_every_kind(tmp_path, monkeypatch):
-    """Files, folders with splits, and names of the Hub, which go to the library of datasets."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # not into the user's
+    """The datasets library reads files, folders with splits, and names on the Hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # not the user's cache
     datasets.disable_progress_bars()
     rows, other = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list([{"prompt": "test"}])
     for name in ("files", "empty"):

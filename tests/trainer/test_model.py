@@ -1,4 +1,4 @@
-"""Models taken apart: what lies between hidden states and log-probs, end tokens, what is not understood."""
+"""Parts of models: the head between hidden states and log-probs, end tokens, and heads that are refused."""
 
 import dataclasses
 from types import SimpleNamespace

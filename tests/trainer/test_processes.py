@@ -1,4 +1,4 @@
-"""Two processes, DDP and FSDP2: losses of one process, exact resume, shards alone, failures that end both."""
+"""Two processes, DDP and FSDP2: the losses of one process, exact resume, memory, failures that end both."""
 
 import gc
 
@@ -31,7 +31,7 @@ ROWS = [{"prompt": prompt} for prompt in ("ab", "bcdefghijk", "c", "dabc", "ea",
 
 
 def fsdp2(accelerator):
-    """Sharding on a CPU, which accelerate refuses to set up by itself (it runs DDP instead)."""
+    """Set up sharding on a CPU. Accelerate by itself would run DDP instead."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
@@ -48,7 +48,7 @@ def accelerator_of(kind, precision="fp32"):
 
 
 def whole(tensors):
-    """Copies of tensors, gathered where they are shards."""
+    """Return copies of tensors, gathered where they are shards."""
     return {
         n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()
     }
@@ -70,7 +70,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("case", SECTIONS)
 def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, case):
-    """Two steps on the same rollout: every metric of every minibatch, and the weights."""
+    """After two steps on the same rollout every metric of every minibatch agrees, and so do the weights."""
     sections = SECTIONS[case]
     precision = sections.get("update", {}).get("precision", "fp32")
     config = small_config(tmp_path, **sections)
@@ -102,7 +102,10 @@ def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, ca
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_run_resumes_bit_for_bit_exports_and_goes_on_alone(tmp_path, tokenizer, kind, capfd):
-    """Alone, and then in two again: weights and optimizer to the bit, new seeds, which one line says."""
+    """The run goes on in one process, and then in two again. Weights and optimizer are restored bit for bit.
+
+    Each change of the number of processes prints that sampling has new seeds.
+    """
     warning = "another number of processes than before: sampling has new seeds"
 
     def trainer(name, steps, processes=2):
@@ -124,7 +127,7 @@ def test_a_run_resumes_bit_for_bit_exports_and_goes_on_alone(tmp_path, tokenizer
             torch.save(tensors, tmp_path / "saved.pt")
 
     def go_on(steps, processes):
-        """From what the last one saved."""
+        """Resume from the latest checkpoint."""
         again = trainer("stopped", steps, processes)
         path = again.directory.latest_checkpoint()
         again.load_state_dict(load_state(path), path)
@@ -148,24 +151,27 @@ def test_a_run_resumes_bit_for_bit_exports_and_goes_on_alone(tmp_path, tokenizer
 
 
 class Follower(TorchDispatchMode):
-    """Follows the storages of all tensors that operations in this thread return; ``most`` bytes at once."""
+    """A mode that follows the storages of all tensors that operations in this thread return.
+
+    ``most`` is the largest number of bytes that were alive at once.
+    """
 
     def __init__(self):
         super().__init__()
         self.sizes, self.references = {}, {}
-        self.bound = self.most = 0  # of what is alive now, and at any time
+        self.bound = self.most = 0  # bytes: an upper bound of those alive now, and the most at any time
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+            tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's shard
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()  # FSDP changes the sizes of storages
                 self.bound += max(size - self.sizes.get(key, 0), 0)
                 self.sizes[key] = size
                 self.references.setdefault(key, StorageWeakRef(storage))
-        if self.bound > self.most:  # which counts what is gone as well
+        if self.bound > self.most:  # the bound still counts freed storages
             alive = {k: torch.UntypedStorage._new_with_weak_ptr(r.cdata) for k, r in self.references.items()}
             self.sizes = {key: storage.nbytes() for key, storage in alive.items() if storage is not None}
             self.references = {key: self.references[key] for key in self.sizes}
@@ -175,7 +181,7 @@ class Follower(TorchDispatchMode):
 
 
 def most_alive(work):
-    """The most bytes of tensors that ``work`` touched and had at once, and its result."""
+    """Run ``work``; return the most bytes of its tensors that were alive at once, and its result."""
     gc.collect()
     with Follower() as follower:
         result = work()
@@ -183,9 +189,9 @@ def most_alive(work):
 
 
 def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokenizer, monkeypatch):
-    """At most 1.2 times the shards and the largest weight; more where it is done in one piece."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # so that it loads in this thread
-    # Of so many layers, those that are whole while they run are little beside all.
+    """A process needs at most 1.2 times its shards and the largest weight; gathering everything, more."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # so that transformers loads in this thread
+    # With so many layers, the layer that is gathered while it runs is a small part of the model.
     model = tiny_qwen3(tokenizer, hidden_size=64, intermediate_size=192, num_hidden_layers=20)
     for each in (model.bfloat16(), tokenizer):
         each.save_pretrained(tmp_path / "base")
@@ -239,7 +245,7 @@ def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_pat
             trainer = make_trainer(tokenizer, ROWS, lambda prompts: [0.0] * len(prompts), config, **options)
             found = whole(dict(trainer.model.named_parameters(remove_duplicate=False)))
             assert same(found, dict(expected.named_parameters(remove_duplicate=False))), name
-            trainer.train()  # without any advantage the weights stay as they were
+            trainer.train()  # without advantages the weights do not change
 
     in_processes(2, work)
     for name, expected in models.items():

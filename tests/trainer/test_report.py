@@ -1,4 +1,4 @@
-"""Metrics files, warnings, the terminal at several widths and without one, and the plot."""
+"""Metrics files, warnings, output to terminals of several widths and to none, and the plot."""
 
 import io
 import json
@@ -111,7 +111,7 @@ FINE = {"reward/mean": 0.5, "groups_without_variance": 0.5, "completions/finishe
 def test_warnings_come_after_some_steps_and_once(symptom, words):
     health = Health(TrainConfig())
     steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] + [FINE | symptom] * (PATIENCE + 2)
-    if not symptom.keys() & FINE.keys():  # a step that does not measure it leaves its count alone
+    if not symptom.keys() & FINE.keys():  # a step that does not measure a symptom leaves its count alone
         steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] * 3 + [FINE | symptom] * 2
     warnings = [health.check(metrics) for metrics in steps]
     assert sum(map(len, warnings)) == 1

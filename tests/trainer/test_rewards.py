@@ -1,4 +1,4 @@
-"""Reward functions: finding them, calling them, and refusing what they must not return."""
+"""Reward functions: how they are found and called, and which returned values are refused."""
 
 import asyncio
 import functools
@@ -119,7 +119,7 @@ def test_what_cannot_be_summed_or_called_is_refused():
     for function, columns, words in (
         (my_reward, ["answer"], r"my_reward cannot be called: it takes 'solution'.*\(answer\)"),
         (functools.partial(my_reward, solution=3), ["solution"], "solution is an option and a column"),
-        (math.sqrt, ["x"], "sqrt cannot be called: it takes 'x'"),  # which it does not take by name
+        (math.sqrt, ["x"], "sqrt cannot be called: it takes 'x'"),  # sqrt does not take x by name
     ):
         with pytest.raises(InputError, match=words):
             RewardSet([function]).check(columns)
@@ -172,7 +172,7 @@ def test_a_reward_that_hangs_is_given_up_and_its_next_call_gets_another_loop():
 
 
 def test_a_reward_that_hangs_keeps_no_program_from_ending():
-    """What is left behind, plain or async, is a daemon thread; the process ends with its error."""
+    """The hanging call stays in a daemon thread, so the process ends with the error."""
     code = (
         "import threading\nfrom gspo_kernels.trainer.rewards import RewardSet\n"
         "def hangs(completions):\n    threading.Event().wait()\n"
@@ -229,7 +229,7 @@ def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
 
 
 def test_advantages_are_those_of_their_name():
-    """tests/test_advantages.py compares each formula with a loop in fp64."""
+    """The trainer's method calls the function of its name; tests/test_advantages.py checks the formulas."""
     nan = math.nan  # two rewards of two groups of four
     table = torch.tensor([[1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 3.0, 1.0], [0.5, nan, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0]])
     lengths, weights = torch.arange(1.0, 9.0), torch.tensor([1.0, 0.5])

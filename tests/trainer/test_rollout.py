@@ -1,4 +1,4 @@
-"""Rollouts against hand-made cases: masks, padding, the layout for training, how tokens are drawn."""
+"""Rollouts against hand-made cases: masks, padding, log-probs, and how tokens are drawn."""
 
 import copy
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_tokens_that_a_loss_counts():
 
 @torch.no_grad()
 def assert_logprobs_are_exact(model, prompts, completions):
-    """As near to fp64 as a forward pass in fp32 that reads whole sequences."""
+    """Check that errors against fp64 are about those of an fp32 forward pass over whole sequences."""
     ids = [each.ids for each in completions]
     plain = plain_logprobs(model, prompts, ids)
     exact = plain_logprobs(copy.deepcopy(model).double(), prompts, ids)
@@ -37,7 +37,7 @@ def assert_logprobs_are_exact(model, prompts, completions):
 @pytest.mark.parametrize("rules", [{"top_p": 0.8}, {"top_k": 20}, {"top_p": 0.9, "top_k": 50, "min_p": 0.3}])
 @torch.no_grad()
 def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
-    """The sets of `gk.sampling_mask`; log-probs among them are those that the engine gave."""
+    """Masks equal those of `gk.sampling_mask`; log-probs within the masks equal the engine's."""
     model, prompts = tiny_qwen3(tokenizer, initializer_range=0.1), tokenizer(["ab", "hello"] * 8)["input_ids"]
     engine = ModelEngine(model, list(range(60)), tokenizer.pad_token_id, batch_size=5)
     sampling = Sampling(6, 0.8, **rules, return_mask=True)
@@ -59,8 +59,14 @@ def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
     assert torch.cat(agree).float().mean() > 0.99  # a pass of other shapes may round beyond an edge
 
 
+def test_a_mask_needs_something_that_is_cut():
+    for rules in ({}, {"top_k": 5, "temperature": 0.0}):
+        with pytest.raises(ValueError, match="return_mask: expected top_p"):
+            Sampling(6, **rules, return_mask=True)
+
+
 def test_a_token_of_probability_zero_is_never_drawn():
-    """Not even by the smallest and the largest uniform number."""
+    """Neither the smallest nor the largest uniform number draws such a token."""
     scores = torch.zeros(3, 10)
     scores[:, [0, 3, 4, 9]] = -torch.inf
     uniforms = torch.tensor([[0.0], [1.0 - 2.0**-53], [2 / 6 + 1e-6]], dtype=torch.float64)
@@ -75,7 +81,7 @@ def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
     uniforms = torch.rand(512, 1, generator=generator, dtype=torch.float64)
     tokens, probs, _ = draw(scores, Sampling(1), uniforms)
     exact = scores.double().softmax(-1)
-    above, slack = exact.cumsum(-1), 4 * torch.finfo(torch.float32).eps  # probabilities are fp32
+    above, slack = exact.cumsum(-1), 4 * torch.finfo(torch.float32).eps  # draw's probabilities are fp32
     mine = tokens.unsqueeze(1)
     assert (above.gather(-1, mine) - exact.gather(-1, mine) - slack <= uniforms).all()
     assert (uniforms <= above.gather(-1, mine) + slack).all() and (exact.gather(-1, mine) > 0).all()
@@ -96,7 +102,7 @@ def test_the_default_generator_decides_and_logits_are_numbers(model, tokenizer):
 
 @pytest.mark.parametrize("longest", [12, 2])
 def test_prompts_are_read_once_and_ended_completions_leave_the_batch(tokenizer, longest):
-    """Of 12 tokens, until all have ended; of 2, so that some end in the last place."""
+    """With room for 12 tokens completions end early; with room for 2 some end at the last position."""
     model, shapes = tiny_qwen3(tokenizer, initializer_range=0.2), []
     hook = lambda module, args, options: shapes.append(tuple(options["input_ids"].shape))  # noqa: E731
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -104,7 +110,7 @@ def test_prompts_are_read_once_and_ended_completions_leave_the_batch(tokenizer, 
     found = ModelEngine(model, list(ends), tokenizer.pad_token_id, 16).generate(prompts, Sampling(longest))
     handle.remove()
     assert shapes[0] == (2, 3) and all(tokens == 1 for _, tokens in shapes[1:])
-    for each in found:  # up to the first end token, or all that there is room for
+    for each in found:  # a completion ends with its first end token, or has the maximum length
         *inside, last = [token in ends for token in each.ids.tolist()]
         assert not any(inside) and each.finished == last and (last or len(each.ids) == longest)
     ended_by = torch.tensor([len(ids) for ids in ids_of(found)])
@@ -117,7 +123,7 @@ def test_prompts_are_read_once_and_ended_completions_leave_the_batch(tokenizer, 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "llama"])
 def test_other_families(tokenizer, family):
-    """Sliding windows beside full attention; learned positions, which left padding must not move."""
+    """Gemma mixes sliding windows with full attention; left padding must not shift GPT-2's positions."""
     model = tiny_model(family, tokenizer, initializer_range=0.2)
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12]] * 2
     engine = ModelEngine(model, [9999], 0, 8)

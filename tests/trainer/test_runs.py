@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model: what they write, going on, what is refused before a loss, warnings."""
+"""Whole runs of a tiny model: the files that they write, resuming, errors before any output, warnings."""
 
 import copy
 import json
@@ -41,11 +41,11 @@ def some(completion_ids):
 
 
 DRAWN = []
-"""What each call of the reward draws from Python's generator, which every step seeds anew."""
+"""The numbers that calls of the reward draw from Python's generator, which every step seeds anew."""
 
 
 class Tracker(GeneralTracker):
-    """Keeps what a run gives to trackers."""
+    """A tracker that keeps the values that a run logs."""
 
     name, requires_logging_directory, main_process_only, tracker = "kept", False, True, None
     logged, finished, config = {}, [], {}
@@ -60,13 +60,13 @@ class Tracker(GeneralTracker):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, tokenizer):
-    """A trainer whose run nothing has interrupted."""
+    """Return a trainer after a run without interruption."""
     config = small_config(tmp_path_factory.mktemp("straight") / "run", save_rollouts=True)
     make_accelerator()
     trainer = make_trainer(tokenizer, ROWS, some, config, accelerator=Accelerator(log_with=[Tracker()]))
     DRAWN.clear()
     trainer.last = trainer.train()
-    assert len(DRAWN) == 10 and len({*DRAWN}) == 6  # 4 steps and 3 evaluations, twice: these draw the same
+    assert len(DRAWN) == 10 and len({*DRAWN}) == 6  # 4 steps, and 3 evaluations of 2 calls that draw alike
     return trainer
 
 
@@ -123,7 +123,7 @@ def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tok
                 raise InputError("the engine is gone")
             return inner(prompts, sampling)
 
-        # a run that goes on has the weights of its checkpoint
+        # A run that resumes takes the weights of its checkpoint, not these.
         model = tiny_qwen3(tokenizer, seed=0 if fails == "evaluation" else 7)
         trainer = make_trainer(tokenizer, ROWS, some_values, config, model=model)
         inner, trainer.engine.generate = trainer.engine.generate, generate
@@ -192,7 +192,7 @@ def test_adapters_are_trained_alone_and_resume_bit_for_bit(tmp_path, tokenizer):
 
 
 def test_what_reaches_the_update(tmp_path, tokenizer):
-    """Truncated completions kept or masked, rewards that do not apply, levels, rewards as such, GDPO."""
+    """The update sees truncated completions, rewards that do not apply, levels, unscaled rewards, GDPO."""
     batches = {}
     for choice in ("keep", "mask"):
         config = small_config(tmp_path, rollout={"truncated": choice, "max_new_tokens": 2})
@@ -204,7 +204,7 @@ def test_what_reaches_the_update(tmp_path, tokenizer):
     lengths = torch.tensor([len(ids) for ids in completions])
     assert torch.equal(batches["keep"].counted, lengths)
     assert torch.equal(batches["mask"].loss_mask, finished.repeat_interleave(lengths))
-    # they still count in their group's mean
+    # Masked completions still count in their group's mean.
     assert torch.equal(batches["keep"].advantages, batches["mask"].advantages)
 
     def sometimes(prompts):
@@ -231,7 +231,7 @@ def test_what_reaches_the_update(tmp_path, tokenizer):
 
 
 def test_options_reach_what_they_set(tmp_path, tokenizer):
-    """Those of memory, precision, templates and seeds, on which no other run here depends."""
+    """Options of memory, precision, templates and seeds have an effect; no other run here depends on them."""
 
     def slow(completion_ids):
         time.sleep(0.5 if completion_ids == [[1]] * 4 else 0)
@@ -242,7 +242,7 @@ def test_options_reach_what_they_set(tmp_path, tokenizer):
         return make_trainer(own_tokenizer, rows, slow, config, accelerator=None)
 
     def passes(**update):
-        """Through the policy and through its first layer, in an update."""
+        """Return the numbers of forward passes through the policy and its first layer in an update."""
         trainer, seen = made(update={"micro_batch_tokens": 1000, **update}), Counter()
         batch, policy = batch_of(trainer), trainer.updater.policy
         for name, module in (("policy", policy), ("layer", trainer.model.model.layers[0].mlp)):
@@ -271,7 +271,7 @@ def test_options_reach_what_they_set(tmp_path, tokenizer):
     first = learned(0)
     assert same(learned(0), first) and not same(learned(1), first)
     for precision, mixed in (("fp32", "no"), ("bf16", "bf16")):
-        AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first for a process
+        AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first precision
         assert made(update={"precision": precision}).accelerator.mixed_precision == mixed
 
 
@@ -308,7 +308,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
     with pytest.raises(InputError, match=r"keep_sampling_mask: Maskless .*completions without a mask"):
         make_trainer(tokenizer, ROWS, odd_share, config, engine=Maskless()).rollout()
     assert not (tmp_path / "run").exists()
-    dropout = tiny_qwen3(tokenizer, attention_dropout=0.5).train()  # which confuses nobody
+    dropout = tiny_qwen3(tokenizer, attention_dropout=0.5).train()  # which is allowed
     make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path), model=dropout)
 
 
@@ -319,7 +319,7 @@ def test_warnings_when_nothing_can_be_learned_or_sampling_cuts(tmp_path, tokeniz
     before = weights(trainer.model)
     trainer.train()
     assert "nothing can be learned" in " ".join(capsys.readouterr().out.split())
-    assert same(before, weights(trainer.model))  # and indeed, without weight decay, nothing moves
+    assert same(before, weights(trainer.model))  # without weight decay nothing moves
     for keep in (False, True):
         rollout = {"top_p": 0.9, "keep_sampling_mask": keep}
         config = small_config(tmp_path / str(keep), rollout=rollout, update={"steps": 2}, **steps)

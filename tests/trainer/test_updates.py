@@ -1,4 +1,4 @@
-"""Updates: gradients against fp64 autograd for every objective, layout and term; what costs nothing."""
+"""Updates: gradients against fp64 autograd for every objective, layout and term; work that is left out."""
 
 import copy
 import math
@@ -48,7 +48,7 @@ def make_batch(seed=0):
     completions = [tokens(1 + row % C) for row in range(B)]
     masks = [torch.ones(len(completion), dtype=torch.bool) for completion in completions]
     masks[2][:] = False  # one completion does not count
-    masks[4][0] = False  # nor does a token in the middle
+    masks[4][0] = False  # nor does one token of another completion
     mask = torch.cat(masks)
     advantages = torch.randn(B, generator=generator)
     advantages[::SIZE].abs_().add_(1.0)  # every group has both signs, and successes beyond REAL's 0.5
@@ -84,7 +84,7 @@ def make_policy(model, config):
 
 
 def build(tokenizer, config, **changes):
-    """The model, with adapters that change it where there are any, and a context that switches these off."""
+    """Return the model, with random adapters if the config has some, and a context that switches them off."""
     model = tiny_qwen3(tokenizer, **changes)
     if config.lora.rank == 0:
         return model, nullcontext
@@ -92,12 +92,12 @@ def build(tokenizer, config, **changes):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                parameter.normal_(std=0.02)  # with more, rounding would show
+                parameter.normal_(std=0.02)  # larger weights would show rounding
     return model, adapted.disable_adapter
 
 
 def make_updater(tokenizer, config, reference=None):
-    """Its model has dropout, which must stay off."""
+    """Return an updater of a model with dropout, which must stay off."""
     model, reference_mode = build(tokenizer, config, attention_dropout=0.5)
     options = {"reference": reference and make_policy(reference, config), "reference_mode": reference_mode}
     return Updater(
@@ -106,7 +106,7 @@ def make_updater(tokenizer, config, reference=None):
 
 
 def record_steps(updater, found):
-    """Let weights change a little after each minibatch, by a rule that forgives rounding; keep gradients."""
+    """Replace the optimizer step by one that scales all weights by 1.02; append gradients to ``found``."""
 
     def step():
         parameters = dict(updater.policy.named_parameters())
@@ -122,7 +122,7 @@ def record_steps(updater, found):
 
 
 def plain_scores(model, batch, rows):
-    """Log-probs and entropies, [b, C], by the model's own logits, one sequence at a time."""
+    """Return log-probs and entropies, [b, C], from the model's own logits, one sequence at a time."""
     logprobs, entropy = [], []
     for row in rows.tolist():
         prompt, completion = batch.prompts[row], batch.completions[row]
@@ -134,12 +134,12 @@ def plain_scores(model, batch, rows):
         logp = torch.log_softmax(logits / TEMPERATURE, -1)
         logprobs.append(logp.gather(-1, completion.unsqueeze(-1)).squeeze(-1))
         entropy.append(-(logp.exp() * logp).sum(-1))
-    room = torch.zeros(C, dtype=model.dtype)  # so that all rows have C places
+    room = torch.zeros(C, dtype=model.dtype)  # pads all rows to C positions
     return [pad_sequence([*each, room], True)[:-1] for each in (logprobs, entropy)]
 
 
 def plain_gradients(tokenizer, config, batch, reference, dtype):
-    """What `record_steps` sees, by autograd through log-softmax and `policy_loss` of whole minibatches."""
+    """Return what `record_steps` keeps, by autograd of log-softmax and `policy_loss` of whole minibatches."""
     (model, adapters_off), objective = build(tokenizer, config), make_objective(config)
     model, reference = model.to(dtype), reference and copy.deepcopy(reference).to(dtype)
     mask = padded(batch, batch.loss_mask)
@@ -185,7 +185,7 @@ def plain_gradients(tokenizer, config, batch, reference, dtype):
 
 
 def assert_exact_gradients(tokenizer, config, batch):
-    """As near to autograd in fp64 as autograd in fp32 is; metrics of the update."""
+    """Check that errors against fp64 autograd are about those of fp32 autograd; return metrics."""
     other = needs_reference(config) and config.lora.rank == 0
     reference = tiny_qwen3(tokenizer, seed=1) if other else None
     updater, found = make_updater(tokenizer, config, reference=reference), []
@@ -207,14 +207,14 @@ def assert_exact_gradients(tokenizer, config, batch):
 
 
 def wide(name):
-    """Fields that keep most sequences inside the clip range after a change of the weights by 2 %."""
+    """Return options that keep most sequences inside the clip range after weights change by 2 %."""
     fields = trainable_objectives()[name].__dataclass_fields__
     options = {field: 0.9 for field in ("clip_low", "clip_high") if field in fields}
     return options | ({"aggregation_constant": 7} if name == "DrGRPO" else {})
 
 
 def kinds_of_objectives():
-    """One objective for each of the ways in which a loss depends on a batch: name by name, the first."""
+    """Return the name of the first objective for each way in which a loss depends on a batch."""
     kinds = {}
     for name, cls in trainable_objectives().items():
         needs = (*sorted(cls.needs), cls.advantages_are, cls.zero_advantage_is_inactive, hasattr(cls, "seed"))
@@ -248,7 +248,7 @@ def test_every_kind_of_objective_row_and_term(tokenizer, case):
     name = options.pop("name", "GSPO")
     if trainable_objectives()[name].advantages_are == "levels":
         batch.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
-    if options.pop("masks", False):  # some ids beside each token's own, and at a few tokens any id
+    if options.pop("masks", False):  # each token's id and some others; at a few tokens all ids
         generator, masks = torch.Generator().manual_seed(shifted_seed(3)), []
         for completion in batch.completions:
             others = torch.randint(258, (len(completion), 9), generator=generator).tolist()
@@ -273,14 +273,14 @@ def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
         before = weights(updater.policy)
         updater.update(batch)
         assert all(p.dtype == torch.float32 for p in updater.policy.parameters())
-        # AdamW's first step is the learning rate in size, far below what a weight in bf16 could take up
+        # AdamW's first step is as large as the learning rate, far below the spacing of bf16 weights.
         assert all((p - before[name]).abs().max() > 0 for name, p in updater.policy.named_parameters())
     difference = (found["bf16"] - found["fp32"]).norm() / found["fp32"].norm()
     assert 1e-4 < difference < 0.1
 
 
 def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
-    """It is scored by its own loss, ratio exactly 1; with rollout weights it has to be scored before."""
+    """Its loss scores the first minibatch, with ratios of exactly 1. Rollout weights need a pass before."""
     for sections, scored in (({}, 6), ({"off_policy": {"level": "token"}}, 12)):
         updater = make_updater(tokenizer, make_config(**sections))
         seen, inner = [], updater.score
@@ -308,11 +308,11 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
     assert not any(name.startswith("weights/") for name in unweighted)
     updater = make_updater(tokenizer, make_config(off_policy=off_policy))
     sampled = batch.rollout_logprobs.clone()
-    sampled[::3] -= 3.0  # far outside of every bound, on both sides
+    sampled[::3] -= 3.0  # ratios far outside of both bounds
     sampled[1::3] += 3.0
     batch = replace(batch, rollout_logprobs=sampled.clamp(max=-0.01))
     ratios = (updater.score(updater.policy, batch).logprobs.double() - batch.rollout_logprobs.double()).exp()
-    batch.advantages[3] = 0.0  # then its old log-probs are not needed
+    batch.advantages[3] = 0.0  # so that row 3 needs no old log-probs
     active = batch.loss_mask.index_fill(0, batch.places(torch.tensor([3])), False)
     ratios, gaps = ratios[active], ratios[active].log().abs()
     weights = torch.where((ratios >= 0.15) & (ratios <= 1.5), ratios, 0.0)
@@ -343,7 +343,7 @@ def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenize
 
 
 def test_log_probs_that_a_batch_brings_are_used(tokenizer):
-    """Old ones of another policy, and those of a reference that is nowhere else."""
+    """A batch may bring old log-probs of another policy, and those of a reference that is not loaded."""
     batch = make_batch()
     config = make_config(kl={"beta": 0.1}, update={"minibatches": 1})
     updater = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=1))
@@ -355,7 +355,7 @@ def test_log_probs_that_a_batch_brings_are_used(tokenizer):
 
 
 def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
-    """The gradient is that of all of them: the divisor counts what the forward pass leaves out."""
+    """The gradient does not change: the divisor also counts rows that the forward pass leaves out."""
     batch = make_batch()
     batch.advantages[:6] = 0.0
     counted = [row for row in range(B) if row != 2]
@@ -381,7 +381,7 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
 
 
 def test_gradients_are_scaled_down_to_the_norm_that_is_allowed(tokenizer, monkeypatch):
-    """And never up; the metric is the norm before."""
+    """Gradients are never scaled up; the metric is the norm before scaling."""
     whole = None
     for allowed in (math.inf, 1e9, None):
         allowed = allowed or whole / 4
@@ -400,7 +400,7 @@ def test_gradients_are_scaled_down_to_the_norm_that_is_allowed(tokenizer, monkey
 
 
 def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
-    wide = {"clip_low": 0.5, "clip_high": 0.5}  # outside of the range no gradient is left
+    wide = {"clip_low": 0.5, "clip_high": 0.5}  # clipped sequences would have no gradient
     updater = make_updater(tokenizer, make_config(objective=wide))
     batch, before = make_batch(), weights(updater.policy)
     batch.advantages[0] = torch.inf
@@ -422,7 +422,7 @@ def test_the_learning_rate_rises_and_then_falls_only_when_asked():
 
 @pytest.mark.parametrize("name", ["GSPO", "DPO"])
 def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, name):
-    """Only one group of four has a gradient; what is averaged is the minibatch that holds it."""
+    """Only one group of four has a gradient; the metrics are those of its minibatch."""
     batch = make_batch()
     alone = batch.group_ids == 3
     batch = replace(

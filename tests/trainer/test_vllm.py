@@ -1,4 +1,4 @@
-"""vLLM against a stand-in that speaks its interface: requests, answers, weights, errors, whole runs."""
+"""The vLLM engine with a stand-in server: requests, answers, weights, errors, whole runs."""
 
 import copy
 import os
@@ -56,7 +56,7 @@ def test_greedy_completions_are_those_of_the_model_itself(stand_in, model):
 
 
 def test_completions_end_at_our_tokens_alone(stand_in, model):
-    """The served model's own end token is one like any other, and each of ours ends a completion."""
+    """The end token of the served model is an ordinary token; each of our end tokens ends a completion."""
     ids = [65]
     for _ in range(4):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -105,7 +105,7 @@ def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case)
 
 
 def test_a_server_must_return_what_it_could_have_drawn(stand_in):
-    """The right sets are those that a run trains on, below."""
+    """Correct masks are tested below, by runs that train with them."""
     sampling = Sampling(3, 0.7, top_k=20, return_mask=True)
     stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
     engine, stand_in.kept = make_engine(stand_in, end_ids=[0]), []
@@ -144,7 +144,7 @@ def test_a_server_that_refuses_or_cannot_be_reached_is_named(stand_in, monkeypat
 
 
 def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
-    """Of two requests at a time the first takes long and the second fails; the others are never sent."""
+    """Two requests run at once: the first takes long, the second fails. Most others are never sent."""
     engine, complete = make_engine(stand_in, at_once=2), stand_in.complete
     asked, released = [], threading.Event()
 
@@ -159,7 +159,7 @@ def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
         return complete(body)
 
     stand_in.complete, started = first_is_slow, time.monotonic()
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore SIGINT
     try:
         with pytest.raises(InputError, match=r"answered 500 .*out of memory"):
             engine.generate([[65 + number] for number in range(40)], Sampling(3))
@@ -188,7 +188,7 @@ def test_weights_that_cannot_be_loaded_are_an_error(tmp_path, stand_in, tokenize
 
 
 class LocalModule:
-    """Stands for the module ``vllm``: an ``LLM`` in this process, answered by a `StandIn`."""
+    """A stand-in for the module ``vllm``: an ``LLM`` in this process, whose answers a `StandIn` computes."""
 
     def __init__(self, stand_in):
         self.stand_in, self.options = stand_in, None
@@ -223,13 +223,13 @@ class LocalModule:
 
 @pytest.fixture
 def other_weights(tokenizer):
-    """A server that begins with other weights than the run's, so nothing is right before the first sync."""
+    """Yield a server whose first weights differ from the run's, so that its answers need the first sync."""
     with serving(tiny_qwen3(tokenizer, seed=7)) as found:
         yield found
 
 
 def run(tokenizer, output, url, *, model=None, **sections):
-    """Train two steps; return how far the log-probs of sampling are from the trainer's in each."""
+    """Train two steps; return for each the mean distance of sampling log-probs from the trainer's."""
     sections["engine"] = {"url": url} | sections.get("engine", {})
     sections["update"] = {"steps": 2, "learning_rate": 1e-2} | sections.get("update", {})
     make_trainer(tokenizer, ROWS, odd_share, small_config(output, **sections), model=model).train()
@@ -248,7 +248,7 @@ RUNS = {
 
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, other_weights, case, monkeypatch):
-    """Log-probs are as near to the trainer's as rounding; what vLLM got last is what the run exports."""
+    """Log-probs differ from the trainer's by rounding alone; vLLM's last weights are the exported ones."""
     url, output, sections = other_weights.url, tmp_path / "run", dict(RUNS[case])
     module, model, written = LocalModule(other_weights), None, output
     if case == "local":
@@ -270,7 +270,7 @@ def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, other_weight
         assert min(steps) > 0.1, "the probability that top-k cut off"
     else:
         assert len(steps) == 2 and max(steps) < (0.1 if case == "bf16" else 1e-5)
-    # once before the first evaluation and once after each step, each time from a directory of its own
+    # Weights are loaded before the first evaluation and after each step, each time from a new directory.
     assert len(set(other_weights.reloads)) == 3
     assert {str(written)} == {path.rpartition("/")[0] for path in other_weights.reloads}
     assert not list(written.glob(".unfinished-*"))
@@ -280,7 +280,7 @@ def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, other_weight
 
 
 def test_two_processes_share_a_server(tmp_path, tokenizer, other_weights):
-    """Each asks for its share, and the weights go there once for both; its failure ends both."""
+    """Each process asks for its share; the server loads weights once for both; its failure ends both."""
 
     def works(rank):
         assert max(run(tokenizer, tmp_path / "two", other_weights.url)) < 1e-5

@@ -1,8 +1,8 @@
 """A server that speaks vLLM's HTTP interface, with a tiny transformers model behind it.
 
-It is strict where vLLM is lenient (an unknown field is refused), and does what makes a careless client wrong:
-options that a request leaves out come from defaults of its own, prompts are cached until that is reset, and
-log-probs may be taken before temperature, top-k and top-p.
+It refuses unknown fields, which vLLM accepts, and it exposes careless clients: options that a request leaves
+out have unusual defaults, prompts are cached until the cache is reset, and greedy log-probs are taken before
+temperature, top-k and top-p.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ class Refused(Exception):
 
 
 class StandIn:
-    """What the server is and does; tests change its attributes while it runs."""
+    """The state and the answers of the server; tests change its attributes while it runs."""
 
     def __init__(self, model):
-        self.model, self.dtype = model.eval(), torch.float32  # and what it computes in after a reload
-        self.names, self.key, self.seconds = ["policy"], None, 0.0  # models that it lists; how long it waits
+        self.model, self.dtype = model.eval(), torch.float32  # the dtype of reloaded weights
+        self.names, self.key, self.seconds = ["policy"], None, 0.0  # listed models, API key, delay of answers
         self.developing = True  # whether it reloads weights
-        self.spoil = lambda answer: answer  # changes an answer before it is sent
-        self.reloads, self.cached = [], {}  # directories that it loaded; scores by prefix
+        self.spoil = lambda answer: answer  # may change an answer before it is sent
+        self.reloads, self.cached = [], {}  # loaded directories; scores by prefix
         self.lock = threading.Lock()
 
     def answer(self, method, path, body, headers):
@@ -71,7 +71,7 @@ class StandIn:
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
     def generate(self, body):
-        """vLLM's own endpoint: other names for the same, and what could have been drawn."""
+        """Answer vLLM's own endpoint: the completion under other names, and its sampling masks."""
         if unknown := body.keys() - {"model", "token_ids", "sampling_params"}:
             raise Refused(400, f"unknown fields {sorted(unknown)}")
         options = body["sampling_params"]
@@ -151,7 +151,7 @@ def serving(model):
             except Refused as refusal:
                 answer, status = str(refusal), refusal.status
             text = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
-            with contextlib.suppress(ConnectionError):  # who asked may have given up
+            with contextlib.suppress(ConnectionError):  # the client may have given up
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(text.encode())

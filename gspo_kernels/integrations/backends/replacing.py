@@ -1,4 +1,4 @@
-"""How functions of a framework are replaced, wherever it has imported them, and put back."""
+"""Replace functions of a framework in all modules that have imported them, and restore them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class NotServedError(Exception):
 
 
 class Replacements:
-    """Functions of a framework, by "module:name" or "module:class.name", and what runs in their place.
+    """Functions of a framework, by "module:name" or "module:class.name", and our functions that replace them.
 
     Args:
         framework: its distribution, as pip knows it; the import package has the same name.
-        versions: those whose functions are known, as pip writes them.
-        functions: ours, which take the arguments of theirs, or raise NotServedError.
+        versions: the versions whose functions are known, as pip writes them.
+        functions: our function for each of the framework's. It takes the same arguments, or raises
+            NotServedError.
     """
 
     def __init__(self, framework: str, versions: str, functions: dict[str, Callable[..., Any]]):
@@ -35,10 +36,10 @@ class Replacements:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
-        """Put ours in the place of theirs, also in modules that have imported them already.
+        """Replace the framework's functions, also in modules that have imported them already.
 
         Raises:
-            IntegrationError: the framework isn't installed, or at a version whose functions aren't known.
+            IntegrationError: the framework isn't installed, or its version is not one of ``versions``.
         """
         if self._undo:
             return
@@ -56,7 +57,7 @@ class Replacements:
                 self._set_where_imported(theirs, stand_in)
 
     def remove(self) -> None:
-        """Put theirs back."""
+        """Restore the framework's functions."""
         while self._undo:
             owner, name, theirs = self._undo.pop()
             if theirs is _INHERITED:
@@ -91,7 +92,7 @@ def _either(path: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
 
 
 def _say_once(message: str) -> None:
-    if not torch.compiler.is_compiling():  # which would take the line for something to compile
+    if not torch.compiler.is_compiling():  # torch.compile would try to compile the log call
         _log(message)
 
 

@@ -22,23 +22,23 @@ def scores(
     entropy: bool = False,
     inplace: bool = False,
 ) -> gk.TokenLogprobs:
-    """Log-probs, and the entropy, in fp32; 0 where ``keep``, of the labels' shape, is 0.
+    """Return the log-probs, and the entropy, in fp32; both are 0 where ``keep`` is 0.
 
     Args:
         logits: [..., V].
-        labels: [...], each a column.
+        labels: [...], column indices.
         temperature: a divisor of the logits.
-        keep: rows that count; None: all.
+        keep: the labels' shape; rows at 0 do not count; None: all count.
         entropy: also return the entropy.
-        inplace: the logits' memory may take their gradient, if nobody else has it.
+        inplace: the backward may overwrite the logits with their gradient; never done with leaves.
 
     Raises:
-        NotServedError: logits that aren't plain floating-point tensors.
+        NotServedError: logits or labels that aren't plain tensors.
     """
     refuse_other_tensors(logits, labels)
     if keep is not None:
         labels = labels.masked_fill(keep == 0, IGNORED)
-    # two and three dimensions are taken with any strides, which a reshape would copy
+    # token_logprobs takes two and three dimensions with any strides; a reshape would copy the logits
     rows = logits if logits.ndim in (2, 3) else logits.reshape(-1, logits.shape[-1])
     overwrite = inplace and torch.is_grad_enabled() and logits.requires_grad and not logits.is_leaf
     scored = gk.token_logprobs(
@@ -55,7 +55,7 @@ def scores(
 
 
 def entropy_of(logits: Tensor, chunk_size: int = 0) -> Tensor:
-    """[...], the entropy of logits [..., V] in fp32; frameworks pass ``chunk_size``, which nothing needs."""
+    """Return the entropy [...] of logits [..., V] in fp32. Frameworks pass ``chunk_size``; it is unused."""
     scored = scores(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), entropy=True).entropy
     assert scored is not None
     return scored
@@ -64,12 +64,12 @@ def entropy_of(logits: Tensor, chunk_size: int = 0) -> Tensor:
 def linear_scores(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: bool = True, **options: Any
 ) -> gk.TokenLogprobs:
-    """The same from hidden states [..., H] and a head's weight [V, H], without ever having all logits.
+    """Return the same from hidden states [..., H] and a head's weight [V, H], without making all logits.
 
     ``options`` are those of ``linear_token_logprobs``.
 
     Raises:
-        NotServedError: weights that DeepSpeed gathers for each use, or that aren't plain tensors.
+        NotServedError: a weight that DeepSpeed gathers for each use, or arguments that aren't plain tensors.
     """
     refuse_other_tensors(hidden, weight, labels)
     if hasattr(weight, "ds_id"):
@@ -85,7 +85,7 @@ def linear_scores(
 
 
 def refuse_other_tensors(*tensors: Tensor) -> None:
-    """Raise NotServedError for DTensors, whose shards each framework cuts in its own way."""
+    """Raise NotServedError for tensors that aren't plain: each framework shards DTensors in its own way."""
     for tensor in tensors:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise NotServedError(f"it gets a {type(tensor).__name__}")

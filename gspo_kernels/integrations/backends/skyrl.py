@@ -1,6 +1,6 @@
-"""Behind SkyRL: log-probs and entropy of its workers that have a transformers model (FSDP).
+"""Our kernels behind SkyRL: log-probs and entropy of its workers with a transformers model (FSDP).
 
-Ray's workers call ``install`` where ``runtime_env`` names it as ``worker_process_setup_hook``.
+Ray's workers call ``install`` if ``runtime_env`` names it as ``worker_process_setup_hook``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SUPPORTED = ">=0.3,<0.4"
 
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    # the entropy may be taken from the same logits afterwards, so that their memory isn't ours
+    # SkyRL may take the entropy of the same logits afterwards, so they must not be overwritten
     return scores(logits, labels).logprobs
 
 

@@ -1,6 +1,7 @@
-"""Behind torchtitan: cross-entropy of whole rows of logits, and the per-token log-probs of its RL losses.
+"""Our kernels behind torchtitan: cross-entropy of whole rows of logits, and per-token log-probs of RL losses.
 
-Logits that are cut over tensor-parallel ranks stay torchtitan's. What is in 16 bits is never written in fp32.
+Logits that are cut over tensor-parallel ranks run torchtitan's own code. 16-bit logits are never copied to
+fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SUPPORTED = ">=0.3,<0.4"
 
 
 def _refuse_shards(logits: Tensor, labels: Tensor) -> None:
-    """Raise NotServedError for shards, also for plain tensors that torchtitan's mesh says are shards."""
+    """Raise NotServedError for shards, also for plain tensors if torchtitan's mesh has tensor parallelism."""
     refuse_other_tensors(logits, labels)
     utils = importlib.import_module("torchtitan.distributed.utils")
     spmd_types = importlib.import_module("torchtitan.distributed.spmd_types")
@@ -35,7 +36,7 @@ def _compute_logprobs(
     _refuse_shards(logits, labels)
     if not return_entropy:
         return scores(logits, labels).logprobs
-    scored = scores(logits, labels.clamp(min=0), entropy=True)  # ignored labels have an entropy, too
+    scored = scores(logits, labels.clamp(min=0), entropy=True)  # rows of ignored labels have an entropy
     assert scored.entropy is not None
     return scored.logprobs.masked_fill(labels == IGNORED, 0.0), scored.entropy.detach()
 

@@ -1,7 +1,7 @@
-"""Behind TRL: trainers that score tokens by ``trl.trainer.utils`` keep their loss and take our log-probs.
+"""Our kernels behind TRL: trainers that score by ``trl.trainer.utils`` keep their loss and use our log-probs.
 
-From logits that is each of TRL's trainers. From hidden states (``add_fused_lm_head``) it is those that ask
-for log-probs and entropy alone: GRPO, RLOO and DPO; SFT and KTO want numbers that we don't compute.
+From logits this works with every trainer of TRL. From hidden states (``add_fused_lm_head``) it works with
+those that need only log-probs and entropy: GRPO, RLOO and DPO. SFT and KTO need values that we don't compute.
 """
 
 from __future__ import annotations

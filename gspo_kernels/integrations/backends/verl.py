@@ -1,7 +1,7 @@
-"""Behind verl: log-probs and entropy from logits, and the forward of ``use_fused_kernels``.
+"""Our kernels behind verl: log-probs and entropy from logits, and the forward of ``use_fused_kernels``.
 
-verl's workers import what ``VERL_USE_EXTERNAL_MODULES`` names: with
-``gspo_kernels.integrations.backends.verl_workers`` there, every one of them calls ``install``.
+verl's workers import the modules that ``VERL_USE_EXTERNAL_MODULES`` names. If
+``gspo_kernels.integrations.backends.verl_workers`` is one of them, every worker calls ``install``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""For ``VERL_USE_EXTERNAL_MODULES``: to import this is to install our kernels behind verl."""
+"""For ``VERL_USE_EXTERNAL_MODULES``: importing this module installs our kernels behind verl."""
 
 from gspo_kernels.integrations.backends import verl
 

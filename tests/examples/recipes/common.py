@@ -1,4 +1,4 @@
-"""What the tests of recipes share: their trainers, and an engine that follows a script."""
+"""Helpers of the tests of recipes: their trainers, and an engine that follows a script."""
 
 import torch
 
@@ -26,7 +26,7 @@ def make_trainer(
 
 
 class Scripted:
-    """Completes the n-th copy of a prompt in a call with ``script(prompt, n)``; remembers the calls."""
+    """An engine that completes the n-th copy of a prompt with ``script(prompt, n)`` and records its calls."""
 
     def __init__(self, tokenizer, script):
         self.tokenizer, self.script, self.calls = tokenizer, script, []
@@ -41,7 +41,7 @@ class Scripted:
 
 
 def scripted(name, output, tokenizer, rows, script, reward, **sections):
-    """A trainer at its first step, two prompts in a rollout, in the data's order, two completions of each."""
+    """Return a trainer at step 1: by default two prompts per rollout, in data order, two completions each."""
     sections["rollout"] = {"prompts_per_rollout": 2, "group_size": 2} | sections.get("rollout", {})
     engine = Scripted(tokenizer, script)
     trainer = make_trainer(name, output, tokenizer, rows, reward, engine=engine, **sections)

@@ -1,4 +1,4 @@
-"""Rollouts of recipes by hand: which prompts are completed, what is compared, what the metrics say."""
+"""Rollouts of recipes by hand: the prompts that are completed, the groups, the rewards and the metrics."""
 
 import math
 import re
@@ -21,13 +21,13 @@ LETTERS = [{"prompt": letter, "letter": letter} for letter in "abcdefgh"]
 
 
 def digit(completions, **columns):
-    """The first digit of a completion; no reward without one."""
+    """Return the first digit of each completion; no reward without a digit."""
     found = [re.search(r"\d", text) for text in completions]
     return [None if match is None else float(match[0]) for match in found]
 
 
 def answers(completions, rewards, *, letter):
-    """The environment of these tests: the letter, and the reward as a digit (- for none)."""
+    """Return the environment's feedback: the letter, and the reward as a digit (- for none)."""
     assert len(completions) == len(rewards)
     return [a + ("-" if r is None else f"{r:.0f}") for a, r in zip(letter, rewards, strict=True)]
 
@@ -51,7 +51,7 @@ def test_a_template_is_filled_once_and_in_the_last_message_of_the_user():
     begun, again = {"role": "assistant", "content": "w"}, {"role": "user", "content": "r"}
     whole = refined_prompt([system, question, begun, again], "d", TEMPLATE)
     assert whole == [system, question, begun, {"role": "user", "content": "r<d>"}]
-    # an answer that had begun is part of the draft, and begins the refinement as well
+    # An answer that has begun is part of the draft, and begins the refinement as well.
     refined = refined_prompt([system, question, begun], "d", TEMPLATE)
     assert refined == [system, {"role": "user", "content": "q<wd>", "name": "n"}, begun]
 
@@ -72,10 +72,10 @@ def test_the_best_draft_goes_into_the_prompt_and_refinements_are_trained(tmp_pat
     rollout = trainer.rollout()
     assert trainer.engine.calls == [["ab"] * 3 + ["cd"] * 3, ["ab<3y>"] * 2 + ["cd<0u>"] * 2]
     assert texts(tokenizer, rollout) == (["ab<3y>"] * 2 + ["cd<0u>"] * 2, ["4!", "6!"] * 2)
-    # rewards see the data's prompts and columns in both stages
+    # Rewards see the data's prompts and columns in both stages.
     assert seen[0] == (["ab"] * 3 + ["cd"] * 3, ["a"] * 3 + ["c"] * 3)
     assert seen[1] == (["ab"] * 2 + ["cd"] * 2, ["a"] * 2 + ["c"] * 2)
-    assert rollout.metrics["reward/drafts"] == 7 / 4  # of those that have one
+    assert rollout.metrics["reward/drafts"] == 7 / 4  # over drafts that have a reward
     assert rollout.metrics["reward/best_drafts"] == 3 / 2
     assert rollout.metrics["reward/refinements"] == 5 and rollout.metrics["igrpo/without_draft"] == 0
     batch = trainer.compare(rollout)
@@ -84,7 +84,7 @@ def test_the_best_draft_goes_into_the_prompt_and_refinements_are_trained(tmp_pat
 
 
 def test_a_prompt_without_a_usable_draft_stays_plain(tmp_path, tokenizer):
-    """No reward; or no room: 64 tokens of context less 5 leave 59, of which prompt and template take 4."""
+    """No reward, or no room: a context of 64 less 5 new tokens leaves 59; prompt and template take 4."""
     for name, draft, length in (("no reward", "no", 2), ("no room", "1" * 56, 2), ("room", "1" * 55, 59)):
         script = {"ab": draft, "cd": "1"}
         options = {"drafts": 2, "template": TEMPLATE}
@@ -129,7 +129,7 @@ def test_each_turn_is_a_group_of_one_history(tmp_path, tokenizer, keep, historie
 
 
 def test_a_history_without_room_ends_its_trajectory(tmp_path, tokenizer):
-    """Of 59 tokens: "ab" with 55 and an answer of 2 fits once, "cd" with 56 not at all."""
+    """A history has room for 59 tokens: "ab" + 55 + feedback of 2 fits once, "cd" + 56 + 2 not at all."""
     length = {"ab": 55, "cd": 56}
     trainer = made("turns", tmp_path, tokenizer, lambda prompt, copy: "1" * length[prompt[:2]])
     rollout = trainer.rollout()
@@ -147,14 +147,14 @@ def test_evaluation_is_of_the_first_turn_and_of_the_best(tmp_path, tokenizer):
 
 
 def shaped(lengths, rewards):
-    """A rollout of completions of these lengths, two in a group."""
+    """Return a rollout of completions of these lengths, two in a group."""
     samples = [Sample(0, [1], "", Completion(torch.zeros(n, dtype=torch.int64), True)) for n in lengths]
     values = torch.tensor(rewards)
     return Rollout(samples, Rewards(values, {"right": values}, {"right": 1.0}), 2)
 
 
 def test_the_penalty_is_the_papers():
-    """At most 10 tokens and a buffer of 4: 0 up to 6, then a quarter per token, -1 from 10 on."""
+    """With at most 10 tokens and a buffer of 4: 0 up to 6 tokens, then -1/4 per token, -1 from 10 on."""
     rollout = shaped((1, 6, 7, 9, 10, 12, 9), (1.0, 1.0, 1.0, 0.0, 1.0, 0.0, NAN))
     rewards = dapo.penalized(rollout, 10, 4, 2.0).rewards
     assert rewards.by_name["overlong"].tolist()[:6] == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
@@ -186,18 +186,18 @@ def test_prompts_are_sampled_until_enough_groups_differ(tmp_path, tokenizer):
     rollout = trainer.rollout()
     assert texts(tokenizer, rollout)[0] == ["b", "b", "e", "e"]
     assert rollout.metrics["dapo/batches"] == 3 and rollout.metrics["dapo/groups_that_differ"] == 1
-    # a, c and d are seen as well: six groups of which three differ
+    # Prompts a, c and d were sampled as well: three of the six groups differ.
     assert rollout.metrics["groups_without_variance"] == 0.5 and rollout.metrics["reward/mean"] == 0.75
-    # the next rollout goes on where this one stopped: after f
+    # The next rollout continues after f, where this one stopped.
     assert trainer.rollout().metrics["dapo/batches"] == 4 and trainer.engine.calls[3] == ["g", "g", "h", "h"]
-    # too few groups are filled up
+    # If too few groups differ, others fill the rollout.
     rollout = sampled(1).rollout()
     assert texts(tokenizer, rollout)[0] == ["a", "a", "b", "b"]
     assert rollout.metrics["dapo/groups_that_differ"] == 0.5
 
 
 def longer(prompt, copy):
-    """The same reward at two lengths for a, different rewards for c."""
+    """Return completions of two lengths with the same reward for a, and with different rewards for c."""
     return {"a": ("1", "1..."), "b": ("1", "1"), "c": ("0", "1...")}.get(prompt, ("1", "1"))[copy]
 
 
@@ -206,16 +206,16 @@ def length(completion_ids):
 
 
 def test_groups_are_compared_before_the_penalty_and_by_the_metric(tmp_path, tokenizer):
-    """a's completions differ by their length alone, which makes an advantage but no informative group."""
+    """Completions of "a" differ in length alone: they have advantages, but their group does not differ."""
     for name, reward, metric in (("one", digit, None), ("two", [digit, length], "digit")):
         recipe = {"batches": 2, "overlong_buffer": 2, "overlong_penalty": 0.5, "metric": metric}
         trainer = made("dapo", tmp_path / name, tokenizer, longer, LETTERS, reward, **recipe)
         rollout = trainer.rollout()
         assert rollout.metrics["dapo/batches"] == 2 and rollout.metrics["dapo/groups_that_differ"] == 0.5
         assert texts(tokenizer, rollout)[0] == ["a", "a", "c", "c"]
-        # four tokens of at most five, of which the last two count: half of the penalty, for two of four
+        # Two of four completions have 4 of at most 5 tokens: with a buffer of 2, half of the penalty.
         assert rollout.metrics["reward/overlong"] == -0.25
         if metric is None:
             advantages = trainer.compare(rollout).advantages
-            assert rollout.metrics["reward/mean"] == 7 / 8  # as the rewards are
+            assert rollout.metrics["reward/mean"] == 7 / 8  # without the penalty
             assert advantages[0] > 0 > advantages[1] and advantages[3] > 0 > advantages[2]

@@ -1,4 +1,4 @@
-"""Whole runs of recipes: they learn, restart exactly in several processes, and refuse what cannot work."""
+"""Whole runs of recipes: they learn, restart exactly in several processes, and refuse wrong options."""
 
 import math
 
@@ -21,7 +21,7 @@ NAN = math.nan
 
 
 def odd(completion_ids, *, letter):
-    """Differs within some groups only, and has no reward for long completions of "f"."""
+    """Return rewards that differ within some groups only, and None for long completions of "f"."""
     pairs = zip(completion_ids, letter, strict=True)
     return [
         None if first == "f" and len(ids) > 3 else float(first in "ace" and sum(ids) % 2)
@@ -30,7 +30,7 @@ def odd(completion_ids, *, letter):
 
 
 def small(completion_ids):
-    """Share of ids below 128, which says nothing about those that are odd."""
+    """Return the share of ids below 128, which is independent of whether ids are odd."""
     return [sum(i < 128 for i in ids) / len(ids) for ids in completion_ids]
 
 
@@ -55,12 +55,12 @@ RECIPE = {
     "turns": {"count": 2, "feedback": f"{__name__}:goes_on"},
     "dapo": {"batches": 2, "overlong_buffer": 3},
     "veripo": {"grpo_steps": 3, "dpo_steps": 3, "verifier": f"{__name__}:small"},
-    "distillation": {},  # its teacher is what DAPO has learned
+    "distillation": {},  # the teacher is the model that DAPO trained
 }
 
 
 def learned(name, output, tokenizer, rows, **recipe):
-    """What a run of a random model measured in its first two steps and in its last three, in the mean."""
+    """Train a random model; return a function from a metric to its means over first 2 and last 3 steps."""
     trainer = make_trainer(
         name, output, tokenizer, rows, odd_share,
         recipe=RECIPE[name] | recipe,
@@ -81,7 +81,7 @@ def learned(name, output, tokenizer, rows, **recipe):
 
 @pytest.fixture(scope="module")
 def dapo_run(tmp_path_factory, tokenizer):
-    """What DAPO has learned, and the directory of the model."""
+    """Train with DAPO; return the function of `learned` and the model's directory."""
     output = tmp_path_factory.mktemp("dapo")
     return learned("dapo", output, tokenizer, ROWS), str(output / "model")
 
@@ -93,8 +93,8 @@ def teacher(dapo_run):
 
 @pytest.mark.parametrize("name", RECIPE)
 def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
-    """Over seeds 0 to 8 rewards gained 0.26 to 0.48, the verifier 0.15 to 0.29, and a third of the distance
-    to the teacher was left.
+    """Rewards rise, and the distance to a teacher falls. Over seeds 0 to 8 rewards gained 0.26 to 0.48, the
+    verifier 0.15 to 0.29, and a third of the distance was left.
     """
     found, teacher = dapo_run
     if name != "dapo":
@@ -113,7 +113,7 @@ def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
 
 
 def records_of(path):
-    """What a run measured, without times and evaluations."""
+    """Return the metrics of a run without times and evaluations."""
     timed = ("seconds", "tokens_per_second", "memory", "eval")
     records = read_metrics(path / "metrics.jsonl")
     return [{key: v for key, v in record.items() if not key.startswith(timed)} for record in records]
@@ -121,7 +121,7 @@ def records_of(path):
 
 @pytest.mark.parametrize("name", RECIPE)
 def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, rows, teacher, name):
-    """Those whose checkpoints hold more. VerIPO stops while rollouts are kept, and between steps of DPO."""
+    """DAPO and VerIPO, whose checkpoints hold more, resume: VerIPO with kept rollouts, and within DPO."""
     sections = {
         "igrpo": {},
         "turns": {"objective": {"name": "TLGRPO"}},
@@ -152,7 +152,7 @@ def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, r
 
     in_processes(2, train)
     straight = records_of(tmp_path / "straight")
-    assert straight[1]["grad_norm"] > 0
+    assert any(record.get("grad_norm", 0.0) > 0 for record in straight)
     if stops:
         assert records_of(tmp_path / "stopped") == straight and len(straight) == 5
     if name == "dapo":  # the checkpoint knows how many prompts were taken
@@ -217,16 +217,16 @@ def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokeniz
 
 
 def test_pairs_by_hand():
-    """Two groups of four: what has no score or no counted token is in no pair, nor is what has no rival."""
+    """In two groups of four, completions without a score, a counted token or a rival are in no pair."""
     scores = torch.tensor([1.0, 0.0, NAN, 0.9, 0.5, 0.5, 0.5, 9.0])
     mask = torch.ones(16, dtype=torch.bool)
-    mask[14:] = False  # truncated, and masked for it
+    mask[14:] = False  # the last completion, masked as if truncated
     tokens = [torch.tensor([1, 2])] * 8
     batch = Batch(tokens, tokens, torch.randn(8), mask, torch.arange(8) // 4, torch.randn(16))
     found = veripo.in_pairs(DPO(min_gap=0.5), batch, scores)
     assert found.counted.bool().tolist() == [True, True, False, True, False, False, False, False]
     assert found.rollout_logprobs is None and found.ref_logprobs is None
-    # the first and the fourth beat the second, but are too near to each other
+    # The first and the fourth beat the second; their scores are too near to each other for a pair.
     present = found.counted > 0
     assert DPO(min_gap=0.5).count_pairs(found.advantages.double(), found.group_ids, present) == 2
 
@@ -238,9 +238,9 @@ def test_phases_of_veripo(tmp_path, tokenizer, rows):
     _, *records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["phase"] for record in records] == [0, 0, 0, 1, 1, 0, 0, 0]
     assert ["reward/mean" in record for record in records] == [record["phase"] == 0 for record in records]
-    # the verifier sees the rollouts that DPO will take, and no others
+    # The verifier scores only the rollouts that DPO will use.
     assert ["verifier/mean" in record for record in records] == [False, True, True] + [False] * 3 + [True] * 2
-    # the policy that a phase of DPO begins with is its reference: no pair is decided yet
+    # The reference of a DPO phase is the policy at its start, so the first loss is log 2.
     assert records[3]["pairs"] > 0 and records[4]["pairs"] > 0
     assert records[3]["minibatch_1/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert records[4]["minibatch_1/loss"] != pytest.approx(math.log(2), rel=1e-6)
@@ -248,7 +248,7 @@ def test_phases_of_veripo(tmp_path, tokenizer, rows):
 
 
 def served(tokenizer):
-    """Return what stands for `VLLMServer.ask`; the log-prob of a token is minus its id over 100."""
+    """Return a stand-in for `VLLMServer.ask`; the log-prob of a token is minus its id over 100."""
 
     def ask(self, path, body=None):
         if path == "/v1/models":
@@ -286,7 +286,7 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     torch.testing.assert_close(batch.advantages[mask], expected[mask], rtol=1e-4, atol=1e-5)
     distance = float((policy - scored)[mask].mean())
     assert rollout.metrics["distillation/reverse_kl"] == pytest.approx(distance, rel=1e-4)
-    # ratios are to what the advantages compare with: the first minibatch has ratios of 1
+    # The old log-probs are those of the advantages, so ratios of the first minibatch are 1.
     assert trainer.update(batch)["minibatch_1/ratio/max"] == pytest.approx(1.0)
 
 
