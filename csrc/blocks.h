@@ -51,28 +51,28 @@ struct Mixture {
     S beta, log_odds, log_teacher, log_student;  // log(beta / (1 - beta)), log(beta), log(1 - beta)
 };
 
-#define GSPO_DECLARE_FOR_STATS(S)                                                                          \
-    S maximum(const S* z, int64_t n); /* ignores NaN; -inf if n is 0 */                                    \
-    S sum_exp(const S* z, int64_t n, S shift);                                                             \
-    ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift);                                           \
-    S write_exp(const S* z, int64_t n, S shift, S* out); /* out may be z; returns the sum */               \
-    /* In place; slope, where not null, becomes d tanh / d its argument. */                                \
-    void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope);                             \
-    void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* out may be z */            \
-    /* Writes fill where the mask's bit is 0; element i has bit i % 32 of word i / 32. */                  \
-    void cut(S* z, int64_t n, const int32_t* kept, S fill);                                                \
-    void scale(const S* z, int64_t n, S factor, S* out); /* out may be z */                                \
-    void multiply(S* out, const S* factor, int64_t n);                                                     \
-    void shrink(S* out, int64_t n, S factor); /* by a factor <= 1; subnormal results are 0 */              \
-    /* Sums over a block of student's and teacher's logits, and c times their gradients in out, which */   \
-    /* may be z or, in forward_kl, null. The _gradient functions take sums over the whole row. */          \
-    S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out);              \
-    S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows);                           \
-    void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S value,  \
-                             S* out);                                                                      \
-    Divergences<S> jensen_shannon(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,           \
-                                  const Mixture<S>& mixture);                                              \
-    void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,            \
+#define GSPO_DECLARE_FOR_STATS(S)                                                                         \
+    S maximum(const S* z, int64_t n); /* ignores NaN; -inf if n is 0 */                                   \
+    S sum_exp(const S* z, int64_t n, S shift);                                                            \
+    ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift);                                          \
+    S write_exp(const S* z, int64_t n, S shift, S* out); /* out may be z; returns the sum */              \
+    /* In place; slope, where not null, becomes d tanh / d its argument. */                               \
+    void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope);                            \
+    void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* out may be z */           \
+    /* Writes fill where the mask's bit is 0; element i has bit i % 32 of word i / 32. */                 \
+    void cut(S* z, int64_t n, const int32_t* kept, S fill);                                               \
+    void scale(const S* z, int64_t n, S factor, S* out); /* out may be z */                               \
+    void multiply(S* out, const S* factor, int64_t n);                                                    \
+    void shrink(S* out, int64_t n, S factor); /* by a factor <= 1; subnormal results are 0 */             \
+    /* Sums over a block of student's and teacher's logits, and c times their gradients in out, which */  \
+    /* may be z or, in forward_kl, null. The _gradient functions take sums over the whole row. */         \
+    S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out);             \
+    S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows);                          \
+    void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S value, \
+                             S* out);                                                                     \
+    Divergences<S> jensen_shannon(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,          \
+                                  const Mixture<S>& mixture);                                             \
+    void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,           \
                                  const Mixture<S>& mixture, S c, S to_mixture, S* out);
 GSPO_DECLARE_FOR_STATS(float)
 GSPO_DECLARE_FOR_STATS(double)
