@@ -23,7 +23,8 @@ _ROWS, _COLUMNS = (64, 64) if INTERPRETED else (4, _TILE.block)
 @triton.jit
 def power_of_two(value, STATS: tl.constexpr):
     """Return the power of two at or below the magnitude of ``value``, and its inverse: multiplication by the
-    inverse rounds nothing and leaves less than 2. For 0, infinity and NaN the power is some finite one, too.
+    inverse rounds nothing and leaves less than 2. The power is held between the smallest normal number and
+    2^124 (fp32) or 2^1020 (fp64), also for 0, subnormal numbers, infinity and NaN.
     """
     if STATS == tl.float64:
         exponent = (value.to(tl.int64, bitcast=True) >> 52) & 0x7FF

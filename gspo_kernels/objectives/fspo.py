@@ -15,8 +15,8 @@ class FSPO(Objective):
     grows as the spread of S does, so that long sequences are clipped no more often than short ones.
 
     The square root in the band is from the abstract; the sum and the minimum are from a public implementation
-    that names the paper's Eqs. 3 to 5. The first version shifts the band by a drift, which is 0 there; the
-    paper's dual clip is left out.
+    that names the paper's Eqs. 3 to 5. The paper's first version shifts the band by a drift; the
+    implementation has none, nor has this class. The paper's dual clip is left out.
 
     Args:
         log_clip_low, log_clip_high: half-widths of the band for a length of 1; the defaults are that
