@@ -129,7 +129,8 @@ def linear_token_logprobs(
         max_chunk_bytes: bytes of logits that exist at once; a chunk has at least one row. The default is
             4,096 rows on a GPU, and on the CPU 1,024 to 2,048 rows, as many as fit 256 MiB; but at least
             64 MiB and at most 1/16 of the memory. The backend "cpp" writes no logits at all, except for
-            rounded 16-bit logits, with a ``LoRAHead`` and with a ``tp_group``; its results have the bits that written logits give.
+            rounded 16-bit logits, with a ``LoRAHead`` and with a ``tp_group``; its results have the bits that
+            written logits give.
         batch_invariant: whether results keep their bits whatever is computed along with them; None: as set by
             ``set_batch_invariant``, whose documentation says what the mode promises.
         backend: "auto", "triton", "cpp" or "reference".
