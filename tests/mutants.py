@@ -59,7 +59,7 @@ TESTS = {
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
     "gspo_kernels/sequence_ratio.py": "tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",
-    "csrc/": f"{ROWS} tests/test_selected.py {TEACHERS} {CALLS} tests/cpp",
+    "csrc/": f"{TEACHERS} tests/test_selected.py {CALLS} {ROWS} tests/cpp",
 }
 SPACED = {  # operators with spaces around them
     "sign": "+:- -:+ *:/",
