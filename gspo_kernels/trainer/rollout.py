@@ -228,7 +228,7 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
         uniforms: [b, 1] in [0, 1).
 
     Returns:
-        Tokens, [b] int64; their probabilities, [b]; with ``return_mask`` and cuts, b tensors of possible ids.
+        Tokens, [b] int64; their probabilities, [b]; with ``return_mask``, b tensors of possible ids.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
