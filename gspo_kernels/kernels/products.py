@@ -193,10 +193,11 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
                     a = tl.load(a_pointers, mask=there[None, :], other=0.0)
                     b = tl.load(b_pointers, mask=there[:, None], other=0.0)
                 if PLATFORM == "interpreter":
-                    # The interpreter would multiply the bits of bf16 numbers as integers.
-                    a = a.to(tl.float32)
-                    b = b.to(tl.float32)
-                sums = tl.dot(a, b, sums, input_precision="ieee")
+                    # There tl.dot is NumPy's product: it takes bf16 bits for integers, and on some
+                    # processors rounds an element by its place in the tile.
+                    sums += tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+                else:
+                    sums = tl.dot(a, b, sums, input_precision="ieee")
                 a_pointers += DEPTH * a_stride_k
                 b_pointers += DEPTH * b_stride_k
             total += sums
