@@ -382,18 +382,18 @@ Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S
 // times any vocabulary is far from overflow, and few rows have a block that stands out so far.
 constexpr double kHeadroom = 32;
 
-// Applies `shrink` to a row. Rows of another dtype than S go through a buffer: block functions work on S.
+// Applies `shrink` to `n` elements of a row. Elements of another dtype than S go through a buffer, because
+// block functions work on S; then `n` must be a multiple of kBlock.
 template <class O, class S>
 void shrink_row(O* out, int64_t n, S factor) {
     if constexpr (std::is_same_v<O, S>) {
         shrink(out, n, factor);
     } else {
         alignas(64) S buffer[kBlock];
-        for (int64_t begin = 0; begin < n; begin += kBlock) {
-            const int64_t count = std::min(kBlock, n - begin);
-            load(out + begin, 1, count, buffer);
-            shrink(buffer, count, factor);
-            store(buffer, count, out + begin);
+        for (const O* end = out + n; out < end; out += kBlock) {
+            load(out, 1, kBlock, buffer);
+            shrink(buffer, kBlock, factor);
+            store(buffer, kBlock, out);
         }
     }
 }

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_kernels.ops.backends import why_not
 from gspo_kernels.types import LogitTransform, stats_dtype
-from tests.cases import device_of
 from tests.kernels.row_calls import (
     DTYPES,
     IGNORE,
@@ -27,8 +25,6 @@ from tests.test_infinities import EVERY, MAKERS, make_row
 
 @pytest.fixture(params=("triton", "cpp"))
 def rows(request):
-    if (reason := why_not(request.param, device_of(request.param))) is not None:
-        pytest.skip(reason)
     return Rows(request.param)
 
 
@@ -42,13 +38,6 @@ VOCABULARIES = {"triton": (1, 2, 1009, 4097, 8192 + 16), "cpp": (1, 2, 7, 8, 33,
 def test_vocabularies(rows, dtype):
     for vocabulary in VOCABULARIES[rows.name]:
         check(rows, *draw(vocabulary, dtype, B=1))
-
-
-@pytest.mark.slow
-def test_real_vocabularies(rows):
-    """Rows are whole 16-byte pieces, or the next row begins 5 columns behind one."""
-    check(rows, *draw(32000, torch.float32, B=1, T=2), SOFT)
-    check(rows, *draw(151669, torch.bfloat16, B=1, T=2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,24 +57,26 @@ def test_logits_far_from_zero_and_far_apart(rows, spread):
         check(rows, logits + offset, labels, *grads)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+# fp16 would lose what is far below the largest
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("softcap", (0.0, 80.0))
 def test_rows_whose_blocks_rise_and_fall(rows, dtype, softcap):
     """Exponentials are taken before the row's maximum is known. All of them, also those far below the
     largest, must be as exact as if the maximum were known.
     """
+    wide = stats_dtype(dtype)
+    eps, eps_wide = torch.finfo(dtype).eps, torch.finfo(wide).eps
     for step in (-90.0, -33.0, 5.0, 33.0, 1000.0):
         logits, labels, grad, _ = draw(9001, dtype, T=2)
         logits += step * torch.tensor([0, 1, 2, 2, 1, 3], dtype=dtype)[torch.arange(9001) // 2048]
         transform = LogitTransform(softcap=softcap)
         want, usual = (
             exact(logits, labels, transform, grad),
-            plain(logits, labels, transform, grad, dtype=dtype),
+            plain(logits, labels, transform, grad, dtype=wide),
         )
-        stats, row, factors = rows.and_rows(logits, labels, transform)
+        stats, row, factors = rows.and_rows(logits, labels, transform, out=torch.empty_like(logits))
         got = row.double() * (factors.double() * grad.double()).unsqueeze(-1)
-        eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(stats.lse, want[1], rtol=2 * eps, atol=2 * eps)
+        torch.testing.assert_close(stats.lse, want[1], rtol=2 * eps_wide, atol=2 * eps_wide)
         # element by element: the largest would hide the others
         seen = want[3].abs() > 1e-30
         error, usual_error = (
@@ -276,19 +267,6 @@ def test_a_label_out_of_range_is_nan_and_no_address(rows, label):
         assert stats.logprobs[0, 0].isnan() and (gradient[0, 0] == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 50), (2, 0, 50), (0, 0, 1)])
-def test_no_rows(rows, shape):
-    logits, labels, grad = (
-        torch.empty(shape),
-        torch.empty(shape[:2], dtype=torch.int64),
-        torch.empty(shape[:2]),
-    )
-    stats = rows.forward(logits, labels)
-    assert stats.logprobs.shape == stats.entropy.shape == shape[:2]
-    assert rows.backward(logits, labels, stats, grad).shape == shape
-    assert rows.and_grad(logits, labels, grad)[1].shape == rows.and_rows(logits, labels)[1].shape == shape
-
-
 # --- infinities and NaN
 
 
@@ -337,7 +315,6 @@ def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
     twice_read, again = rows.and_grad(logits, labels, grad, transform, out=wide.clone(), held=False)
     with_rows, row, factors = rows.and_rows(logits, labels, transform)
     gradient = rows.backward(logits, labels, stats, grad, None, transform, out=wide.clone())
-    with_entropy = rows.backward(logits, labels, stats, grad, grad, transform, out=wide.clone())
     eps, numbers = torch.finfo(stats_type).eps, ~logits.isnan().any(-1)
     close = {"rtol": 32 * eps, "atol": 16 * eps, "equal_nan": True}
     for known in (stats, in_one_pass, twice_read, with_rows):
@@ -352,12 +329,6 @@ def test_special_values_behave_as_in_log_softmax(rows, dtype, transform):
             one_logit = list(cases).index("all lowest")
             got[0, one_logit] = want_grad[0, one_logit]
         torch.testing.assert_close(got.double(), want_grad, **close | {"rtol": 100 * eps})
-    finite = want.entropy.isfinite()
-    assert torch.equal(with_entropy.isfinite().all(-1), finite)
-    # a column at -inf has no share in the entropy, unless a softcap makes it finite
-    cut = (logits == -torch.inf) & finite.unsqueeze(-1)
-    cut[..., 3] = False
-    assert transform.softcap or (with_entropy[cut] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
