@@ -13,7 +13,7 @@ from gspo_kernels.mismatch.measure import Comparison
 from gspo_kernels.mismatch.report import advise, explanation, make_report
 from gspo_kernels.mismatch.scoring import Samples, Setting, Switched, score, switches
 from gspo_kernels.trainer.rollout import Sampling
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import plain_logits, tiny_qwen3
 
 PROMPTS = ("ab", "bcd", "c", "dabc", "ea", "fgh", "ijkl", "mn")
 LENGTH = 12
@@ -100,7 +100,9 @@ def test_generate_in_bf16_is_found(tmp_path, directory, capsys, no_picture):
     report = reported(tmp_path, *arguments, "--sampler-dtype", "bf16")
     assert report["summary"]["sequences/outside"] > 0.5
     left = left_by(report)
-    assert min(left, key=left.get) == "weights and head in bf16" and min(left.values()) < 0.05
+    # Over ten seeds nothing is left, or 0.18 to 0.37 where bf16 products round by the number of rows, as
+    # PyTorch's AVX2 path does. The next best switch leaves 0.59 or more.
+    assert min(left, key=left.get) == "weights and head in bf16" and min(left.values()) < 0.5
     assert "Where it comes from: with weights and head in bf16" in " ".join(capsys.readouterr().out.split())
 
 
@@ -174,7 +176,7 @@ def by_hand(model, samples, logprobs, half=False):
         head.forward = lambda hidden: (hidden.bfloat16() @ head.weight.bfloat16().T).float()
     for prompt, completion in zip(samples.prompts, samples.completions, strict=True):
         with torch.no_grad():
-            logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+            logits = plain_logits(model, prompt, completion)
         found.append(logprobs(logits).gather(-1, completion[:, None])[:, 0].double())
     head.forward = own
     return torch.cat(found)

@@ -1,5 +1,5 @@
 """Recipes are tested with the trainer's tiny model and rows."""
 
-from tests.trainer.conftest import forget_the_accelerator, one_thread, rows, tokenizer
+from tests.trainer.conftest import forget_the_accelerator, one_thread, tokenizer
 
-__all__ = ["forget_the_accelerator", "one_thread", "rows", "tokenizer"]
+__all__ = ["forget_the_accelerator", "one_thread", "tokenizer"]

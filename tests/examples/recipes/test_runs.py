@@ -54,7 +54,7 @@ RECIPE = {
     "igrpo": {"drafts": 2, "template": "{prompt};{draft};"},
     "turns": {"count": 2, "feedback": f"{__name__}:goes_on"},
     "dapo": {"batches": 2, "overlong_buffer": 3},
-    "veripo": {"grpo_steps": 3, "dpo_steps": 3, "verifier": f"{__name__}:small"},
+    "veripo": {"grpo_steps": 3, "dpo_steps": 3, "verifier": f"{__name__}:small", "reward_weight": 0.1},
     "distillation": {},  # the teacher is the model that DAPO trained
 }
 
@@ -93,8 +93,8 @@ def teacher(dapo_run):
 
 @pytest.mark.parametrize("name", RECIPE)
 def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
-    """Rewards rise, and the distance to a teacher falls. Over seeds 0 to 8 rewards gained 0.26 to 0.48, the
-    verifier 0.15 to 0.29, and a third of the distance was left.
+    """Rewards rise, and the distance to a teacher falls. Over seeds 0 to 8 rewards gained 0.26 to 0.48, and a
+    third of the distance was left. Over 24 seeds the verifier gained 0.14 to 0.33, without it -0.12 to 0.13.
     """
     found, teacher = dapo_run
     if name != "dapo":
@@ -109,7 +109,7 @@ def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
     assert after > before + 0.15
     if name == "veripo":
         before, after = found("verifier/mean")
-        assert after > before + 0.08
+        assert after > before + 0.1
 
 
 def records_of(path):
@@ -120,7 +120,7 @@ def records_of(path):
 
 
 @pytest.mark.parametrize("name", RECIPE)
-def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, rows, teacher, name):
+def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, teacher, name):
     """DAPO and VerIPO, whose checkpoints hold more, resume: VerIPO with kept rollouts, and within DPO."""
     sections = {
         "igrpo": {},
@@ -136,7 +136,7 @@ def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, r
         def ended(run, steps, resume=False):
             make_accelerator()
             changes = sections | {"update": {"steps": steps} | sections.get("update", {})}
-            trainer = make_trainer(name, tmp_path / run, tokenizer, rows, odd, eval_rows=rows[:2], **changes)
+            trainer = make_trainer(name, tmp_path / run, tokenizer, ROWS, odd, eval_rows=ROWS[:2], **changes)
             assert trainer.accelerator.num_processes == 2
             trainer.train(resume=resume)
             return torch.cat([p.flatten() for p in trainer.model.state_dict().values()])
@@ -194,23 +194,24 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[0]} {case[2]:.30}")
-def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tokenizer, rows, monkeypatch, case):
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tokenizer, monkeypatch, case):
     name, sections, words = case
+    rows = ROWS
     if "row 7" in words:
         monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }}", raising=False)
-        rows = [*rows, {"prompt": [{"role": "system", "content": "only"}], "letter": "x"}]
+        rows = [*ROWS, {"prompt": [{"role": "system", "content": "only"}], "letter": "x"}]
     with pytest.raises(InputError, match=words):
         make_trainer(name, tmp_path / "run", tokenizer, rows, odd, **sections)
     assert not (tmp_path / "run").exists()
 
 
-def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer, rows):
+def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer):
     for name, words in (
         ("too_few", r"returned \['a'\], expected a list of 3 texts"),
         ("raises", "raised ValueError.*out of order"),
     ):
         recipe = {"feedback": f"{__name__}:{name}"}
-        trainer = make_trainer("turns", tmp_path / name, tokenizer, rows, odd, recipe=recipe)
+        trainer = make_trainer("turns", tmp_path / name, tokenizer, ROWS, odd, recipe=recipe)
         with pytest.raises(InputError, match=f"recipe.feedback .*{name} {words}"):
             trainer.train()
         assert (tmp_path / name / "checkpoints" / "step_000000").is_dir()
@@ -231,9 +232,9 @@ def test_pairs_by_hand():
     assert DPO(min_gap=0.5).count_pairs(found.advantages.double(), found.group_ids, present) == 2
 
 
-def test_phases_of_veripo(tmp_path, tokenizer, rows):
+def test_phases_of_veripo(tmp_path, tokenizer):
     recipe = {"grpo_steps": 3, "dpo_steps": 2, "verifier": f"{__name__}:small"}
-    trainer = make_trainer("veripo", tmp_path, tokenizer, rows, odd, recipe=recipe, update={"steps": 8})
+    trainer = make_trainer("veripo", tmp_path, tokenizer, ROWS, odd, recipe=recipe, update={"steps": 8})
     trainer.train()
     _, *records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["phase"] for record in records] == [0, 0, 0, 1, 1, 0, 0, 0]
@@ -264,14 +265,14 @@ def served(tokenizer):
 
 @pytest.mark.parametrize("where", ["in process", "served"])
 def test_advantages_are_the_teachers_log_probs_minus_the_policys(
-    tmp_path, tokenizer, rows, teacher, monkeypatch, where
+    tmp_path, tokenizer, teacher, monkeypatch, where
 ):
     place = {"teacher": teacher}
     if where == "served":
         monkeypatch.setattr(VLLMServer, "ask", served(tokenizer))
         place = {"url": "http://localhost:8000"}
     sections = {"recipe": {"coef": 2.0, "reward_coef": 0.5} | place} | GRPO
-    trainer = make_trainer("distillation", tmp_path / "run", tokenizer, rows, odd, **sections)
+    trainer = make_trainer("distillation", tmp_path / "run", tokenizer, ROWS, odd, **sections)
     trainer.step = 1
     rollout = trainer.rollout()
     batch = trainer.compare(rollout)
@@ -290,10 +291,10 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     assert trainer.update(batch)["minibatch_1/ratio/max"] == pytest.approx(1.0)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer, rows):
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer):
     other = demo.make_tokenizer()
     other.add_tokens(["<|more|>"])
     other.save_pretrained(tmp_path / "teacher")
     sections = {"recipe": {"teacher": str(tmp_path / "teacher")}} | GRPO
     with pytest.raises(InputError, match="another tokenizer"):
-        make_trainer("distillation", tmp_path / "run", tokenizer, rows, odd, **sections)
+        make_trainer("distillation", tmp_path / "run", tokenizer, ROWS, odd, **sections)
