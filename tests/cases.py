@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from gspo_kernels.types import stats_dtype
 from tests import oracle
 from tests.draws import shifted_seed
 
 LAYOUTS = ("padded", "packed")
-KL = ("k1", "k2", "k3")
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
-FUSED_ENTRIES = ("token_logprobs", "fused_policy_loss", "linear_token_logprobs", "fused_linear_policy_loss")
 KIND = {
     "policy_loss": "logprobs",
     "token_logprobs": "logits",
@@ -27,6 +26,7 @@ KIND = {
     "linear_token_logprobs": "linear",
     "fused_linear_policy_loss": "linear",
 }
+"""What each entry takes; all but the first compute log-probs themselves."""
 
 HEAD = ("weight", "bias", "A", "B")
 """Inputs that all tokens share."""
@@ -107,11 +107,8 @@ class Result:
     """Inputs without a gradient."""
 
     def values(self) -> dict[str, Tensor]:
-        named = {
-            "loss": self.loss,
-            "logprobs": self.logprobs,
-            **{f"grad {k}": v for k, v in self.grads.items()},
-        }
+        grads = {f"grad {name}": value for name, value in self.grads.items()}
+        named = {"loss": self.loss, "logprobs": self.logprobs} | grads
         return named if self.entropy is None else named | {"entropy": self.entropy}
 
 
@@ -123,10 +120,6 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(shifted_seed(seed))
 
 
-def stats(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def scores_of(inputs: dict[str, Tensor], rounded: bool = False) -> Tensor:
     """Return the logits among the inputs, or the product of hidden states and head."""
     if "logits" in inputs:
@@ -136,7 +129,7 @@ def scores_of(inputs: dict[str, Tensor], rounded: bool = False) -> Tensor:
         weight = weight + ADAPTER_SCALE * inputs["B"] @ inputs["A"]
     out = hidden @ weight.T
     out = out if bias is None else out + bias
-    return out.to(stats(out.dtype)) if rounded else out
+    return out.to(stats_dtype(out.dtype)) if rounded else out
 
 
 @functools.cache
@@ -228,7 +221,7 @@ def make_case(
         kind=kind,
         labels=labels.to(label_dtype),
         inputs=inputs,
-        old_logprobs=None if named.pop("on_policy", False) else old.to(stats(dtype)),
+        old_logprobs=None if named.pop("on_policy", False) else old.to(stats_dtype(dtype)),
         advantages=advantage,
         cu_seqlens=cu_seqlens,
         loss_mask=loss_mask,
@@ -427,24 +420,14 @@ def over_ranks(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def call(
-    case: Case,
-    leaves: dict[str, Tensor],
-    entry: str,
-    objective: Any,
-    backend: str = "auto",
-    **options: Any,
+    case: Case, leaves: dict[str, Tensor], entry: str, objective: Any, backend: str = "auto", **options: Any
 ) -> gk.LossOutput:
     """Run the forward of a case through one entry point, with ``leaves`` as its inputs."""
     options = over_ranks(options)
     labels, old, advantages = case.labels, case.old_logprobs, case.advantages
-    shared = {
-        "loss_mask": case.loss_mask,
-        "cu_seqlens": case.cu_seqlens,
-        **case.terms,
-        "objective": objective,
-    }
-    logit_options = dict(case.logit_options)
-    logit_options["ignore_index"] = case.ignore_index
+    shared = {"loss_mask": case.loss_mask, "cu_seqlens": case.cu_seqlens} | case.terms
+    shared["objective"] = objective
+    logit_options = case.logit_options | {"ignore_index": case.ignore_index}
     linear = {"bias": leaves.get("bias"), "logits_dtype": case.logits_dtype}
     head = leaves.get("weight")
     if "A" in leaves:

@@ -7,11 +7,11 @@ cached work, which only the first call does.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
-import torch
-
 import gspo_kernels as gk
+from tests import cases
 
 PACKAGE = str(Path(gk.__file__).parent)
 COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>")
@@ -44,26 +44,15 @@ def frames(call):
 
 def calls():
     """Return one call of each kind, with a mask. From hidden states there are several chunks."""
-    generator = torch.Generator().manual_seed(0)
-    B, T, H, V = 8, 64, 64, 3000
-    hidden = torch.randn(B, T, H, generator=generator).requires_grad_()
-    weight = torch.randn(V, H, generator=generator).requires_grad_()
-    labels = torch.randint(V, (B, T), generator=generator)
-    advantages = torch.randn(B, generator=generator)
-    old = gk.linear_token_logprobs(hidden, weight, labels).logprobs.detach()
-    logits = (hidden @ weight.T).detach().requires_grad_()
-    mask = torch.ones(B, T)
-    mask[:, 50:] = 0
-    rest = (labels, old, advantages)
-    return {
-        "policy_loss": lambda: gk.policy_loss(
-            old.clone().requires_grad_(), old, advantages, loss_mask=mask
-        ).loss.backward(),
-        "logits": lambda: gk.fused_policy_loss(logits, *rest, loss_mask=mask).loss.backward(),
-        "hidden": lambda: gk.fused_linear_policy_loss(
-            hidden, weight, *rest, loss_mask=mask, max_chunk_bytes=200 * V * 4
-        ).loss.backward(),
-    }
+    found, chunks = {}, {"max_chunk_bytes": 200 * 3000 * 4}
+    sequences = {"lengths": (50,) * 8, "log_s": (0.0,) * 8, "advantages": (1.0, -1.0) * 4}
+    for entry in ("policy_loss", "fused_policy_loss", "fused_linear_policy_loss"):
+        kind = cases.KIND[entry]
+        case = cases.make_case(kind, "padded", "loss_mask", **sequences, vocabulary=3000, bias=False)
+        leaves = {name: value.clone().requires_grad_() for name, value in case.inputs.items()}
+        forward = partial(cases.call, case, leaves, entry, gk.GSPO(), **(chunks if kind == "linear" else {}))
+        found[kind] = lambda forward=forward: forward().loss.backward()
+    return found
 
 
 if __name__ == "__main__":

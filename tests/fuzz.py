@@ -22,15 +22,7 @@ import torch
 
 import gspo_kernels as gk
 from tests import test_distillation, test_selected
-from tests.cases import (
-    AGGREGATIONS,
-    KIND,
-    LAYOUTS,
-    LOGIT_OPTIONS,
-    for_objective,
-    make_case,
-    run,
-)
+from tests.cases import AGGREGATIONS, KIND, LAYOUTS, LOGIT_OPTIONS, for_objective, make_case, run
 from tests.judging import assert_equals_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -68,11 +60,8 @@ def draw_objective(dice: random.Random) -> Any:
 def policy_call(seed: int, largest: int) -> tuple[str, partial[bool]]:
     """Draw a call of an entry that takes labels or log-probs. Return its description and the attempt."""
     dice = random.Random(seed)
-    entry, objective, (dtype, vocabulary) = (
-        dice.choice(list(KIND)),
-        draw_objective(dice),
-        sizes(dice, largest),
-    )
+    entry, objective = dice.choice(list(KIND)), draw_objective(dice)
+    dtype, vocabulary = sizes(dice, largest)
     linear = isinstance(objective, gk.Linear)
     terms = [dice.choice(line) for line in PARTS if dice.random() < 0.25]
     terms = [part for part in terms if not (linear and part.endswith("ratio_weighted"))]
@@ -135,18 +124,13 @@ def other_call(seed: int, largest: int) -> tuple[str, partial[None]]:
     if not linear and dtype == torch.float32 and dice.random() < 0.4:
         form |= {"top_k": min(V, dice.choice((1, 3, 30))), "add_tail": dice.random() < 0.5}
         form["top_k_of"] = dice.choice(("teacher", "student"))
-    given |= {
-        "forms": [form],
-        "packed": dice.random() < 0.3,
-        "options": dice.choice(("plain", "transformed")),
-    }
+    options = dice.choice(("plain", "transformed"))
+    given |= {"forms": [form], "packed": dice.random() < 0.3, "options": options}
     return f"distillation {given}", partial(test_distillation.check, **given)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backend", default="cpp", choices=("reference", "cpp", "triton"))
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -162,17 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
             refused += attempt(backend=options.backend) is False
         except Exception:
             traceback.print_exc()
-            print(description)
-            print(
-                f"python -m tests.fuzz --backend {options.backend} --seed {options.seed} --call {number}",
-                flush=True,
-            )
+            again = f"--backend {options.backend} --seed {options.seed} --call {number}"
+            print(f"{description}\npython -m tests.fuzz {again}", flush=True)
             return 1
         if time.monotonic() > end:
             break
-    print(
-        f"{number + 1} calls of {options.backend}, {refused} of them refused for their schedule, none wrong"
-    )
+    print(f"{number + 1} calls of {options.backend}, {refused} refused for their schedule, none wrong")
     return 0
 
 

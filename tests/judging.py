@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.types import stats_dtype
 from tests import oracle
 from tests.accuracy import Spread, assert_as_exact
-from tests.cases import Case, Result, generator, scores_of, stats
+from tests.cases import Case, Result, generator, scores_of
 
 _DRAWS = 8
 
@@ -27,7 +28,7 @@ def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64
         for name, value in case.inputs.items()
     }
     rounded = dtype is None and case.logits_dtype == "input"
-    raised = {name: leaf if rounded else leaf.to(stats(leaf.dtype)) for name, leaf in leaves.items()}
+    raised = {name: leaf if rounded else leaf.to(stats_dtype(leaf.dtype)) for name, leaf in leaves.items()}
     labels, counted = case.labels, case.counted
     entropy = None
     if case.kind == "logprobs":

@@ -24,7 +24,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parent.parent
 CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/test_memory.py"
 SCHEDULES = "tests/test_schedules.py tests/test_products.py tests/test_lora_head.py"
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
@@ -34,8 +34,8 @@ UPDATES = "tests/trainer/test_updates.py tests/trainer/test_batch.py"
 ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
 # Beginnings of paths, and the tests of these files, quick ones first. The longest beginning counts.
 TESTS = {
-    "gspo_kernels/": f"tests/test_errors.py {CALLS} tests/test_batch_invariance.py tests/test_compile.py",
-    "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_distillation.py",
+    "gspo_kernels/": f"tests/test_structure.py tests/test_errors.py {CALLS} {MORE_CALLS}",
+    "gspo_kernels/advantages.py": f"tests/test_advantages.py tests/test_errors.py {TEACHERS}",
     "gspo_kernels/cli.py": "tests/trainer/test_cli.py",
     "gspo_kernels/cpp/": f"{ROWS} {CALLS} tests/cpp",
     "gspo_kernels/distillation.py": f"{TEACHERS} tests/test_errors.py",
@@ -49,13 +49,13 @@ TESTS = {
     "gspo_kernels/evaluate.py": f"{OBJECTIVES} tests/kernels/test_sequence_ratio.py {CALLS}",
     "gspo_kernels/objectives/": f"{OBJECTIVES} tests/test_errors.py tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/step.py": f"tests/kernels/test_sequence_ratio.py {OBJECTIVES} {CALLS}",
-    "gspo_kernels/off_policy.py": "tests/test_off_policy.py",
+    "gspo_kernels/off_policy.py": "tests/test_off_policy.py tests/test_errors.py",
     "gspo_kernels/ops/": f"tests/test_operators.py tests/test_selected.py {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/parallel/": "tests/parallel tests/test_errors.py",
     "gspo_kernels/ranks.py": "tests/parallel tests/test_errors.py",
     "gspo_kernels/reference/": f"{TEACHERS} tests/test_selected.py tests/kernels/test_rows.py {CALLS}",
     "gspo_kernels/rewards.py": "tests/test_rewards.py",
-    "gspo_kernels/sampling.py": "tests/test_sampling_masks.py",
+    "gspo_kernels/sampling.py": "tests/test_sampling_masks.py tests/test_errors.py",
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
     "gspo_kernels/sequence_ratio.py": "tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",
@@ -119,11 +119,8 @@ def without_statement(path: Path, line: str, code: str, last: str) -> str | None
         (node,) = ast.parse(line.strip()).body
     except (SyntaxError, ValueError):
         return None
-    if (
-        line.endswith(",")
-        or not code.strip("~ ")
-        or not isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign))
-    ):
+    droppable = isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign))
+    if line.endswith(",") or not code.strip("~ ") or not droppable:
         return None
     return line[: len(line) - len(line.lstrip())] + "pass"
 
@@ -184,25 +181,12 @@ def run(tree: Path, seconds: float, *arguments: str) -> tuple[int | None, str]:
     """Run Python in a tree. Return its exit status, None after ``seconds``, and the output."""
     ninja = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # compiles what changed
     environment = os.environ | {"PYTHONPATH": str(tree), "PATH": ninja}
+    # ``timeout`` ends all processes of the tests, and with them itself
+    command = ["timeout", "--signal=KILL", str(seconds), sys.executable, *arguments]
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=tree,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        status = subprocess.run(command, cwd=tree, env=environment, stdout=output, stderr=output).returncode
         output.seek(0)
-        return status, output.read()
+        return None if status == -signal.SIGKILL else status, output.read()
 
 
 def attempt(mutant: dict, tree: Path, seconds: float) -> dict:
@@ -214,11 +198,10 @@ def attempt(mutant: dict, tree: Path, seconds: float) -> dict:
     lines[row] = mutant["new"]
     path.write_text("\n".join(lines))
     name = str(path.relative_to(tree))
-    if (
-        name.startswith("csrc/")
-        and "compiling it failed" in run(tree, 600, "setup.py", "build_ext", "--inplace")[1]
-    ):
-        return {"outcome": "does not compile"}
+    if name.startswith("csrc/"):
+        _, said = run(tree, 600, "setup.py", "build_ext", "--inplace")
+        if "compiling it failed" in said:
+            return {"outcome": "does not compile"}
     tests = TESTS[max((start for start in TESTS if name.startswith(start)), key=len)].split()
     # files alone: if their folder were passed, too, pytest would run them in the folder's order
     files = [file for test in tests for file in sorted((tree / test).rglob("test_*.py")) or [tree / test]]
@@ -248,9 +231,7 @@ def compare(before: dict[tuple, dict], after: dict[tuple, dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=240.0, help="what the tests of one mutant may take")
@@ -277,9 +258,8 @@ def main() -> None:
             with options.out.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             print(result["outcome"], result["seconds"], result["file"], result["new"].strip(), flush=True)
-            shutil.rmtree(
-                tree
-            )  # the copy keeps times of files: only what the next mutant changes is compiled
+            # the copy keeps times of files: only what the next mutant changes is compiled
+            shutil.rmtree(tree)
             shutil.copytree(clean, tree)
 
 

@@ -135,34 +135,7 @@ def divergence_over_ids(
     return divergence(log_p, log_q, beta)
 
 
-def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual: float | None) -> Tensor:
-    """Return -min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -dual A, branch by branch."""
-    zero = 0.0 * torch.where(log_ratio.isfinite(), log_ratio, 0.0)
-    if advantage == 0:
-        return zero
-    if advantage > 0 and log_ratio.item() > math.log1p(high):
-        return zero - (1 + high) * advantage
-    if advantage < 0 and low < 1 and log_ratio.item() < math.log1p(-low):
-        return zero - (1 - low) * advantage
-    if advantage < 0 and dual is not None and log_ratio.item() > math.log(dual):
-        return zero - dual * advantage
-    return -log_ratio.exp() * advantage
-
-
-def clipped_sequence(objective, log_s: float, advantage: float) -> tuple[float, float]:
-    """Return GSPO's loss of a sequence and its derivative by log s. Beyond fp32's range they are infinite."""
-    leaf = torch.tensor(log_s, dtype=torch.float64, requires_grad=True)
-    bounds = objective.clip_low, objective.clip_high, objective.dual_clip
-    value = ppo_clip(leaf, advantage, *bounds)
-    (slope,) = torch.autograd.grad(value, leaf)
-    return value.float().item(), slope.float().item()
-
-
-KL = {
-    "k1": lambda d: d,
-    "k2": lambda d: d * d / 2,
-    "k3": lambda d: torch.exp(-d) + d - 1,
-}
+KL = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: torch.exp(-d) + d - 1}
 LOG_RATIO = {
     "GSPO": lambda q: q.log_s,
     "GSPOToken": lambda q: formulas.attached(q.log_s, q.log_r),

@@ -5,12 +5,13 @@ Values that no policy gives are refused where they count, and nowhere else.
 
 import math
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import cpp, step, terms
+from gspo_kernels import advantages, cpp, off_policy, step, terms
 from tests.cases import generator
 
 B, T, V, H = 3, 4, 11, 5
@@ -21,13 +22,18 @@ ids, one, offsets = torch.int64, torch.ones, torch.tensor
 token, linear = gk.token_logprobs, gk.linear_token_logprobs
 policy, coefficients = gk.policy_loss, gk.policy_coefficients
 fused, fused_linear, explain = gk.fused_policy_loss, gk.fused_linear_policy_loss, gk.explain_schedule
-rollout, normalized = gk.rollout_weights, gk.advantages.group_normalized
+chosen, linear_chosen = gk.selected_logprobs, gk.linear_selected_logprobs
+taught, linear_taught = gk.distillation_loss, gk.fused_linear_distillation_loss
+rollout, normalized = gk.rollout_weights, advantages.group_normalized
 LOSSES = (policy, coefficients, fused, fused_linear)
 value_error = partial(pytest.raises, ValueError)
+TURNS = torch.zeros(4, 3, dtype=ids)
+SETS = torch.zeros(B, T, 2, dtype=ids)
+SCORED = {"ids": SETS, "teacher_logprobs": -one(B, T, 2)}
 
 
 def arguments(function, packed=False, **changes):
-    """Return a right call of a public function, with ``changes``; an objective needs no arguments.
+    """Return a right call of a public function, with ``changes``; others, as objectives, need no arguments.
 
     With ``packed``, tensors of shape [B, T, ...] are packed, those of ``changes`` included.
     """
@@ -37,25 +43,43 @@ def arguments(function, packed=False, **changes):
     labels = torch.randint(0, V, (B, T), generator=rng)
     logprobs, old = (-1.0 - torch.rand(B, T, generator=rng) for _ in range(2))
     loss = {"old_logprobs": old, "advantages": torch.tensor([1.0, -1.0, 0.5])}
+    dense, pairs = {"hidden": hidden, "weight": weight}, {"rewards": torch.arange(4.0), "group_size": 2}
+    mask = one(B, T, dtype=torch.bool)
     call = {
         token: {"logits": logits, "labels": labels},
-        linear: {"hidden": hidden, "weight": weight, "labels": labels},
+        linear: dense | {"labels": labels},
         policy: {"logprobs": logprobs, **loss},
         coefficients: {"logprobs": logprobs, **loss, "objective": gk.GSPO()},
         fused: {"logits": logits, "labels": labels, **loss},
-        fused_linear: {"hidden": hidden, "weight": weight, "labels": labels, **loss},
-        explain: {"hidden": hidden, "weight": weight, "labels": labels, **loss},
+        fused_linear: dense | {"labels": labels, **loss},
+        explain: dense | {"labels": labels, **loss},
         rollout: {"old_logprobs": old, "rollout_logprobs": logprobs, "high": 2.0},
-        normalized: {"rewards": torch.arange(4.0), "group_size": 2},
+        gk.off_policy_mask: {"logprobs": logprobs, **loss, "delta": 0.1},
+        off_policy.without_rejected: {"loss_mask": mask, "weights": one(B)},
+        off_policy.weight_metrics: {"weights": one(B), "advantages": one(B), "loss_mask": mask},
+        gk.normalizer: {"objective": gk.GSPO(), "loss_mask": mask},
+        chosen: {"logits": logits, "ids": labels.unsqueeze(2)},
+        linear_chosen: dense | {"ids": labels.unsqueeze(2)},
+        taught: {"logits": logits, "teacher_logits": logits},
+        linear_taught: dense | {"teacher_hidden": hidden, "teacher_weight": weight},
+        gk.sampling_mask: {"logits": logits},
+        normalized: pairs,
+        advantages.leave_one_out: pairs,
+        advantages.optimal_baseline: pairs | {"lengths": one(4)},
+        advantages.gdpo: pairs | {"rewards": one(4, 2)},
+        advantages.reinforce_plus_plus: {"rewards": one(4)},
+        advantages.turn_normalized: pairs | {"rewards": one(4, 2), "turn_ids": TURNS},
+        advantages.class_normalized: {"rewards": one(4, 2)},
+        advantages.reverse_kl: {"logprobs": old, "teacher_logprobs": old},
     }.get(function, {}) | changes
-    if not packed or function is normalized:
+    if not packed:
         return call
     call = {
         name: value.flatten(0, 1) if isinstance(value, torch.Tensor) and value.shape[:2] == (B, T) else value
         for name, value in call.items()
     }
-    cu_seqlens = torch.arange(0, N + 1, T, dtype=torch.int32)
-    return call if function in (token, linear) else {"cu_seqlens": cu_seqlens} | call
+    cu_seqlens = {"cu_seqlens": torch.arange(0, N + 1, T, dtype=torch.int32)}
+    return cu_seqlens | call if "cu_seqlens" in signature(function).parameters else call
 
 
 def assert_refused(exception, name, function, **call):
@@ -126,6 +150,42 @@ WRONG = [
     (fused, "normalizer", [torch.tensor(NAN)], []),
     (policy, "objective", [], [gk.GSPO, "gspo"]),
     (fused, "objective", [], [None]),
+    (gk.normalizer, "loss_mask", [one(T), torch.full((B, T), 2)], [[[1] * T] * B]),
+    (gk.normalizer, "lengths", [one(T)], []),
+    (gk.normalizer, "objective", [], [gk.GSPO]),
+    (gk.normalizer, "advantages", [one(B)], []),  # GSPO counts no pairs
+    # ids: of the label's rivals, of what a sampler kept, of what an engine scored
+    *((function, "ids", [SETS[0, 0], SETS[..., :0], SETS + V, SETS[..., :1] + V, SETS - 1], [one(B, T, 2)])
+      for function in (chosen, linear_chosen)),
+    *((function, *wrong) for function in (token, linear) for wrong in [
+        ("kept_ids", [SETS[..., 0], SETS[:, 1:], SETS + V, SETS - 1], [one(B, T, 2), [[1]]]),
+        ("kept_mask", [one(B, T, 2, dtype=torch.int32)], [one(B, T, 1, dtype=ids)]),
+    ]),
+    (gk.sampling_mask, "top_k", [-1], [2.0]),
+    (gk.sampling_mask, "top_p", [0.0, 1.1], []),
+    (gk.sampling_mask, "min_p", [1.0], []),
+    (gk.sampling_mask, "temperature", [0.0], []),
+    (gk.sampling_mask, "engine", ["sglang"], []),
+    # teachers
+    (taught, "beta", [1.5], ["forward"]),
+    (taught, "top_k", [V + 1, -1], []),
+    (taught, "top_k_of", ["student"], []),  # without a top_k
+    (taught, "add_tail", [False], []),
+    (taught, "ids", [SETS], []),
+    (taught, "teacher_logits", [None, one(B, T, V - 1)], []),
+    (taught, "aggregation", ["mean"], []),
+    (taught, "loss_mask", [one(B, T + 1), torch.full((B, T), 2)], []),
+    (taught, "teacher_temperature", [-1.0, one(T)], []),
+    (taught, "teacher_softcap", [0.0], []),
+    (taught, "temperature", [torch.tensor([1.0, 0.0, 1.0])], []),
+    (taught, "inplace_backward", [], [1]),
+    (linear_taught, "teacher_weight", [one(V - 1, H), None], [one(V, H, dtype=torch.bfloat16)]),
+    (linear_taught, "teacher_hidden", [one(B, T + 1, H)], []),
+    (linear_taught, "teacher_bias", [one(V - 1)], []),
+    (advantages.reverse_kl, "teacher_logprobs", [one(B, T + 1)], []),
+    (advantages.reverse_kl, "logprobs", [], [one(B, T, dtype=ids)]),
+    (advantages.reverse_kl, "loss_mask", [one(B, T + 1)], []),
+    (advantages.reverse_kl, "coef", [0], []),
     # off-policy corrections, and advantages
     (rollout, "rollout_logprobs", [one(T)], []),
     (rollout, "old_logprobs", [one(N)], []),
@@ -139,6 +199,29 @@ WRONG = [
     (normalized, "group_ids", [torch.zeros(4, dtype=ids)], []),  # group_size is passed, too
     (normalized, "scale", ["std"], []),
     (normalized, "eps", [-1e-4], [None]),
+    (gk.off_policy_mask, "logprobs", [one(T)], []),
+    (gk.off_policy_mask, "old_logprobs", [one(B, T + 1)], [None]),
+    (gk.off_policy_mask, "advantages", [one(B + 1)], [one(B, dtype=ids)]),
+    (gk.off_policy_mask, "delta", [NAN], ["0.1"]),
+    (gk.off_policy_mask, "loss_mask", [one(B), torch.full((B, T), 2)], []),
+    (off_policy.without_rejected, "weights", [one(B + 1)], [one(B, dtype=ids)]),
+    (off_policy.without_rejected, "loss_mask", [one(T)], []),
+    (off_policy.weight_metrics, "weights", [one(B + 1)], [one(B, dtype=ids)]),
+    (off_policy.weight_metrics, "advantages", [one(B + 1)], []),
+    (off_policy.weight_metrics, "loss_mask", [torch.full((B, T), 2)], []),
+    (advantages.leave_one_out, "rewards", [one(2, 2)], [one(4, dtype=ids)]),
+    (advantages.leave_one_out, "group_size", [3, None], []),
+    (advantages.optimal_baseline, "lengths", [one(3), -one(4)], [[1, 2, 3, 4]]),
+    *((advantages.gdpo, name, values, []) for name, values in [
+        ("rewards", [one(4)]), ("weights", [one(3)]), ("eps", [-1.0]), ("lengths", [one(4, 2), -one(4)]),
+    ]),
+    (advantages.reinforce_plus_plus, "rewards", [one(4, 2)], []),
+    (advantages.reinforce_plus_plus, "group_ids", [TURNS[:3, 0]], []),
+    (advantages.reinforce_plus_plus, "lengths", [one(3)], []),
+    (advantages.turn_normalized, "rewards", [one(4), one(6, 2)], []),
+    (advantages.turn_normalized, "turn_ids", [TURNS + 2, TURNS - 2], [TURNS.float()]),
+    (advantages.turn_normalized, "scale", ["all"], []),
+    (advantages.class_normalized, "rewards", [one(4)], []),
 ]  # fmt: skip
 
 
@@ -215,7 +298,30 @@ COMBINED = [
     (policy, "entropy", {"entropy_coef": 0.1}),
     (policy, "entropy_coef", {"entropy_coef": one(3, 3), "entropy": one(B, T)}),
     (coefficients, "entropy_coef", {"entropy_coef": 0.1}),
+    (gk.normalizer, "group_ids", {"objective": gk.DPO(), "advantages": one(B)}),
+    (chosen, "logits", {"ids": SETS[..., 0]}),
+    (linear_chosen, "hidden", {"ids": SETS[..., 0]}),
+    *((function, "kept_mask", {"kept_ids": SETS, "kept_mask": SETS.int()}) for function in (token, linear)),
+    (gk.sampling_mask, "logits", {"labels": one(B, T - 1, dtype=ids)}),
+    (taught, "top_k_of", {"top_k": 2, "top_k_of": "both"}),
+    *((taught, name, {"teacher_logits": None} | SCORED | wrong) for name, wrong in [
+        ("top_k", {"top_k": 2}),
+        ("teacher_logprobs", {"teacher_logprobs": one(B, T, 3)}),
+        ("ids", {"ids": SETS + V}),
+        ("teacher_softcap", {"teacher_softcap": 2.0}),
+    ]),
+    (linear_taught, "teacher_weight", {"teacher_hidden": None} | SCORED),
+    (linear_taught, "teacher_weight", {
+        "teacher_hidden": torch.zeros(B, T, H).double(), "teacher_weight": torch.zeros(V, H).double(),
+        "batch_invariant": True,
+    }),
     (rollout, "reduce", {"level": "sequence", "reduce": "max"}),
+    (rollout, "level", {"mode": "icepop", "level": "sequence"}),
+    (rollout, "level", {"mode": "sequence_mask", "level": "sequence"}),
+    *((rollout, "low, high", {"mode": mode, "high": None}) for mode in ("sequence_mask", "k3")),
+    (rollout, "low", {"mode": "k3", "low": -0.1, "high": None}),
+    (rollout, "reduce", {"mode": "k3", "reduce": "max"}),
+    (rollout, "low", {"mode": "icepop", "low": 6.0, "high": None}),
     (normalized, "group_ids", {"group_size": None, "group_ids": offsets([0, 0, 1])}),
     (gk.GSPO, "aggregation_constant", {"aggregation": "constant"}),
     (gk.GSPO, "aggregation_constant", {"aggregation": "constant", "aggregation_constant": 0.0}),
@@ -232,7 +338,7 @@ def test_arguments_that_do_not_go_together(function, name, wrong):
     assert_refused(ValueError, name, function, **arguments(function, **wrong))
 
 
-@pytest.mark.parametrize("function", [policy, coefficients, fused, fused_linear, rollout])
+@pytest.mark.parametrize("function", [policy, coefficients, fused, fused_linear, rollout, gk.normalizer])
 def test_wrong_offsets(function):
     values = [1, 4, 8, N], [0, 4, 8, N - 1], [0, 4, 8, N + 1], [0, N + 3, 8, N], [[0, 4, 8, N]], []
     for wrong in (offsets(value, dtype=torch.int32) for value in values):
@@ -256,8 +362,14 @@ def test_lengths_in_the_place_of_offsets_are_blamed_on_them(objective):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
-    "function", [token, linear, policy, coefficients, fused, fused_linear, explain, rollout, normalized]
-)
+    "function",
+    [
+        token, linear, explain, *LOSSES, rollout, gk.off_policy_mask, off_policy.without_rejected,
+        off_policy.weight_metrics, gk.normalizer, chosen, linear_chosen, taught, linear_taught,
+        gk.sampling_mask, normalized, advantages.leave_one_out, advantages.optimal_baseline, advantages.gdpo,
+        advantages.reinforce_plus_plus, advantages.class_normalized, advantages.reverse_kl,
+    ],
+)  # fmt: skip
 def test_the_calls_that_the_wrong_ones_vary_are_right(function, packed):
     function(**arguments(function, packed))
     assert_refused(TypeError, "'temprature'", function, **arguments(function, packed, temprature=1.0))

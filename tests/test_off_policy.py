@@ -12,11 +12,7 @@ from tests.cases import LAYOUTS, generator, make_case, offsets
 from tests.test_docs import ROOT
 from tests.test_docs import run as run_page
 
-DIVERGENCES = {
-    "k1": lambda x: -x,
-    "k2": lambda x: x * x / 2,
-    "k3": lambda x: math.exp(x) - 1 - x,
-}
+DIVERGENCES = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
 REDUCED = {"mean": lambda values: sum(values) / len(values), "sum": sum, "max": max}
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -231,45 +227,3 @@ def test_off_policy_mask_by_hand():
     got = off_policy_mask(old - gap, old, torch.tensor([-1.0, 1.0, -1.0, -1.0, 0.0]), delta=0.25)
     # far, A < 0; far, A > 0; exactly at delta; moved the other way; far, A = 0
     assert got.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
-
-
-# --- errors
-
-Z, ONES, TOKENS = torch.zeros(1, 2), torch.ones(2), torch.zeros(2, 3)
-WRONG = [
-    *((gk.rollout_weights, (Z, Z), options, ValueError, named) for options, named in [
-        ({"mode": "icepop", "level": "sequence"}, "level"),
-        ({"mode": "sequence_mask", "level": "sequence", "high": 2.0}, "level"),
-        ({"mode": "sequence_mask"}, "low, high"),
-        ({"mode": "k3"}, "low, high"),
-        ({"mode": "k3", "low": -0.1}, "low"),
-        ({"mode": "k3", "reduce": "max", "high": 1.0}, "reduce"),
-        ({"mode": "mask", "level": "sequence", "reduce": "max", "high": 1.0}, "reduce"),
-        ({"mode": "icepop", "low": 6.0}, "low"),
-    ]),
-    (without_rejected, (TOKENS, torch.ones(3)), {}, ValueError, "weights"),
-    (without_rejected, (TOKENS, ONES.long()), {}, TypeError, "weights"),
-    (without_rejected, (TOKENS[0], ONES), {}, ValueError, "loss_mask"),
-    (weight_metrics, (torch.ones(3), ONES), {"loss_mask": TOKENS}, ValueError, "weights"),
-    (weight_metrics, (ONES, torch.ones(3)), {"loss_mask": TOKENS}, ValueError, "advantages"),
-    (weight_metrics, (ONES.long(), ONES), {"loss_mask": TOKENS}, TypeError, "weights"),
-    (weight_metrics, (ONES, ONES), {"loss_mask": TOKENS + 2}, ValueError, "loss_mask"),
-    *((off_policy_mask, arguments, {"delta": 0.1} | options, error, named)
-      for arguments, options, error, named in [
-        ((torch.zeros(3), TOKENS, ONES), {}, ValueError, "logprobs"),
-        ((TOKENS, torch.zeros(2, 2), ONES), {}, ValueError, "old_logprobs"),
-        ((TOKENS, None, ONES), {}, TypeError, "old_logprobs"),
-        ((TOKENS, TOKENS, torch.zeros(3)), {}, ValueError, "advantages"),
-        ((TOKENS, TOKENS, ONES.long()), {}, TypeError, "advantages"),
-        ((TOKENS, TOKENS, ONES), {"delta": "0.1"}, TypeError, "delta"),
-        ((TOKENS, TOKENS, ONES), {"delta": math.nan}, ValueError, "delta"),
-        ((TOKENS, TOKENS, ONES), {"loss_mask": ONES}, ValueError, "loss_mask"),
-        ((TOKENS, TOKENS, ONES), {"loss_mask": TOKENS + 2}, ValueError, "loss_mask"),
-    ]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("function", "arguments", "options", "kind", "named"), WRONG)
-def test_errors_name_the_argument(function, arguments, options, kind, named):
-    with pytest.raises(kind, match=f"^{named}: "):
-        function(*arguments, **options)

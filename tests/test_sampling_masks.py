@@ -9,6 +9,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import bits, sampling
 from tests.cases import device_of, draw_kept, generator
+from tests.kernels.row_calls import same
 
 V = 2048 + 77  # a second block, and words that end within it
 
@@ -36,10 +37,7 @@ def results(logits, labels, backend, factor=1.0, **options):
 
 def assert_same_bits(results):
     first, *others = results
-    for other in others:
-        assert all(
-            torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, other, strict=True)
-        )
+    assert all(same(other, first) for other in others)
 
 
 # --- what a mask is
@@ -129,9 +127,7 @@ def test_a_label_outside_of_its_set(backend, monkeypatch):
         lambda: gk.fused_policy_loss(logits, labels, None, torch.ones(2, device=labels.device), **shared),
         lambda: gk.linear_token_logprobs(hidden, weight, labels, **shared),
     ):
-        with pytest.raises(
-            ValueError, match=rf"labels: got {int(labels[1, 2])} at position \[1, 2\], which the"
-        ):
+        with pytest.raises(ValueError, match=rf"^labels: got {int(labels[1, 2])} at position \[1, 2\]"):
             call()
     monkeypatch.setattr("gspo_kernels.ops.logprobs.checked_values", lambda device: False)
     leaf = logits.clone().requires_grad_()
@@ -142,46 +138,6 @@ def test_a_label_outside_of_its_set(backend, monkeypatch):
     monkeypatch.undo()
     labels[1, 2] = -100  # ignored labels are not checked
     assert gk.token_logprobs(logits, labels, **shared).logprobs[1, 2] == 0
-
-
-WRONG_SETS = [
-    ({"kept_ids": torch.zeros(2, 3).long()}, ValueError, r"kept_ids: got shape \(2, 3\)"),
-    ({"kept_ids": torch.zeros(2, 4, 5).long()}, ValueError, "kept_ids: got shape"),
-    ({"kept_ids": torch.zeros(2, 3, 5)}, TypeError, "kept_ids: got torch.float32"),
-    ({"kept_ids": [[1]]}, TypeError, "kept_ids: got list"),
-    ({"kept_ids": torch.full((2, 3, 5), V)}, ValueError, f"kept_ids: got {V}, expected 0 <= id < {V}"),
-    ({"kept_ids": torch.full((2, 3, 5), -1)}, ValueError, "kept_ids: got -1"),
-    ({"kept_mask": torch.zeros(2, 3, 9).int()}, ValueError, r"kept_mask: .*\(2, 3, 67\)"),
-    ({"kept_mask": torch.zeros(2, 3, 67).long()}, TypeError, "kept_mask: got torch.int64"),
-    (
-        {"kept_ids": torch.zeros(2, 3, 5).long(), "kept_mask": torch.zeros(2, 3, 67)},
-        ValueError,
-        "kept_mask: got a mask, expected None along with kept_ids",
-    ),
-]
-WRONG_RULES = [
-    ({"top_k": -1}, ValueError, "top_k: got -1"),
-    ({"top_k": 2.0}, TypeError, "top_k: got float"),
-    ({"top_p": 0.0}, ValueError, "top_p: got 0.0"),
-    ({"top_p": 1.1}, ValueError, "top_p: got 1.1"),
-    ({"min_p": 1.0}, ValueError, "min_p: got 1.0"),
-    ({"temperature": 0.0}, ValueError, "temperature: got 0.0"),
-    ({"engine": "sglang"}, ValueError, "engine: got 'sglang'"),
-    ({"labels": torch.zeros(2, 2).long()}, ValueError, "logits: got shape"),
-]
-
-
-def test_wrong_arguments():
-    logits, labels, _ = problem()
-    hidden, weight = torch.randn(2, 3, 4), torch.randn(V, 4)
-    for options, error, message in WRONG_SETS:
-        with pytest.raises(error, match=message):
-            gk.token_logprobs(logits, labels, **options)
-        with pytest.raises(error, match=message):
-            gk.linear_token_logprobs(hidden, weight, labels, **options)
-    for options, error, message in WRONG_RULES:
-        with pytest.raises(error, match=message):
-            gk.sampling_mask(logits, **options)
 
 
 # --- rebuilt sets

@@ -120,29 +120,12 @@ def test_dtypes(dtype, linear, backend):
 # --- properties
 
 
-@pytest.mark.parametrize("left", [1e-3, 1e-8, 1e-14, 1e-25])
-def test_a_small_tail_keeps_its_relative_accuracy(left, backend):
-    for K in (1, 4):
-        logits = torch.zeros(1, 2, 1009, dtype=torch.float64)
-        logits[..., 5 : 5 + K] = math.log((1009 - K) / left / K)
-        logits = logits.float().to(device_of(backend)).requires_grad_()
-        ids = torch.arange(5, 5 + K, device=logits.device).expand(1, 2, K)
-        odds = (1009 - K) / (K * logits[0, 0, 5].double().exp().item())
-        tail = gk.selected_logprobs(logits, ids, backend=backend).tail
-        expected = math.log(odds) - math.log1p(odds)
-        allowed = 4 * torch.finfo(torch.float32).eps * (1 + abs(expected))
-        assert tail.double().sub(expected).abs().max() < allowed
-        tail.sum().backward()
-        # the tail's gradient at each of the other ids is (1 - exp(tail)) / their number
-        elsewhere = logits.grad[..., 100]
-        assert (elsewhere * (1009 - K) - 1 / (1 + odds)).abs().max() < 1e-5
-
-
 @by_entry
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_the_tail_of_a_sure_token(dtype, linear, backend):
-    """The token's log-prob underflows to 0, and log(1 - exp(0)) would be -inf."""
-    gap, device = (110.0 if dtype != torch.float64 else 800.0), device_of(backend)
+@pytest.mark.parametrize("gap", [7.0, 18.0, 32.0, None])
+def test_the_tail_of_a_sure_token(gap, dtype, linear, backend):
+    """In the end the token's log-prob underflows to 0, and log(1 - exp(0)) would be -inf."""
+    gap, device = gap or (110.0 if dtype != torch.float64 else 800.0), device_of(backend)
     rows = torch.tensor([[gap, 1.0, 0.0, -2.0], [0.0, 1.0, 2.0, 3.0], [0.5, gap, 1.0, 0.0]], dtype=dtype)
     sure, upstream = torch.tensor([0, 2, 1]), torch.tensor([1.0, -0.5, 2.0])
     exact = rows.to(torch.float64, copy=True).requires_grad_()
@@ -166,40 +149,23 @@ def test_the_tail_of_a_sure_token(dtype, linear, backend):
         torch.testing.assert_close(grad, exact.grad, rtol=2 * coarse, atol=2 * coarse + 2 * gap * eps)
 
 
-@by_entry
 @by_set
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_what_has_no_softmax_is_nan_in_its_row_alone(K, within, linear, backend):
+def test_what_has_no_softmax_is_nan_in_its_row_alone(K, within, backend):
     """That is a row (with ``normalize_within`` a set of ids) of -inf alone, or with NaN or +inf."""
     device, V = device_of(backend), 4
-    fine = torch.tensor([1.0, -1.0, 0.5, 2.0])
     part = K if within else V
-    rows = [fine, *(fine.clone() for _ in range(3))]
-    rows[1][:part] = -math.inf
-    rows[2][0], rows[3][0] = math.nan, math.inf
-    if linear:  # each row is a bias of its own
-        zeros = torch.zeros(1, 1, 8, device=device), torch.zeros(V, 8, device=device)
-        calls = [
-            lambda leaf, ids: gk.linear_selected_logprobs(
-                *zeros, ids, bias=leaf.flatten(), normalize_within=within, backend=backend
-            )
-        ] * 4
-        leaves = [row.to(device).view(1, 1, V).requires_grad_() for row in rows]
-    else:
-        calls = [lambda leaf, ids: gk.selected_logprobs(leaf, ids, normalize_within=within, backend=backend)]
-        leaves = [torch.stack(rows).unsqueeze(0).to(device).requires_grad_()]
-    logprobs, tails, grads = [], [], []
-    for call, leaf in zip(calls, leaves, strict=True):
-        out = call(leaf, torch.arange(K, device=device).expand(1, leaf.shape[1], K))
-        loss = (out.logprobs * torch.arange(1.0, K + 1).to(device)).sum()
-        (loss + (0.0 if within or K == V else out.tail.sum())).backward()
-        logprobs += out.logprobs[0]
-        tails += [None] * leaf.shape[1] if within else out.tail[0]
-        grads += leaf.grad[0]
-    assert logprobs[0].isfinite().all() and grads[0].isfinite().all() and (within or not tails[0].isnan())
-    for logprob, tail, grad in zip(logprobs[1:], tails[1:], grads[1:], strict=True):
-        assert logprob.isnan().all() and (within or tail.isnan())
-        assert grad[:part].isnan().all() and (grad[part:] == 0).all()
+    rows = torch.tensor([1.0, -1.0, 0.5, 2.0]).repeat(4, 1)
+    rows[1, :part], rows[2, 0], rows[3, 0] = -math.inf, math.nan, math.inf
+    logits = rows.unsqueeze(0).to(device).requires_grad_()
+    ids = torch.arange(K, device=device).expand(1, 4, K)
+    out = gk.selected_logprobs(logits, ids, normalize_within=within, backend=backend)
+    loss = (out.logprobs * torch.arange(1.0, K + 1, device=device)).sum()
+    (loss + (0.0 if within or K == V else out.tail.sum())).backward()
+    logprobs, (grad,) = out.logprobs[0], logits.grad
+    assert logprobs[0].isfinite().all() and grad[0].isfinite().all()
+    assert logprobs[1:].isnan().all() and grad[1:, :part].isnan().all() and (grad[1:, part:] == 0).all()
+    assert within or out.tail[0].isnan().tolist() == [False, True, True, True]
 
 
 @by_set
@@ -244,22 +210,3 @@ def test_ids_among_what_the_sampler_kept(backend):
     ids[0, 2, 3] = logits[0, 2].argmin()
     with pytest.raises(ValueError, match=rf"ids: got {int(ids[0, 2, 3])} at position \[0, 2\]"):
         gk.selected_logprobs(logits, ids, kept_mask=mask, backend=backend)
-
-
-WRONG_IDS = [
-    (torch.zeros(2, 3, dtype=torch.int64), ValueError, "logits: got shape"),
-    (torch.zeros(2, dtype=torch.int64), ValueError, r"ids: got shape \(2,\)"),
-    (torch.zeros(2, 3, 0, dtype=torch.int64), ValueError, "K >= 1"),
-    (torch.zeros(2, 3, 4), TypeError, "ids: got torch.float32"),
-    (torch.full((2, 3, 4), 9), ValueError, "ids: got 9, expected 0 <= id < 9"),
-    (torch.full((2, 3, 1), 9), ValueError, "ids: got 9, expected 0 <= id < 9"),
-    (torch.full((2, 3, 4), -1), ValueError, "ids: got -1"),
-]
-
-
-def test_wrong_ids():
-    for ids, error, message in WRONG_IDS:
-        with pytest.raises(error, match=message):
-            gk.selected_logprobs(torch.randn(2, 3, 9), ids)
-        with pytest.raises(error, match=message.replace("logits", "hidden")):
-            gk.linear_selected_logprobs(torch.randn(2, 3, 4), torch.randn(9, 4), ids)

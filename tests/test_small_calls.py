@@ -9,20 +9,19 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import cpp, losses
+from gspo_kernels import losses
 from gspo_kernels.linear import loss
 from tests.cases import make_case, run
 
-pytestmark = pytest.mark.skipif(
-    cpp.unavailable(torch.device("cpu")) is not None, reason="the C++ extension is not built"
-)
-CALL = make_case("linear", "packed", lengths=(6, 6, 6), vocabulary=40, width=8)
+NARROW = {"vocabulary": 40, "width": 8}
+CALL = make_case("linear", "packed", lengths=(6, 6, 6), **NARROW)
 BYTES = 4 * 40 * 18
 
 
 @pytest.fixture
 def kept(monkeypatch):
-    """Record for each call whether its logits stayed until the backward."""
+    """Record for each call whether its logits stayed until the backward. ``BYTES`` are small enough."""
+    monkeypatch.setattr(loss, "SMALL_BYTES", BYTES)
     found, small_loss = [], losses.small_loss
 
     def watched(*args):
@@ -45,7 +44,8 @@ KL = {"kl_beta": 0.1, "ref_logprobs": CALL.old_logprobs - 0.1}
 # A case, its objective and options, and whether logits are kept.
 CALLS = {
     "plain": (CALL, gk.GSPO(), {}, True),
-    "fp64": (make_case("linear", dtype=torch.float64), gk.GSPO(), {}, True),
+    "fp64": (make_case("linear", lengths=(6, 3), dtype=torch.float64, **NARROW), gk.GSPO(), {}, True),
+    "one token more": (make_case("linear", lengths=(6, 6, 7), **NARROW), gk.GSPO(), {}, False),
     "masked": (replace(CALL, loss_mask=torch.arange(18) % 6 < 5), gk.GSPO(), {}, False),
     "NaN without advantage": (nan_without_advantage(), gk.GSPO(), {}, False),
     "large ratios": (replace(CALL, old_logprobs=CALL.old_logprobs - 60), gk.GSPO(1.0, 1e30), {}, False),
@@ -62,10 +62,3 @@ def test_what_plain_products_could_spoil_goes_the_careful_way(kept, name):
     result = run(case, "fused_linear_policy_loss", objective, **options)
     assert any(kept) == expected
     assert all(gradient.isfinite().all() for gradient in result.grads.values())
-
-
-def test_logits_beyond_the_limit_are_not_kept(kept, monkeypatch):
-    for limit, expected in ((BYTES, True), (BYTES - 1, False)):
-        monkeypatch.setattr(loss, "SMALL_BYTES", limit)
-        run(CALL, "fused_linear_policy_loss", gk.GSPO())
-        assert kept.pop() is expected

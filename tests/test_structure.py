@@ -10,9 +10,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import gspo_kernels as gk
+from gspo_kernels.ops.backends import why_not
 from release.version import tomllib
+from tests.frames import calls, frames
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "gspo_kernels").rglob("*.py"))
@@ -60,19 +63,13 @@ def test_options_are_keywords_with_one_default_everywhere_and_are_described(name
 
 
 @pytest.mark.parametrize("name", gk.objectives.__all__)
-def test_clip_bounds_alone_are_positional(name):
-    parameters = inspect.signature(getattr(gk, name)).parameters.values()
+def test_objectives_take_clip_bounds_alone_by_position_and_describe_source_and_options(name):
+    text, parameters = getattr(gk, name).__doc__, inspect.signature(getattr(gk, name)).parameters.values()
+    own = {each.name for each in parameters} - {"aggregation", "aggregation_constant"}
+    assert "arXiv" in text or name == "Linear"
+    assert all(option in text.partition("Args:")[2] for option in own)
     positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert re.fullmatch(r"(|((log_)?clip|bound)_low \2_high|min_ratio max_ratio)", " ".join(positional))
-
-
-def test_named_outputs():
-    assert gk.TokenLogprobs._fields == ("logprobs", "entropy")
-    assert gk.LossOutput._fields == ("loss", "logprobs", "entropy", "metrics")
-    assert gk.types.METRICS == (
-        "ratio/mean", "ratio/min", "ratio/max", "clip_fraction/low", "clip_fraction/high",
-        "clip_fraction/tokens", "kl/old", "active_fraction",
-    )  # fmt: skip
 
 
 def test_type_checkers_see_the_public_names():
@@ -167,3 +164,14 @@ def test_the_map_shows_every_folder_and_module():
 def test_csrc_leaves_the_importing_thread_alone():
     setup = (ROOT / "setup.py").read_text()
     assert not re.search(r'"(-ffast-math|-Ofast|-fopenmp|-funsafe-math-optimizations)"', setup)
+
+
+MOST = {"logprobs": (34, 8), "logits": (54, 8), "linear": (120, 11)}
+"""The most functions of the package that a call enters, and the largest depth."""
+
+
+@pytest.mark.skipif(why_not("cpp", torch.device("cpu")) is not None, reason="counts functions of C++")
+@pytest.mark.parametrize("name", MOST)
+def test_the_way_through_a_call_is_short(name):
+    seen = frames(calls()[name])
+    assert len(seen) <= MOST[name][0] and max(seen.values()) <= MOST[name][1], "\n".join(seen)

@@ -65,15 +65,14 @@ def test_who_breaks_the_device_is_left_out_of_the_next_try(tmp_path, monkeypatch
 
 def test_reports_of_tests_are_read(tmp_path):
     tests, xml = tmp_path / "test_it.py", tmp_path / "report.xml"
-    tests.write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2, 'no'\ndef test_c(): pytest.skip('x')"
-    )
+    tests.write_text("def test_a(): pass\ndef test_b(): assert 1 == 2, 'no'\ndef test_c(missing): pass")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={xml}", str(tests)]
     subprocess.run([*command, "--rootdir", str(tmp_path)], capture_output=True, check=False)
     stage = campaign.Stage("gpu tests", "tests", 1.0)
     campaign.read_tests(stage, xml)
-    assert stage.tests == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
-    assert len(stage.failures) == 1 and "test_b" in stage.failures[0] and "no" in stage.failures[0]
+    assert stage.tests == {"tests": 3, "failures": 1, "errors": 1, "skipped": 0}
+    (failed, broken) = stage.failures
+    assert "test_b" in failed and "no" in failed and "test_c" in broken
 
 
 @pytest.mark.parametrize("minutes", (2.0, 9.0, 30.0))
@@ -90,8 +89,6 @@ def test_the_time_holds_whatever_the_stages_do(minutes, hanging):
 def test_the_stages_fit_into_nine_minutes():
     plan = campaign.stages()
     assert sum(stage.seconds for stage in plan) <= 540
-    assert [stage.kind for stage in plan] == ["tests"] * 3 + ["suite"] * 4 + ["report"]
-    assert [stage.name for stage in plan[3:-1]] == ["logits", "hidden", "step", "memory"]
     for stage in plan:
         words = campaign.command(stage, "cuda", Path("out"))
         assert ("--numprocesses=8" in words) == (stage.kind == "tests")

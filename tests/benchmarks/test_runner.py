@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 from benchmarks import __main__ as command_line
 from benchmarks import compare, report, suites
 from benchmarks.registry import contestant, suite
-from benchmarks.tables import number, shape_text
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +99,7 @@ def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
         ("done", "naive PyTorch", 1000.0, None), ("failed", "ours, auto", 1.0, "the reason"),
     ],
 )  # fmt: skip
-def test_a_campaign_is_judged_by_its_stages_and_by_our_times(
-    folder, tmp_path, status, name, factor, wrong, capsys
-):
+def test_a_campaign_is_judged_by_stages_and_our_times(folder, tmp_path, status, name, factor, wrong, capsys):
     altered(folder, tmp_path, name, factor)
     stages = [{"name": "hidden", "status": status, "reason": "the reason"}]
     (tmp_path / "campaign.json").write_text(json.dumps({"stages": stages}))
@@ -120,47 +116,11 @@ def test_a_campaign_is_judged_by_its_stages_and_by_our_times(
 
 
 def test_the_page_is_up_to_date():
+    """All tables of the page and of the README are what the committed results of four machines give."""
     assert command_line.main(["report", "--check"]) == 0, "run `python -m benchmarks report`"
     for folder in report.folders():
         assert report.PAGE.with_name(f"benchmarks_{folder.name}.png").exists()
         assert not any("unfinished" in record for record in compare.load(folder).values())
-
-
-def result(name, seconds, mebibytes=None, status="right"):
-    about = {"contestant": name, "ours": name.startswith("ours"), "status": status, "reason": ""}
-    peak = {} if mebibytes is None else {"peak_bytes": mebibytes * 2**20}
-    return {**about, "seconds": {"both": seconds}, **peak}
-
-
-def test_a_table_has_the_least_of_each_column_in_bold():
-    shape = {"dtype": "fp32", "sequences": 2, "length": 3, "V": 4000}
-    results = [result("naive", [0.002, 0.001, 0.009], 7), result("ours, auto", [0.003], 5)]
-    results += [result("TRL", [0.1], status="wrong"), result("CCE", [0.1], status="missing")]
-    floor = {"probes": {"copy": 1.0}, "seconds": [0.0005]}
-    cases = [{"name": "one", "shape": shape, "floor": floor, "results": results}]
-    assert report.cases_table([{"suite": "hidden", "cases": cases}]).splitlines() == [
-        "|  | one |", "|---|---:|", "| shape | fp32, 2 x 3 tokens, V=4,000 |", "| floor | 0.5 |",
-        "| ours, auto | 3 · **5** |", "| naive | **2** · 7 |", "| TRL | wrong |",
-    ]  # fmt: skip
-
-
-def test_the_readmes_table_has_a_column_per_machine(folder, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(folder, other)
-    (other / "hidden.json").write_text(json.dumps({**hidden_of(folder), "device": "another machine"}))
-    (other / "logits.json").unlink()
-    _, _, header, _, *lines = report.readme_table([folder, other]).splitlines()
-    assert header.endswith("| another machine |")
-    cells = {row[0]: row[1:] for row in (line.strip("|").split("|") for line in lines)}
-    assert all(a == b and a.count(" / ") == 2 for name, (a, b) in cells.items() if "hidden" in name)
-    assert [not b.strip() for name, (_, b) in cells.items() if "logits" in name] == [True, True]
-
-
-def test_a_cell_of_the_readme():
-    others = [result("TRL chunked log-probs", [3e-3]), result("CCE", [1e-3], status="wrong")]
-    for mine, theirs, wanted in ((1.0, 2.0, "**1** / 2 / 3 (TRL)"), (3.5, 2.0, "3.5 / **2** / 3 (TRL)")):
-        first = [result("ours, auto", [mine / 1e3]), result("naive PyTorch", [theirs / 1e3])]
-        assert report.readme_cell({"results": first + others}, "ms") == wanted
 
 
 def test_a_report_on_a_run(folder):
@@ -169,9 +129,3 @@ def test_a_report_on_a_run(folder):
     assert "| all active | half inactive | bf16, large vocabulary | tiny |" in text
     assert "`CCE, unfiltered` (cut_cross_entropy is not installed)" in text
     assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000
-
-
-def test_numbers():
-    values = {0.012345: "0.0123", 1.0: "1", 1234.5: "1,230", 12: "12", 2e-8: "2.0e-08", None: "", 0.0: "0"}
-    assert {value: number(value) for value in values} == values
-    assert shape_text({"dtype": "bf16", "V": 1000, "layers": 2}) == "bf16, V=1,000, layers=2"

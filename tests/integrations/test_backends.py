@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import sys
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -162,20 +162,16 @@ def test_a_run_of_trl_ends_where_its_own_does(lines, tmp_path):
     backend = backend_of("trl")
     from trl import GRPOTrainer
 
-    from tests.integrations.trl_problem import make_trainer, save_model, weights
+    from tests.integrations.trl_problem import make_trainer, save_model, whole
 
     model, runs = save_model(tmp_path / "model"), []
-    for install in (False, True):
-        if install:
-            backend.install()
-        try:
-            options = {"max_steps": 3, "beta": 0.1, "importance_sampling_level": "sequence"}
+    options = {"max_steps": 3, "beta": 0.1, "importance_sampling_level": "sequence"}
+    for context in (nullcontext(), installed(backend)):
+        with context:
             trainer = make_trainer(GRPOTrainer, model, tmp_path / "run", **options)
-            before = weights(trainer.model)
+            before = whole(trainer.model.parameters())
             trainer.train()
-            runs.append((weights(trainer.model), trainer.state.log_history[:-1]))
-        finally:
-            backend.remove()
+            runs.append((whole(trainer.model.parameters()), trainer.state.log_history[:-1]))
     (theirs, their_log), (ours, log) = runs
     assert (ours - theirs).norm() <= 1e-5 * (theirs - before).norm() and (theirs - before).norm() > 0
     assert [entry.keys() for entry in log] == [entry.keys() for entry in their_log]
@@ -186,22 +182,21 @@ def test_torchtitans_losses(lines):
     backend = backend_of("torchtitan")
     from torchtitan.components import loss
 
-    def mean(function):
-        return lambda logits, labels: function(logits, labels.masked_fill(skipped, -100)) * torch.ones(SHAPE)
-
     skipped = torch.zeros(SHAPE, dtype=torch.bool)
     skipped[0, :3] = True
+
+    def by_token(function, **options):
+        return lambda logits, labels: function(logits, labels.masked_fill(skipped, -100), **options)
+
+    def repeated(function):
+        return lambda logits, labels: by_token(function)(logits, labels) * torch.ones(SHAPE)
+
     with installed(backend) as theirs:
-        assert_equal(loss.compute_logprobs, theirs["compute_logprobs"], dtypes=BOTH)
+        for options in ({}, {"return_entropy": True}):
+            ours, other = loss.compute_logprobs, theirs["compute_logprobs"]
+            assert_equal(by_token(ours, **options), by_token(other, **options), dtypes=BOTH)
         built = loss.CrossEntropyLoss(loss.CrossEntropyLoss.Config()).fn
-        assert_equal(mean(built), mean(theirs["cross_entropy_loss"]))
-        (logits,), labels, _ = draw()
-        labels = labels.masked_fill(skipped, -100)
-        got, want = (
-            f(logits.float(), labels, return_entropy=True)
-            for f in (loss.compute_logprobs, theirs["compute_logprobs"])
-        )
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert_equal(repeated(built), repeated(theirs["cross_entropy_loss"]))
     assert len(lines()) == 2
 
 

@@ -12,7 +12,6 @@ import os
 import pickle
 import subprocess
 import sys
-import types
 import warnings
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,10 @@ from gspo_kernels.integrations import hooks, skyrl, verl
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
 from tests.forks import in_processes
-from tests.integrations.tiny_models import SMALL
+from tests.trainer.conftest import tiny_model
 
+# warnings of clip ranges and aggregations, which most configs here would give
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ROOT = Path(__file__).parents[2]
 LENGTHS = (8, 3, 5, 6, 1, 4)
 MASK = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -86,34 +87,22 @@ def skyrl_config(**changed):
     return SimpleNamespace(**{**values, **changed})
 
 
-def verl_call(
-    loss_fn, start, old, advantages, config, *, mask=MASK, weights=None, mode="token-mean", quiet=True
-):
+def verl_call(loss_fn, start, old, advantages, config, *, mask=MASK, weights=None, mode="token-mean"):
     """Call a loss as verl's actor does; return loss, gradient and metrics."""
-    return evaluate(
-        start, quiet,
-        lambda leaf: loss_fn(
-            old_log_prob=old, log_prob=leaf, advantages=advantages, response_mask=mask,
-            loss_agg_mode=mode, config=config, rollout_is_weights=weights,
-        ),
-    )  # fmt: skip
-
-
-def skyrl_call(loss_fn, start, old, advantages, config, *, mask=MASK, rollout=None, quiet=True):
-    """Call a loss as SkyRL's worker does; return loss, gradient and metrics."""
-    mask = None if mask is None else mask.long()
-    options = {"config": config, "loss_mask": mask, "rollout_logprobs": rollout}
-    return evaluate(start, quiet, lambda leaf: loss_fn(leaf, old, advantages, **options))
-
-
-def evaluate(start, quiet, call):
     leaf = start.clone().requires_grad_()
-    with warnings.catch_warnings():
-        if quiet:
-            warnings.simplefilter("ignore")
-        loss, metrics = call(leaf)
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), gradient, metrics
+    loss, metrics = loss_fn(
+        old_log_prob=old, log_prob=leaf, advantages=advantages, response_mask=mask, loss_agg_mode=mode,
+        config=config, rollout_is_weights=weights,
+    )  # fmt: skip
+    return loss.detach(), *torch.autograd.grad(loss, leaf), metrics
+
+
+def skyrl_call(loss_fn, start, old, advantages, config, *, mask=MASK, rollout=None):
+    """Call a loss as SkyRL's worker does; return loss, gradient and metrics."""
+    leaf = start.clone().requires_grad_()
+    mask = None if mask is None else mask.long()
+    loss, metrics = loss_fn(leaf, old, advantages, config=config, loss_mask=mask, rollout_logprobs=rollout)
+    return loss.detach(), *torch.autograd.grad(loss, leaf), metrics
 
 
 def assert_equal(one, other, guard=0.0):
@@ -137,7 +126,6 @@ def test_every_objective_runs_or_says_why_not():
     """verl has two names for each objective. All objectives with a clip range take the config's."""
     start, old, advantages, weights, _ = batch()
     assert len(verl.LOSSES) == 2 * len(objectives.__all__)
-    assert {"gk_gspo", "gk_gspo_config", "gk_dr_grpo", "gk_gspo_token"} <= set(verl.LOSSES)
     refused = {
         **dict.fromkeys(("gk_agro", "gk_dpo", "gk_trpa"), "ref_logprobs and group_ids"),
         **dict.fromkeys(("gk_clip_cov", "gk_kl_cov", "gk_m2po"), "whole batch"),
@@ -161,7 +149,6 @@ def test_every_objective_runs_or_says_why_not():
         assert same == (objective in NO_RANGE), name
     assert set(skyrl.REFUSED) == {*refused, "gk_dro"}
     assert set(skyrl.LOSSES) == {*hooks.named_objectives()} - set(skyrl.REFUSED)
-    assert "not proportional to its advantages" in skyrl.REFUSED["gk_dro"]
     assert all(refused[name] in skyrl.REFUSED[name] for name in refused)
     changed = skyrl_config(
         eps_clip_low=0.01, eps_clip_high=0.02,
@@ -178,28 +165,12 @@ def test_every_objective_runs_or_says_why_not():
         assert same == (name in NO_RANGE), name
 
 
-def test_the_signatures_are_the_published_ones():
-    def signature(function):
-        return {name: each.default for name, each in inspect.signature(function).parameters.items()}
-
-    nothing = inspect.Parameter.empty
-    assert signature(verl.LOSSES["gk_gspo"]) == {
-        "old_log_prob": nothing, "log_prob": nothing, "advantages": nothing, "response_mask": nothing,
-        "loss_agg_mode": "token-mean", "config": None, "rollout_is_weights": None,
-    }  # fmt: skip
-    assert signature(skyrl.LOSSES["gk_gspo"]) == {
-        "log_probs": nothing, "old_log_probs": nothing, "advantages": nothing, "config": nothing,
-        "loss_mask": None, "rollout_logprobs": None,
-    }  # fmt: skip
-
-
 def test_gspo_by_hand():
     """Two sequences, the first of them clipped at 1.05."""
     start = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -1.0, 0.0]], dtype=torch.float64)
     old = torch.tensor([[-1.1, -2.2, -0.5], [-1.5, -1.2, 0.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     first, second = math.exp(0.3 / 3), math.exp(0.2 / 2)
-    gradient = torch.tensor([[0, 0, 0], [second / 4, second / 4, 0]], dtype=torch.float64)
     advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64).expand(2, 3)
     ratios = {"ratio/mean": (first + second) / 2, "ratio/min": second, "ratio/max": first}
     config, scaled = verl_config(clip_ratio_high=0.05), advantages / torch.tensor([[6.0], [4.0]])
@@ -214,9 +185,8 @@ def test_gspo_by_hand():
     got = skyrl_call(skyrl.LOSSES["gk_gspo"], start, old, scaled, config, mask=mask)
     ratios = {name.replace("/", "_"): value for name, value in ratios.items()}
     assert got[2] == pytest.approx({"clip_ratio": 3 / 5, "active_fraction": 0.5, **ratios})
-    for loss, grad, metrics in (theirs, got):
-        assert loss.item() == pytest.approx((-1.05 * 2.0 + second) / 2)
-        torch.testing.assert_close(grad, gradient)
+    for loss, gradient, metrics in (theirs, got):
+        assert loss.item() == pytest.approx((-1.05 * 2.0 + second) / 2) and not gradient[0].any()
         assert all(type(each) is float for each in metrics.values())
 
 
@@ -226,17 +196,15 @@ def test_verl_s_ranks_and_micro_batches_add_up(mode):
     start, old, advantages, weights, _ = batch()
     given, whole = (verl_config(global_batch_info={**INFO, "dp_size": size}) for size in (2, 1))
     for name in ("gk_gspo", "gk_gspo_config", "gk_grpo_config", "gk_vespo_config"):
-        loss_fn, rest = verl.LOSSES[name], {"mode": mode}
-        expected = verl_call(loss_fn, start, old, advantages, whole, weights=weights, **rest)
+        loss_fn = partial(verl_call, verl.LOSSES[name], mode=mode)
+        expected = loss_fn(start, old, advantages, whole, weights=weights)
         parts = [
-            verl_call(
-                loss_fn, start[r], old[r], advantages[r], given, mask=MASK[r], weights=weights[r], **rest
-            )
+            loss_fn(start[r], old[r], advantages[r], given, mask=MASK[r], weights=weights[r])
             for r in (slice(0, 1), slice(1, 3), slice(3, 5), slice(5, 6))
         ]
         assert_equal(sum(part[0] for part in parts) / 2, expected[0])
         assert_equal(torch.cat([part[1] for part in parts]) / 2, expected[1])
-        alone = verl_call(loss_fn, start, old, advantages, verl_config(), weights=weights, **rest)
+        alone = loss_fn(start, old, advantages, verl_config(), weights=weights)
         # loss_scale_factor is 16; without it the divisor is T = 8
         scaled = 2.0 if mode == "seq-mean-token-sum-norm" and name != "gk_gspo" else 1.0
         assert_equal(alone[0] / scaled, expected[0])
@@ -298,20 +266,19 @@ def test_warnings_come_once():
     ):
         with pytest.warns(UserWarning) as caught:
             for _ in range(2):
-                call(loss_fn, *rows, config, quiet=False)
+                call(loss_fn, *rows, config)
         aggregation, clip = (str(each.message) for each in caught)
         assert first in aggregation and "clip range of 0.28 hardly ever" in clip
         assert f"{low}=0.0003, {high}=0.0004" in clip
     narrow = verl_config(clip_ratio_low=3e-4, clip_ratio_high=4e-4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        options = {"mode": "seq-mean-token-mean", "quiet": False}
-        verl_call(verl.LOSSES["gk_gspo"], *rows, narrow, **options)
-        verl_call(verl.LOSSES["gk_gspo_config"], *rows, narrow, quiet=False)
-        verl_call(verl.LOSSES["gk_grpo_config"], *rows, verl_config(), quiet=False)
+        verl_call(verl.LOSSES["gk_gspo"], *rows, narrow, mode="seq-mean-token-mean")
+        verl_call(verl.LOSSES["gk_gspo_config"], *rows, narrow)
+        verl_call(verl.LOSSES["gk_grpo_config"], *rows, verl_config())
         narrow = skyrl_config(eps_clip_low=3e-4, eps_clip_high=4e-4)
-        skyrl_call(skyrl.LOSSES["gk_gspo"], *rows, narrow, quiet=False)
-        skyrl_call(skyrl.LOSSES["gk_dapo"], *rows, wide, quiet=False)
+        skyrl_call(skyrl.LOSSES["gk_gspo"], *rows, narrow)
+        skyrl_call(skyrl.LOSSES["gk_dapo"], *rows, wide)
 
 
 ALONE = {"global_batch_info": {"dp_size": 2}}
@@ -337,18 +304,15 @@ def test_configs_that_verl_s_loss_refuses(name, changes, options, message):
 
 def test_wrong_calls():
     start, old, advantages, *_ = batch()
-    varied, ours, gspo = advantages + start, verl.LOSSES, skyrl.LOSSES["gk_gspo"]
+    gspo, varied = skyrl.LOSSES["gk_gspo"], advantages + start
     with pytest.raises(ValueError, match="advantages: differ within a sequence, but GSPO"):
-        verl_call(ours["gk_gspo"], start, old, varied, verl_config())
-    verl_call(ours["gk_gspo_token"], start, old, varied, verl_config())
-    verl_call(ours["gk_grpo_config"], start, old, advantages, verl_config(**ALONE), mode="token-sum")
+        verl_call(verl.LOSSES["gk_gspo"], start, old, varied, verl_config())
+    verl_call(verl.LOSSES["gk_gspo_token"], start, old, varied, verl_config())
+    verl_call(verl.LOSSES["gk_grpo_config"], start, old, advantages, verl_config(**ALONE), mode="token-sum")
     with pytest.raises(ValueError, match="follow_config: got True"):
         verl.VerlPolicyLoss("mine", gk.GSPO(), follow_config=True)
     with pytest.raises(TypeError, match="old_log_probs: got NoneType"):
         skyrl_call(gspo, start, None, advantages, skyrl_config())
-    with pytest.raises(ValueError, match="advantages: differ within a sequence"):
-        skyrl_call(gspo, start, old, varied, skyrl_config())
-    skyrl_call(skyrl.LOSSES["gk_gspo_token"], start, old, varied, skyrl_config())
     with pytest.raises(IntegrationError, match=r"config\.eps_clip_low: missing"):
         skyrl_call(gspo, start, old, advantages, SimpleNamespace(loss_reduction="sequence_mean"))
     with pytest.raises(IntegrationError, match="DRO is not proportional"):
@@ -415,7 +379,7 @@ def test_an_objective_of_ones_own():
     with pytest.warns(UserWarning, match="mine: aggregates by 'token-mean', while .* set it too$"):
         loss, _, metrics = verl_call(
             verl.VerlPolicyLoss("mine", objective), start, old, advantages, verl_config(),
-            mode="seq-mean-token-sum", quiet=False,
+            mode="seq-mean-token-sum",
         )  # fmt: skip
     expected = gk.policy_loss(start, old, advantages[:, 0], loss_mask=MASK, objective=objective)
     assert_equal(loss, expected.loss)
@@ -428,18 +392,15 @@ def test_an_objective_of_ones_own():
     ours, scaled = skyrl.SkyRLPolicyLoss("mine", objective), scale(advantages, "sequence_mean")
     expected = gk.policy_loss(start, old, advantages[:, 0], loss_mask=MASK, objective=objective)
     for each in (ours, pickle.loads(pickle.dumps(ours))):
-        assert_equal(skyrl_call(each, start, old, scaled, skyrl_config(), quiet=False)[0], expected.loss)
+        assert_equal(skyrl_call(each, start, old, scaled, skyrl_config())[0], expected.loss)
 
 
 def test_registering_in_verl(monkeypatch):
     """With an unsupported version of verl, every registered loss raises an error that says so."""
     registry = {}
-    algos = types.ModuleType("verl.trainer.ppo.core_algos")
-    algos.register_policy_loss = lambda name: lambda function: registry.setdefault(name, function)
+    algos = SimpleNamespace(register_policy_loss=lambda name: partial(registry.setdefault, name))
     monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", algos)
-    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setattr(verl, "require_package", lambda *arguments: "0.9.1")
+    monkeypatch.setattr(verl, "require_package", lambda *arguments: None)
     verl._register_all()
     assert registry == verl.LOSSES
     assert verl.register("mine", gk.GSPO()) is registry["mine"]
@@ -565,9 +526,6 @@ def verl_engine(model):
     class PlatformCPU(PlatformCUDA):
         device_name, device_module = "cpu", torch.cpu
 
-        def is_available(self):
-            return True
-
         def current_device(self):
             return torch.device("cpu")
 
@@ -627,7 +585,6 @@ def update_actor(model, loss_mode, config):
     lengths = data["responses"].offsets().diff().tolist()
     old = [row[:n] for row, n in zip(no_padding_2_padding(scored, data), lengths, strict=True)]
     data["old_log_probs"] = jagged(old)
-    data["ref_log_prob"] = jagged(row + 0.1 * torch.sin(torch.arange(len(row))) for row in old)
     policy_loss = PolicyLossConfig(loss_mode=loss_mode)
     actor = FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, **config)
     history = []
@@ -645,19 +602,15 @@ def update_actor(model, loss_mode, config):
 @needs("verl")
 @pytest.mark.slow
 def test_actor_updates_in_verl_s_engine(tmp_path):
-    """On two ranks, with micro-batches, entropy and KL, weights and metrics equal those of verl's losses.
+    """On two ranks with micro-batches, weights and metrics equal those of verl's losses.
 
-    So do those of verl's own loss with our log-probs.
+    So do those of verl's own loss with our log-probs, and with verl's entropy bonus.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(shifted_seed(0))
-    network = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": 64, "hidden_size": 16, "head_dim": 8}))
+    network = tiny_model("qwen3", hidden_size=16, head_dim=8)
     network.save_pretrained(tmp_path)
     start = torch.cat([each.detach().flatten() for each in network.state_dict().values()])
     token = {"loss_agg_mode": "token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
     sequence = token | {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.01}
-    sequence |= {"use_kl_loss": True, "kl_loss_coef": 0.05}
 
     def assert_as_verl(theirs, ours):
         assert (ours[1] - theirs[1]).norm() <= 1e-5 * (theirs[1] - start).norm()

@@ -3,42 +3,33 @@
 import pytest
 import torch
 
-from tests.draws import shifted_seed
+from tests.trainer.conftest import tiny_model
 
-SMALL = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
 # Each model's name, its family, and the options that it adds to the configuration.
 MODELS = {
-    "Qwen3": ("Qwen3", {"head_dim": 16}),
-    "Qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "Llama": ("Llama", {}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "Llama": ("llama", {}),
     "Gemma2, softcap": (
-        "Gemma2",
-        {"head_dim": 16, "final_logit_softcapping": 0.7, "query_pre_attn_scalar": 16, "sliding_window": 4},
+        "gemma2",
+        {"final_logit_softcapping": 0.7, "query_pre_attn_scalar": 16, "sliding_window": 4},
     ),
-    "Granite, divides": ("Granite", {"logits_scaling": 0.25}),
-    "Cohere, multiplies": ("Cohere", {"logit_scale": 4.0}),
-    "HyperCLOVA X, multiplies": ("HyperCLOVAX", {"logits_scaling": 3.0}),
-    "Phi, bias": ("Phi", {}),
-    "Qwen3-MoE": ("Qwen3Moe", {**MOE, "output_router_logits": True, "router_aux_loss_coef": 0.1}),
+    "Granite, divides": ("granite", {"logits_scaling": 0.25}),
+    "Cohere, multiplies": ("cohere", {"logit_scale": 4.0}),
+    "HyperCLOVA X, multiplies": ("hyperclovax", {"logits_scaling": 3.0}),
+    "Phi, bias": ("phi", {}),
+    "Qwen3-MoE": ("qwen3_moe", {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
 }
 
 
-def tiny(name="Qwen3", *, attention=None, **options):
+def tiny(name="Qwen3", **options):
     """Return a model of ``MODELS`` in fp32 and eval mode, with weights large enough for logits to differ."""
     import transformers
 
     family, extra = MODELS.get(name, (name, {}))
-    if not hasattr(transformers, f"{family}Config"):
+    if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **extra, **options})
-    torch.manual_seed(shifted_seed(0))
-    chosen = {} if attention is None else {"attn_implementation": attention}
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, **chosen).eval()
+    model = tiny_model(family, **{"vocab_size": 96, "num_key_value_heads": 2, **extra, **options})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)

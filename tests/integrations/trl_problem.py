@@ -6,11 +6,14 @@ import warnings
 from pathlib import Path
 
 import torch
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback
 from trl import GRPOConfig
 
 from gspo_kernels.trainer.demo import make_tokenizer
 from tests.draws import shifted_seed
+from tests.trainer.conftest import tiny_model
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
 
@@ -20,24 +23,11 @@ COMPLETION = 8
 PROMPTS = ["ab", "bcd", "c", "dabc", "ea", "fgh", "hgfe", "aa"] * 2
 
 
-def save_model(folder: Path, seed: int = 0, **changes) -> str:
-    """Save a random Qwen3, with experts if ``changes`` have some. TRL loads references from disk, too."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
+def save_model(folder: Path, family: str = "qwen3") -> str:
+    """Save a random model with its tokenizer. TRL loads references from disk, too."""
     tokenizer = make_tokenizer()
-    torch.manual_seed(shifted_seed(seed))
-    options = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
-        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        # large enough for log-probs to differ from token to token
-        "initializer_range": 0.1,
-    }  # fmt: skip
-    if "num_experts" in changes:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(options | changes)))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**(options | changes)))
-    model.save_pretrained(folder)
+    # weights large enough for log-probs to differ from token to token
+    tiny_model(family, tokenizer, initializer_range=0.1).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -83,12 +73,8 @@ def configuration(output: Path, **options) -> GRPOConfig:
     return GRPOConfig(**(values | options))
 
 
-def make_trainer(
-    kind, model, output, *, tool_tokens=False, peft_config=None, max_chunk_bytes=None, **options
-):
+def make_trainer(kind, model, output, *, tool_tokens=False, peft_config=None, **options):
     """Return a trainer of class ``kind`` for the model at path ``model`` with GRPOConfig ``options``."""
-    from datasets import Dataset
-
     tokenizer = make_tokenizer()
     tokenizer.padding_side = "left"
     with warnings.catch_warnings():
@@ -101,12 +87,12 @@ def make_trainer(
             processing_class=tokenizer,
             rollout_func=Rollouts(tool_tokens),
             peft_config=peft_config,
-            **({} if max_chunk_bytes is None else {"max_chunk_bytes": max_chunk_bytes}),
         )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def weights(model) -> torch.Tensor:
-    """Return all parameters as one vector."""
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+def whole(parameters) -> torch.Tensor:
+    """Return all trained parameters as one vector, gathered where they are sharded."""
+    trained = [p.detach() for p in parameters if p.requires_grad]
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in trained])

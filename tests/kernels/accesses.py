@@ -3,7 +3,6 @@ write, and whether a GPU, which runs programs and their threads at once, could s
 """
 
 import contextlib
-from math import prod
 
 import numpy as np
 import torch
@@ -55,23 +54,17 @@ class Elements:
         self.steps = sorted(((stride, size) for stride, size in steps if stride and size > 1), reverse=True)
         self.empty = tensor.numel() == 0
         self.stop = self.start + self.size * (1 + sum(stride * (size - 1) for stride, size in self.steps))
-        self.dense = not self.empty and self.stop - self.start == self.size * prod(s for _, s in self.steps)
 
     def hold(self, addresses, size):
         """Return the mask of addresses where ``size`` bytes are one aligned element, or several in a row."""
         if self.empty or size % self.size:
             return np.zeros(addresses.shape, bool)
         each = addresses[..., None] + np.arange(0, size, self.size)
-        return self._are_elements(each).all(-1) & (addresses % size == 0)
-
-    def _are_elements(self, addresses):
-        index, off = np.divmod(addresses - self.start, self.size)
-        inside = (addresses >= self.start) & (addresses < self.stop) & (off == 0)
-        if not self.dense:
-            for stride, count in self.steps:
-                index = index - np.minimum(index // stride, count - 1) * stride
-            inside &= index == 0
-        return inside
+        index, off = np.divmod(each - self.start, self.size)
+        inside = (each >= self.start) & (each < self.stop) & (off == 0)
+        for stride, count in self.steps:
+            index = index - np.minimum(index // stride, count - 1) * stride
+        return (inside & (index == 0)).all(-1) & (addresses % size == 0)
 
 
 class Access:
@@ -96,7 +89,7 @@ def _tensors(arguments):
 
 
 @contextlib.contextmanager
-def watched(begin, access, barrier=None, synchronise=None):
+def watched(begin, access, barrier=lambda program: None, synchronise=lambda *atomic: None):
     """Call ``begin`` with the tensors and the number of programs of each launch, ``access`` for each access
     to memory (its kind is "load", "volatile load", "store" or "atomic"), ``barrier`` for each barrier, and
     ``synchronise`` with the memory order and the scope of each atomic access.
@@ -122,13 +115,11 @@ def watched(begin, access, barrier=None, synchronise=None):
     def atomic(plain, operation, pointers, value, mask, order, scope):
         one = Access(pointers, mask)
         access(builder.grid_idx[0], "atomic", one)
-        if synchronise is not None:
-            synchronise(builder.grid_idx[0], one, order.name, scope.name)
+        synchronise(builder.grid_idx[0], one, order.name, scope.name)
         return plain(operation, pointers, value, mask, order, scope)
 
     def wait(plain):
-        if barrier is not None:
-            barrier(builder.grid_idx[0])
+        barrier(builder.grid_idx[0])
         return plain()
 
     GridExecutor._init_args_hst = init_args_hst

@@ -177,7 +177,6 @@ def keys(kind: str) -> dict[str, int]:
     """Count the specialisations of each kernel over calls that differ as ``kind`` says."""
     recorder = Recorder()
     shapes = {
-        "same": [(2, 3, 4096)] * 2,
         "rows": [(2, 3, 4096), (1, 1, 4096), (16, 1, 4096), (1, 16, 4096), (3, 17, 4096)],
         "aligned vocabulary": [(2, 3, 4096), (2, 3, 32000), (2, 3, 16), (2, 3, 151936)],
         "odd vocabulary": [(2, 3, 1009), (16, 16, 1009), (2, 3, 4097), (1, 1, 1), (5, 7, 50257)],
@@ -298,8 +297,7 @@ def main() -> None:
     """Print the report."""
     targets = sys.argv[1:] or list(TARGETS)
     report = [entry for target in targets for entry in compile_calls(calls_for(target), target)]
-    kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
-    counts = {kind: keys(kind) for kind in kinds}
+    counts = {kind: keys(kind) for kind in ("rows", "aligned vocabulary", "odd vocabulary", "alignment")}
     print(json.dumps({"triton": triton.__version__, "compiled": report, "keys": counts}))
 
 

@@ -11,15 +11,7 @@ import pytest
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-OPERATIONS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 NO_CONSTANTS = {core.tensor, core.dtype, core.block_type, int, float, bool, str, type(None)}
-
-
-class Patched:
-    """What a launch gets from ``patch_once``: its ``restore`` undoes nothing, so patches outlive it."""
-
-    def restore(self):
-        pass
 
 
 def check_overflow(self, left, right, operation):
@@ -27,20 +19,11 @@ def check_overflow(self, left, right, operation):
     scalar = left.type.scalar
     if scalar.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
         return
-    name = operation.__name__
-    wide = OPERATIONS[name](*(np.asarray(each.handle.data).astype(np.int64) for each in (left, right)))
+    name = operation.__name__  # add, sub or mul
+    numbers = (np.asarray(each.handle.data).astype(np.int64) for each in (left, right))
+    wide = getattr(operator, name)(*numbers)
     fits = (wide >= scalar.get_int_min_value()).all() and (wide <= scalar.get_int_max_value()).all()
     assert fits, f"int{scalar.int_bitwidth} overflow detected for operation {name}"
-
-
-def patch_function(owner, name, function, builder, scope):
-    """Patch a function of the language so that one call wraps it, where Triton has three."""
-
-    def interpreted(*args, **options):
-        options["_semantic"] = interpreter.interpreter_semantic
-        return function.__wrapped__(*args, **options)
-
-    scope.set_attr(owner, name, interpreted)
 
 
 @functools.cache
@@ -57,19 +40,18 @@ def init_tensor(self, handle, type):
 @contextlib.contextmanager
 def faster():
     """Patch ``triton.language`` once for each module with kernels, not at every call of a kernel. Make types
-    of blocks, of results and of NumPy and the shapes of tensors once, and remember them. Compare objects by
-    identity first, and tell by its type that a value is no constant. Check overflow by ``check_overflow``.
+    of blocks and of NumPy and the shapes of tensors once, and remember them. Tell by its type that a value is
+    no constant. Check overflow by ``check_overflow``.
     """
     patch_language, make_dtype = interpreter._patch_lang, interpreter._get_np_dtype
     unwrap_any, make_block_type = core._unwrap_if_constexpr, core.block_type.__init__
-    result_type, cast = semantic.TritonSemantic.computation_type_impl, semantic.TritonSemantic.cast
-    scopes, known, blocks, results = {}, {}, {}, {}
+    scopes, known, blocks = {}, {}, {}
 
     def patch_once(function):
         module = id(function.__globals__)
         if module not in scopes:
             scopes[module] = patch_language(function)
-        return Patched()
+        return SimpleNamespace(restore=lambda: None)  # patches outlive the launch
 
     def look_up(dtype):
         if dtype.scalar.is_ptr():
@@ -95,31 +77,13 @@ def faster():
         if not hasattr(self, "numel"):
             make_block_type(self, element_ty, shape)
 
-    def look_up_result(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
-        key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
-        if key not in results:
-            results[key] = result_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
-        return results[key]
-
-    def cast_others(self, value, dtype, *rounding):
-        return value if value.dtype is dtype else cast(self, value, dtype, *rounding)
-
-    def same_or(equal):
-        return lambda self, other: self is other or equal(self, other)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_once)
-        patch.setattr(interpreter, "_patch_attr", patch_function)
         patch.setattr(interpreter, "_get_np_dtype", look_up)
         patch.setattr(core, "_unwrap_if_constexpr", unwrap)
         patch.setattr(core.tensor, "__init__", init_tensor)
         patch.setattr(core.block_type, "__new__", new_block_type, raising=False)
         patch.setattr(core.block_type, "__init__", init_block_type)
-        for kind in (core.dtype, core.block_type):
-            patch.setattr(kind, "__eq__", same_or(kind.__eq__))
-        patch.setattr(semantic, "numbers", SimpleNamespace(Number=(int, float, np.number)))
-        patch.setattr(semantic.TritonSemantic, "cast", cast_others)
-        patch.setattr(semantic.TritonSemantic, "computation_type_impl", look_up_result)
         patch.setattr(semantic.TritonSemantic, "binary_op_sanitize_overflow_impl", check_overflow)
         yield
     while scopes:

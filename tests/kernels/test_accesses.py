@@ -22,7 +22,7 @@ from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
 from gspo_kernels.kernels import steps as step_kernels
 from gspo_kernels.kernels.columns import element
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
-from gspo_kernels.types import KLPenalty, LogitRows, RatioClip, RatioOperands, RowOptions, RowPair
+from gspo_kernels.types import LogitRows, RatioClip, RatioOperands, RowOptions, RowPair
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 from tests.kernels.accesses import backwards, counted, rebuilt, without_races
@@ -33,17 +33,10 @@ ROWS = Rows("triton")
 OPTIONS = RowOptions(PLAIN, IGNORE, "triton")
 
 
-def steps(packed, level="sequence"):
-    """Call Triton's ``ratio_step`` directly: on the CPU the public function takes another backend."""
-    mask, old = torch.rand(4, 9) < 0.8, 0.1 * torch.randn(4, 9)
-    ends = torch.tensor([0, 9, 9, 30, 36], dtype=torch.int32) if packed else None
-    logprobs, mask, old = (value.view(1, -1) if packed else value for value in (old + 0.1, mask, old))
-    form = RatioClip(math.log(0.9), math.log(1.1), math.inf, packed, "sequences", 1.0, level)
-    operands, kl = RatioOperands(old, torch.randn(4), cu_seqlens=ends), None
-    if level == "token":
-        operands = operands._replace(weights=logprobs.exp())
-        kl = KLPenalty(logprobs + 0.2, torch.tensor(0.1), "k3")
-    return kernels.ratio_step(logprobs, mask, operands, form, kl)
+@pytest.fixture(autouse=True)
+def triton_from_log_probs(monkeypatch):
+    """Take Triton for losses from log-probs, too: on the CPU these losses take another backend."""
+    monkeypatch.setattr("gspo_kernels.losses.resolve", lambda *_: "triton")
 
 
 def scaled(factor=0.5):
@@ -54,14 +47,8 @@ def scaled(factor=0.5):
 
 
 LAUNCHES = {
-    name: partial(call, torch.device("cpu"), Scale(8, 300, 32, 1))
-    for name, call in CALLS.items()
-    if not name.startswith("log-probs, ") and name != "log-probs"
-} | {
-    "step": partial(steps, False),
-    "step, tokens, packed": partial(steps, True, "token"),
-    "scale": scaled,
-}
+    name: partial(call, torch.device("cpu"), Scale(8, 300, 32, 1)) for name, call in CALLS.items()
+} | {"scale": scaled}
 
 
 @pytest.mark.parametrize("call", LAUNCHES.values(), ids=LAUNCHES)
@@ -276,8 +263,8 @@ FAULTS = [
     (zeros_written, gradients, "row_pointer", one_element_late, OUT + "store of 4 bytes by program 1 in 1 "),
     (zeros_written, gradients, "row_pointer", first_row, "race: store by program 1"),
     *((LAUNCHES["sequence ratio"], sequence_ratio, "signal_and_count", *fault) for fault in ARRIVALS),
-    *((LAUNCHES["step"], step_kernels, "signal_and_count", *fault) for fault in ARRIVALS),
-    *((LAUNCHES[name], *CACHED) for name in ("sequence ratio", "step")),
+    *((LAUNCHES["log-probs"], step_kernels, "signal_and_count", *fault) for fault in ARRIVALS),
+    *((LAUNCHES[name], *CACHED) for name in ("sequence ratio", "log-probs")),
 ]
 
 

@@ -12,16 +12,8 @@ from torch.nn.functional import pad
 
 import gspo_kernels as gk
 from gspo_kernels import cpp, losses, step, terms
-from gspo_kernels.ops.backends import load, why_not
-from gspo_kernels.types import (
-    METRICS,
-    NO_RATIO,
-    LogitRows,
-    LogitTransform,
-    RatioClip,
-    RatioOperands,
-    stats_dtype,
-)
+from gspo_kernels.ops.backends import why_not
+from gspo_kernels.types import METRICS, NO_RATIO, RatioClip, RatioOperands, stats_dtype
 from tests.cases import device_of, generator, offsets
 
 IGNORE, V = -100, 40
@@ -38,27 +30,27 @@ SEQUENCES = {
     "tokens": gk.GSPO(aggregation="token_mean"),
     "luspo": gk.LUSPO(clip_low=3e-4, clip_high=4e-4),
     "sum": gk.GSPO(aggregation="sum"),
-    "constant": gk.GSPO(aggregation="constant", aggregation_constant=7.5),
+    "constant": gk.GSPO(aggregation="constant", aggregation_constant=7.3),
 }
 TOKENS = {
     "grpo": gk.GRPO(**CLIP),
     "dual grpo": gk.GRPO(**CLIP, dual_clip=1.0007),
     "dapo": gk.DAPO(**CLIP),
-    "dr_grpo": gk.DrGRPO(**CLIP, aggregation_constant=7.0),
+    "dr_grpo": gk.DrGRPO(**CLIP, aggregation_constant=6.7),
     "sum of tokens": gk.GRPO(**CLIP, aggregation="sum"),
 }
-SIZES = torch.arange(3.0, 3.0 + B)
+SIZES = torch.arange(B, dtype=FP64) + 3.3
 REFERENCE = torch.linspace(-2.5, -1.5, B * T).view(B, T)
 BETAS = torch.tensor([[0.1], [0.0], [0.3], [0.2], [0.4], [0.1]], dtype=FP64).expand(B, T)
 # terms of sequence ratios from logits; MORE_TERMS of those from log-probs; TOKEN_TERMS of token ratios
 TERMS = {
     "plain": {},
     "zero advantages": {"advantages": torch.tensor([0.0, 1.0, -0.4, 0.0, 0.8, -0.9])},
-    "weights of tokens": {"rollout_weights": torch.linspace(0.5, 1.5, B * T).view(B, T)},
+    "weights of tokens": {"rollout_weights": torch.linspace(0.5, 1.5, B * T, dtype=FP64).view(B, T)},
     "weights, lengths, normalizer": {
-        "rollout_weights": torch.tensor([0.5, 1.0, 1.5, 2.0, 0.0, 0.7]),
+        "rollout_weights": torch.tensor([0.5, 1.1, 1.3, 2.0, 0.0, 0.7], dtype=FP64),
         "lengths": SIZES,
-        "normalizer": 7.0,
+        "normalizer": 7.3,
     },
 }
 MORE_TERMS = TERMS | {
@@ -68,7 +60,7 @@ MORE_TERMS = TERMS | {
     "k1": {"ref_logprobs": REFERENCE, "kl_beta": 0.1, "kl_estimator": "k1"},
     "k2": {"ref_logprobs": REFERENCE, "kl_beta": 0.1, "kl_estimator": "k2", "lengths": SIZES},
     "k3, entropy": {"ref_logprobs": REFERENCE, "kl_beta": BETAS, "entropy": -REFERENCE},
-    "k3, on-policy": {"ref_logprobs": REFERENCE, "kl_beta": 0.1, "old_logprobs": None, "normalizer": 7.0},
+    "k3, on-policy": {"ref_logprobs": REFERENCE, "kl_beta": 0.1, "old_logprobs": None, "normalizer": 7.3},
 }
 TOKEN_TERMS = MORE_TERMS | {
     "advantages of tokens": {"advantages": torch.linspace(-1.0, 1.0, B * T).view(B, T)}
@@ -291,15 +283,6 @@ def test_bounds_themselves_are_not_clipped(launch, source):
         assert (grad == 0).flatten().tolist() == [clipped[1] > 0, clipped[0] > 0]
 
 
-def test_statistics_of_rows_are_those_of_the_row_kernel(launch):
-    values, rows = launch.there(draw("logits", dtype=torch.bfloat16)), load(launch.backend)
-    logits, labels, old, advantages = values.values()
-    shared = LogitRows(logits, labels, LogitTransform(), IGNORE)
-    stats = rows.sequence_ratio_forward(shared, RatioOperands(old, advantages), OPEN)
-    alone = rows.logprobs_forward(shared, False)
-    assert torch.equal(alone.logprobs, stats.logprobs) and torch.equal(alone.lse, stats.lse)
-
-
 @both_sources
 def test_nan_in_a_counted_row_reaches_its_own_sequence_only(launch, source):
     values = draw(source)
@@ -349,9 +332,7 @@ def test_nothing_counted(monkeypatch, launch, source, objective, normalizer):
         {k: v[index[: v.ndim]] if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         for index in ((slice(2), slice(0)), (slice(0), slice(2)))
     )
-    flat = {k: v.flatten(0, 1) if getattr(v, "ndim", 0) > 1 else v for k, v in no_sequences.items()}
-    flat["cu_seqlens"] = torch.zeros(1, dtype=torch.int32)
-    for case in (values | masked, no_tokens, no_sequences, flat):
+    for case in (values | masked, no_tokens, no_sequences):
         out, grad = launch(case)
         assert out.loss == 0 and (grad == 0).all()
         metrics = torch.stack([*out.metrics.values()]).tolist()

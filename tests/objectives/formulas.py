@@ -352,7 +352,6 @@ def rebel(o, qs):
 
 
 OF_PAIRS = {"DPO": dpo, "TRPA": trpa, "REBEL": rebel}
-NAMES = OF_A_SEQUENCE.keys() | OF_A_BATCH.keys() | OF_PAIRS.keys()
 
 
 def loss(o, qs: list[Sequence], beyond: list[Tensor] | None = None, normalizer=None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from tests.draws import shifted_seed
+from tests.cases import Case, generator
 
 EVERY = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
 
@@ -41,6 +41,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"dual_clip": 1.3, "half_life": 3.0, "influence_high": 2.0},
         {"dual_clip": None},
     ),
+    "DPO": ({"beta": 0.5, "min_gap": 1.0},),  # two advantages of a group differ by as much
     "TRPA": ({"beta": 0.7, "kl_coef": 0.2},),
     "EGSW": ({"alpha": 0.7, "temperature": 0.6, "dual_clip": 1.5},),
     "ClipCov": ({"clip_cov_ratio": 0.1, "clip_cov_lb": 0.001},),
@@ -131,7 +132,7 @@ def make_batch(
     Each sequence's log-ratios lie around 0.0, +-0.05 or +-0.2, so that all branches of all clips are reached.
     ``everything`` adds token weights and rollout weights.
     """
-    rng = torch.Generator().manual_seed(shifted_seed(seed))
+    rng = generator(seed)
     shape = (len(ADVANTAGES), length)
 
     def normal(*size: int) -> Tensor:
@@ -169,3 +170,20 @@ def make_batch(
         mask,
         {name: value for name, value in has.items() if name in wanted},
     )
+
+
+def from_hidden_states(batch: Batch, objective: Any, vocabulary: int) -> Case:
+    """Return a case with the batch's ratios to old and reference log-probs, from hidden states and a head."""
+    rng, shape = generator(1), batch.logprobs.shape
+    labels = torch.randint(vocabulary, shape, generator=rng)
+    hidden = torch.randn(*shape, 8, generator=rng, dtype=torch.float64)
+    weight = 0.3 * torch.randn(vocabulary, 8, generator=rng, dtype=torch.float64)
+    moved = gk.token_logprobs(hidden @ weight.T, labels).logprobs - batch.logprobs
+    terms = {name: value for name, value in batch.terms.items() if name not in ("entropy", "cu_seqlens")}
+    if "ref_logprobs" in terms:
+        terms["ref_logprobs"] = terms["ref_logprobs"] + moved
+    return Case(
+        "linear", labels, {"hidden": hidden, "weight": weight}, batch.old_logprobs + moved, batch.advantages,
+        cu_seqlens=batch.terms.get("cu_seqlens"), loss_mask=batch.loss_mask, terms=terms,
+        needs_entropy="entropy" in objective.needs,
+    )  # fmt: skip

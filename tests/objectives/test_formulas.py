@@ -1,6 +1,5 @@
 """Every objective is its formula on every path: from log-probs, from logits, from hidden states."""
 
-import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 
 import gspo_kernels as gk
 from tests import oracle
-from tests.cases import AGGREGATIONS, Case, generator, run
+from tests.cases import AGGREGATIONS, generator, run, scores_of
 from tests.judging import expect
-from tests.objectives import formulas
-from tests.objectives.sample_batches import close, coefficients, every, make_batch
+from tests.objectives.sample_batches import close, coefficients, every, from_hidden_states, make_batch
 
 
 def assert_equals_the_formula(objective, batch):
@@ -56,30 +54,14 @@ def test_any_aggregation(objective):
         assert_equals_the_formula(other, batch)
 
 
-def test_every_objective_has_a_formula():
-    assert set(gk.objectives.__all__) == formulas.NAMES
-    assert formulas.NAMES.issubset(gk.__all__)
-
-
 @every
 @pytest.mark.parametrize("how", ["padded", "packed", "on-policy"])
 def test_from_logits_and_hidden_states(objective, how):
     """Losses from log-probs, from logits and by every schedule equal the formula on plain log-probs."""
-    batch, rng = make_batch(objective), generator(1)
-    batch = batch.packed() if how == "packed" else batch
-    labels = torch.randint(23, batch.logprobs.shape, generator=rng)
-    hidden = torch.randn(*labels.shape, 8, generator=rng, dtype=torch.float64)
-    weight = 0.3 * torch.randn(23, 8, generator=rng, dtype=torch.float64)
-    logits, old = hidden @ weight.T, None
-    if how != "on-policy":  # ratios near 1 here too, so that not everything is clipped
-        old = gk.token_logprobs(logits, labels).logprobs - (batch.logprobs - batch.old_logprobs)
-    case = Case(
-        "linear", labels, {"hidden": hidden, "weight": weight}, old, batch.advantages,
-        cu_seqlens=batch.terms.get("cu_seqlens"), loss_mask=batch.loss_mask,
-        terms={name: value for name, value in batch.terms.items() if name not in ("entropy", "cu_seqlens")},
-        needs_entropy="entropy" in objective.needs,
-    )  # fmt: skip
-    from_logits = replace(case, kind="logits", inputs={"logits": logits})
+    batch = make_batch(objective)
+    case = from_hidden_states(batch.packed() if how == "packed" else batch, objective, 23)
+    case = replace(case, old_logprobs=None) if how == "on-policy" else case
+    from_logits = replace(case, kind="logits", inputs={"logits": scores_of(case.inputs)})
     exact = expect(case, objective)
 
     def check(entry, case=case, exact=exact, **options):
@@ -103,17 +85,7 @@ def test_from_logits_and_hidden_states(objective, how):
             continue
         served.add(schedule)
     assert served >= {"aligned", "two_pass", "auto"}
-    if old is not None:
+    if how != "on-policy":
         assert ("known" in served) == (objective.coefficient_scope in ("nothing", "token"))
         assert ("deferred" in served) == objective.factorizes
     check("fused_linear_policy_loss", schedule="frozen")
-
-
-@pytest.mark.parametrize("name", gk.objectives.__all__)
-def test_docstrings_state_source_and_options(name):
-    cls = getattr(gk.objectives, name)
-    assert "arXiv" in cls.__doc__ or name == "Linear"
-    shared = {"aggregation", "aggregation_constant"}
-    options = {field.name for field in dataclasses.fields(cls)} - shared
-    assert all(option in cls.__doc__ for option in options)
-    assert not options or "Args:" in cls.__doc__

@@ -37,33 +37,23 @@ AGGREGATIONS = {
 TOKEN_MEAN = AGGREGATIONS["token-mean"]
 COV = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 0.9}  # all candidates: verl draws otherwise
 KL_COV = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}
-BY_TOKEN, BY_SEQUENCE = "advantages and weights of tokens", "of sequences"
 VERL = [
-    *(
-        ("vanilla", gk.GRPO(**CLIP, dual_clip=1.5, **ours), {"clip_ratio_c": 1.5}, theirs, BY_TOKEN)
-        for theirs, ours in AGGREGATIONS.items()
-    ),
-    *(
-        ("gspo", gk.GSPOToken(**NARROW, **ours), NARROW, theirs, BY_TOKEN)
-        for theirs, ours in AGGREGATIONS.items()
-    ),
+    *(("vanilla", gk.GRPO(**CLIP, dual_clip=1.5, **AGGREGATIONS[each]), {"clip_ratio_c": 1.5}, each)
+      for each in AGGREGATIONS),
+    *(("gspo", gk.GSPOToken(**NARROW, **AGGREGATIONS[each]), NARROW, each) for each in AGGREGATIONS),
     # verl's default for GSPO, the mean over tokens, is not the paper's
-    ("gspo", gk.GSPO(**NARROW), NARROW, "seq-mean-token-mean", BY_SEQUENCE),
-    ("gpg", gk.GPG(), {}, "token-mean", BY_TOKEN),
-    ("clip_cov", gk.ClipCov(**CLIP, **COV, **TOKEN_MEAN), COV, "token-mean", BY_TOKEN),
-    ("kl_cov", gk.KLCov(**KL_COV, **TOKEN_MEAN), KL_COV, "token-mean", BY_TOKEN),
-    ("cispo", gk.CISPO(min_ratio=0.8, max_ratio=1.28), {}, "token-mean", BY_TOKEN),
-    ("sapo", gk.SAPO(tau_negative=1.05), {}, "seq-mean-token-mean", BY_TOKEN),
-    ("dro", gk.DRO(beta=0.3), {"dro_beta": 0.3}, "token-mean", BY_TOKEN),
-    *(
-        (
-            f"dppo_{kind}", gk.DPPO(divergence=kind, bound_low=low, bound_high=high, max_ratio=1.4),
-            {"clip_low": low, "clip_high": high, "clip_ratio_c": 1.4}, "token-mean", BY_TOKEN,
-        )
-        for kind, low, high in (("tv", 0.04, 0.06), ("kl", 0.02, 0.03))
-    ),
+    ("gspo", gk.GSPO(**NARROW), NARROW, "seq-mean-token-mean"),
+    ("gpg", gk.GPG(), {}, "token-mean"),
+    ("clip_cov", gk.ClipCov(**CLIP, **COV, **TOKEN_MEAN), COV, "token-mean"),
+    ("kl_cov", gk.KLCov(**KL_COV, **TOKEN_MEAN), KL_COV, "token-mean"),
+    ("cispo", gk.CISPO(min_ratio=0.8, max_ratio=1.28), {}, "token-mean"),
+    ("sapo", gk.SAPO(tau_negative=1.05), {}, "seq-mean-token-mean"),
+    ("dro", gk.DRO(beta=0.3), {"dro_beta": 0.3}, "token-mean"),
+    *((f"dppo_{kind}", gk.DPPO(divergence=kind, bound_low=low, bound_high=high, max_ratio=1.4),
+       {"clip_low": low, "clip_high": high, "clip_ratio_c": 1.4}, "token-mean")
+      for kind, low, high in (("tv", 0.04, 0.06), ("kl", 0.02, 0.03))),
     # verl divides by all sequences, the empty ones too, and takes geometric means of weights
-    ("geo_mean", gk.GMPO(log_clip_low=0.2, log_clip_high=0.28), {}, "token-mean", BY_SEQUENCE),
+    ("geo_mean", gk.GMPO(log_clip_low=0.2, log_clip_high=0.28), {}, "token-mean"),
 ]  # fmt: skip
 
 
@@ -73,17 +63,15 @@ class Config(dict):
     __getattr__ = dict.get
 
 
-@pytest.mark.parametrize(
-    ("name", "objective", "options", "aggregation", "level"), VERL, ids=[f"{row[0]} {row[3]}" for row in VERL]
-)
-def test_verl(name, objective, options, aggregation, level):
-    means = peers.source("verl", "utils/torch_functional.py")
+@pytest.mark.parametrize(("name", "objective", "options", "aggregation"), VERL)
+def test_verl(name, objective, options, aggregation):
+    means = peers.source("verl", "verl/utils/torch_functional.py")
     verl = peers.extract(
-        peers.source("verl", "trainer/ppo/core_algos.py"), f"compute_policy_loss_{name}", "agg_loss",
+        peers.source("verl", "verl/trainer/ppo/core_algos.py"), f"compute_policy_loss_{name}", "agg_loss",
         verl_F=SimpleNamespace(**peers.extract(means, "masked_sum", "masked_mean")),
         ActorConfig=Config, AlgoConfig=tuple, DictConfig=Config,
     )  # fmt: skip
-    options = {"clip_low": 0.2, "clip_high": 0.28} | options
+    options = CLIP | options
     config = Config(
         clip_ratio_low=options.pop("clip_low"), clip_ratio_high=options.pop("clip_high"), tau_pos=1.0,
         tau_neg=1.05, global_batch_info={}, policy_loss=Config(options), **options,
@@ -96,7 +84,7 @@ def test_verl(name, objective, options, aggregation, level):
     logprobs = -draw(torch.rand) - 0.1
     old = (logprobs - SHIFT - 0.2 * draw(torch.randn)).clamp(max=-0.01)
     advantages, weights = ADVANTAGES, 0.5 + draw(torch.rand)
-    if level == BY_TOKEN:
+    if objective.takes_token_advantages:
         advantages = advantages.unsqueeze(1) + draw(torch.randn)
     else:
         weights = weights[:, 0]

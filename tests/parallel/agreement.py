@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from dataclasses import replace
 
 import torch
@@ -193,7 +194,7 @@ def other_functions():
 
 
 @of_ranks(4)
-def normalizers():
+def arguments_of_normalizers():
     """Arguments are compared over data-parallel ranks, each of which shares its sequences with another."""
     place = place_of("both", SECONDS)
     groups = {"group": place.groups["tp_group"], "parallel": gk.Parallel(cp_group=place.groups["cp_group"])}
@@ -248,9 +249,7 @@ def contradicting_dtensors():
 def ranks_that_agree():
     """Nothing is refused, and one gather in each group comes before any other work."""
     for split in splits():
-        for kind, terms in (
-            (k, t) for k in KINDS[split] for t in ("all", "kl_tensor", "on_policy", "weighted")
-        ):
+        for kind, terms in itertools.product(KINDS[split], ("all", "kl_tensor", "on_policy", "weighted")):
             case, groups = local_case(kind, split, terms)
             loss = calling(kind, case, **groups)
             with Wire() as plain:

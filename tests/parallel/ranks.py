@@ -4,14 +4,15 @@ A case is a function that every rank calls. Ranks share the vocabulary ("tp"), t
 ("cp"), or both, as a grid of two times two ("both").
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ SCORES = {"logits": "token_logprobs", "linear": "linear_token_logprobs"}
 ENTRIES = {"logprobs": "policy_loss", **LOSSES}
 KINDS = {"tp": tuple(LOSSES), "cp": tuple(ENTRIES), "both": tuple(LOSSES)}
 BY_TOKEN = ("hidden", "logits", "logprobs", "entropy")
-SHARDED = {"logits": -1, "weight": 0, "bias": 0}
+SHARDED = {"logits": -1, "weight": 0, "bias": 0, "B": 0}
 CASES: list[tuple[Callable[[], None], tuple[int, ...]]] = []
 
 
@@ -109,20 +110,16 @@ def share(case, place, order="zigzag", uneven=False):
     )
 
 
-def leaves_of(case, frozen=False):
-    """Return copies of a case's inputs that require gradients; the head's do not if it is ``frozen``."""
-    trained = {name: not (frozen and name in ("weight", "bias")) for name in case.inputs}
-    return {name: value.clone().requires_grad_(trained[name]) for name, value in case.inputs.items()}
+def leaves_of(case):
+    """Return copies of a case's inputs that require gradients, except for frozen ones."""
+    return {n: value.clone().requires_grad_(n not in case.frozen) for n, value in case.inputs.items()}
 
 
-def run(
-    case, split, objective=GSPO, entry=None, backend="cpp", *, order="zigzag", uneven=False, frozen=False,
-    **options,
-):  # fmt: skip
+def run(case, split, objective=GSPO, entry=None, backend="cpp", *, order="zigzag", uneven=False, **options):
     """Run a case over ranks; return values and gradients as ``tests.cases.run`` does, and the output."""
     place, entry = place_of(split), entry or ENTRIES[case.kind]
     local = share(case, place, order, uneven)
-    leaves = leaves_of(local, frozen)
+    leaves = leaves_of(local)
     scattered, summed = options.get("sequence_parallel", False), options.get("reduce_hidden_grad", True)
     if scattered:  # unevenly: of several ranks, the last has no tokens
         length, size = local.labels.shape[-1], place.tps
@@ -136,7 +133,7 @@ def run(
     grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     assert_same_bits(loss=out.loss, **out.metrics)
     alike = {"hidden": grads.get("hidden")} if summed and not scattered else {}
-    assert_same_bits(place.cp, logprobs=out.logprobs, entropy=out.entropy, **alike)
+    assert_same_bits(place.cp, logprobs=out.logprobs, entropy=out.entropy, A=grads.get("A"), **alike)
 
     each = every({"logprobs": out.logprobs.detach(), "entropy": out.entropy, "grads": grads})
     rows = [each[cp * place.tps : (cp + 1) * place.tps] for cp in range(place.cps)]  # [cp][tp]
@@ -151,20 +148,20 @@ def run(
 
     def gradient(name):
         parts = [[rank["grads"][name] for rank in row] for row in rows]
+        if name == "A":  # every rank has all of it
+            return parts[0][0]
         if name not in BY_TOKEN:
             return torch.cat([sum(parts[cp][tp] for cp in range(place.cps)) for tp in range(place.tps)])
         if name == "logits" or (name == "hidden" and scattered):
             return of_all_tokens([torch.cat(row, -1 if name == "logits" else -2) for row in parts])
         return of_all_tokens([row[0] if summed else sum(row) for row in parts])
 
-    values = {
-        name: None if out.entropy is None and name == "entropy" else of_all_tokens([r[0][name] for r in rows])
-        for name in ("logprobs", "entropy")
-    }
+    logprobs = of_all_tokens([row[0]["logprobs"] for row in rows])
+    entropy = None if out.entropy is None else of_all_tokens([row[0]["entropy"] for row in rows])
     if entry in SCORES.values():  # scores do not know the loss's mask
-        values = {n: None if v is None else torch.where(case.counted, v, 0.0) for n, v in values.items()}
+        logprobs, entropy = (torch.where(case.counted, each, 0.0) for each in (logprobs, entropy))
     whole = {name: gradient(name) for name in grads}
-    return Result(out.loss.detach(), values["logprobs"], whole, values["entropy"]), out
+    return Result(out.loss.detach(), logprobs, whole, entropy, frozen=case.frozen), out
 
 
 def judge(case, split, objective=GSPO, *arguments, **options):
@@ -194,14 +191,9 @@ def assert_same_bits(among=0, **values):
             assert first == theirs[name], name
 
 
-@contextlib.contextmanager
 def validated():
-    """Set GSPO_KERNELS_VALIDATE=1 inside the ``with`` block."""
-    os.environ["GSPO_KERNELS_VALIDATE"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["GSPO_KERNELS_VALIDATE"]
+    """Return a context in which the ranks compare their arguments."""
+    return mock.patch.dict(os.environ, GSPO_KERNELS_VALIDATE="1")
 
 
 def assert_all_raise(expected, culprit, run):
@@ -236,9 +228,9 @@ class Wire:
         return sum(size for kind, _, size in self.seen if not kinds or kind in kinds)
 
     def __enter__(self):
-        self.originals = {kind: getattr(dist, kind) for kind in self.KINDS}
-        for kind, function in self.originals.items():
-            setattr(dist, kind, self._counted(kind, function))
+        self.patch = pytest.MonkeyPatch()
+        for kind in self.KINDS:
+            self.patch.setattr(dist, kind, self._counted(kind, getattr(dist, kind)))
         return self
 
     def _counted(self, kind, function):
@@ -249,5 +241,4 @@ class Wire:
         return counted
 
     def __exit__(self, *_):
-        for kind, function in self.originals.items():
-            setattr(dist, kind, function)
+        self.patch.undo()

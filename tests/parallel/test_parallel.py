@@ -8,13 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.forks import in_processes
-from tests.parallel import agreement, functions, losses, traffic
+from tests.parallel import agreement, results, traffic
 from tests.parallel.ranks import CASES
 from tests.test_docs import run
 
-assert {case.__module__.split(".")[-1] for case, _ in CASES} == {
-    module.__name__.split(".")[-1] for module in (agreement, functions, losses, traffic)
-}
+assert {case.__module__ for case, _ in CASES} == {each.__name__ for each in (agreement, results, traffic)}
 NAMES = {size: [case.__name__ for case, sizes in CASES if size in sizes] for size in (2, 4)}
 
 

@@ -1,5 +1,7 @@
 """What ranks send each other, when they do so, and how much memory that takes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,6 @@ from gspo_kernels.integrations.layouts import tokens_of_rank
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.sums import HeadSums
 from tests.cases import call, make_case
-from tests.parallel.functions import FORMS, TEACHER_MASK, columns_of, distill, sides
 from tests.parallel.ranks import (
     ENTRIES,
     GSPO,
@@ -26,6 +27,8 @@ from tests.parallel.ranks import (
     run,
     share,
 )
+from tests.parallel.results import FORMS, of_shard
+from tests.test_distillation import COUNTED, Problem
 
 SIZES_BYTES = 48
 """Bytes that a rank of a ``tp_group`` sends to each other rank before a pass over hidden states is cut."""
@@ -33,12 +36,9 @@ SIZES_BYTES = 48
 
 def sent(case, split, objective=GSPO, **options):
     """Run a forward and a backward; return the ``Wire`` with this rank's bytes, and the rank's case."""
-    local = share(case, place_of(split))
+    local, options = share(case, place_of(split)), place_of(split).groups | options
     with Wire() as wire:
-        out = call(
-            local, leaves_of(local), ENTRIES[case.kind], objective, "cpp", **place_of(split).groups, **options
-        )
-        out.loss.backward()
+        call(local, leaves_of(local), ENTRIES[case.kind], objective, "cpp", **options).loss.backward()
     return wire, local
 
 
@@ -73,13 +73,13 @@ def bytes_of_shared_vocabularies():
 @of_ranks(2)
 def bytes_of_teachers():
     """Ranks send two log-sum-exps and log-probs, the two sums, and dHidden, whatever the vocabulary."""
-    counted, columns = int(TEACHER_MASK.sum()), place_of("tp").columns()
-    parts = [columns_of(side, *columns) for side in sides(True, torch.float32)]
+    problem = of_shard(Problem(linear=True, V=VOCABULARY), *place_of("tp").columns())
+    counted, width = int(COUNTED.sum()), problem.inputs["hidden"].shape[-1]
     for form, bytes_of_row in ((FORMS[1], 12 + 12 + 16), (FORMS[3], 2 * 8 * 5 + 2 * 8 * (2 * 5 + 1))):
         with Wire() as wire:
-            distill(*parts, form, tp_group=dist.group.WORLD)
+            problem.ours("cpp", call={"parallel": gk.Parallel(dist.group.WORLD)}, **form)
         assert wire.sent("all_gather") == SIZES_BYTES + counted * bytes_of_row
-        assert wire.sent("all_reduce") == counted * 8 * 4
+        assert wire.sent("all_reduce") == counted * width * 4
 
 
 @of_ranks(2)
@@ -109,32 +109,23 @@ def bytes_of_shared_sequences():
     assert not wire.sent("all_reduce")
 
 
-class Noted:
-    """The handle of a collective; notes when the call waits for the collective."""
-
-    def __init__(self, work, order):
-        self.work, self.order = work, order
-
-    def wait(self):
-        self.order.append("done")
-        self.work.wait()
-
-
 def order_of(collective, owner, name, **options):
     """Return the order in which a call begins and finishes a collective and calls a method of ``owner``."""
-    order, begin, multiply = [], getattr(dist, collective), getattr(owner, name)
+    order, begin = [], getattr(dist, collective)
+
+    def noted(word, function):
+        def called(*arguments, **named):
+            order.append(word)
+            return function(*arguments, **named)
+
+        return called
 
     def begun(*tensors, **named):
-        order.append("begun")
-        return Noted(begin(*tensors, **named), order)
-
-    def multiplied(*arguments):
-        order.append("product")
-        return multiply(*arguments)
+        return SimpleNamespace(wait=noted("done", begin(*tensors, **named).wait))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, collective, begun)
-        patch.setattr(owner, name, multiplied)
+        patch.setattr(dist, collective, noted("begun", begun))
+        patch.setattr(owner, name, noted("product", getattr(owner, name)))
         run(make_case("linear", vocabulary=VOCABULARY), "tp", skip_inactive="none", **options)
     return order
 

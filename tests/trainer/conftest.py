@@ -79,11 +79,6 @@ def model(tokenizer):
 ROWS = [{"prompt": prompt, "letter": prompt[0]} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
 
 
-@pytest.fixture
-def rows():
-    return list(ROWS)
-
-
 def odd_share(completion_ids):
     """Return each completion's share of odd token ids, which varies in a random byte model."""
     return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]

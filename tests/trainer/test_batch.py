@@ -100,34 +100,22 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
     )
 
 
-def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
-    prompts, completions = sequences()
-    model, seen, logits = build("qwen3"), [], []
-    model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    model.lm_head.register_forward_hook(lambda m, args, output: logits.append(output.shape))
-    packed = packed_hidden_states(model, prompts, completions)
-    (kwargs,) = seen
-    assert kwargs["input_ids"].shape == (1, sum(map(len, prompts + completions)) - 4)
-    assert kwargs["use_cache"] is False and logits == [(1, 1, 64)]
-    assert packed.hidden.shape == (19, 32) and torch.equal(packed.labels, torch.cat(completions))
-    assert packed.cu_seqlens.tolist() == [0, 4, 10, 11, 19] and packed.cu_seqlens.dtype == torch.int32
-    prompts, completions = sequences("shared prefix")
-    shared_prefix_hidden_states(model, prompts, completions)
-    assert seen[1]["input_ids"].shape == (1, 9 + 1 + 4 + sum(len(c) - 1 for c in completions))
-
-
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_completions_that_branch_are_a_tree(family):
-    """Turns that several completions share go through the model once, at any depth, but count for each."""
+    """Turns that several completions share go through the model once, at any depth, but count for each.
+
+    The model's head projects one position only, and nothing is cached.
+    """
     a, b, c, d, e = (torch.arange(first, first + 3) for first in (3, 10, 17, 24, 31))
     prompts = [a, a, a, a, a[:2], b]
     completions = [torch.cat(parts) for parts in ((b, c, d), (b, c, e), (b, e), (b, c, d), (e,), (a,))]
-    model, seen = build(family), []
-    handle = model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    model, seen, logits = build(family), [], []
+    model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    model.lm_head.register_forward_hook(lambda m, args, output: logits.append(output.shape))
     shared_prefix_hidden_states(model, prompts, completions)
-    handle.remove()
     # "a b c d" without its last token; e after c, after b and after a[:2]; "b a"
     assert seen[0]["input_ids"].numel() == 11 + 2 + 2 + 2 + 5
+    assert seen[0]["use_cache"] is False and logits == [(1, 1, 64)]
     assert_as_exact(
         model,
         lambda m: shared_prefix_hidden_states(m, prompts, completions).hidden,

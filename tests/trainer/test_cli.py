@@ -47,32 +47,23 @@ def options(model, jsonl, reward_file, output):
     ]
 
 
-def test_options_of_the_data_reach_both_datasets(monkeypatch, llama, reward_file):
-    seen = []
-
-    class Recorder:
-        def __init__(self, model, reference, rewards, dataset, eval_dataset, config):
-            seen.append((dataset, eval_dataset))
-
-        def train(self, **options):
-            seen.append(options)
+def test_options_of_the_data_reach_both_datasets(tmp_path, monkeypatch, llama, reward_file, capsys):
+    seen = {}
 
     def load(source, **options):
-        seen.append((source, options))
-        return f"rows of {source}"
+        seen[source] = options
+        return [{f"rows of {source}": "no prompt"}]
 
     monkeypatch.setattr("gspo_kernels.trainer.data.load_prompts", load)
-    monkeypatch.setattr("gspo_kernels.trainer.loop.GSPOTrainer", Recorder)
-    line = [*options(llama, "learn", reward_file, "out"), "--eval_dataset", "hold", "--overwrite"]
+    line = [*options(llama, "learn", reward_file, tmp_path / "out"), "--eval_dataset", "hold"]
     line += ["--data.split", "a", "--data.eval_split", "b", "--data.subset", "c", "--data.prompt_column", "d"]
-    assert cli.main(["train", *line]) == 0
+    assert cli.main(["train", *line]) == 1
     both = {"subset": "c", "prompt_column": "d"}
-    assert seen == [
-        ("learn", {"split": "a", **both}),
-        ("hold", {"split": "b", **both}),
-        ("rows of learn", "rows of hold"),
-        {"resume": False, "overwrite": True, "force": False},
-    ]
+    assert seen == {"learn": {"split": "a", **both}, "hold": {"split": "b", **both}}
+    assert (
+        "the training dataset, row 1: no 'prompt' among the columns ('rows of learn')"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
@@ -112,6 +103,8 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     ):
         assert cli.main(wrong) == 1
         assert words in capsys.readouterr().err
+    assert cli.main(["train", *line, "--overwrite"]) == 0
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_errors_are_one_line_that_says_what_to_change(tmp_path, llama, jsonl, reward_file, capsys):

@@ -14,9 +14,7 @@ MINIBATCHES = {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 
 KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
 WRONG = [
     ({"group_size": 4}, ["unknown key group_size", "did you mean", "rollout.group_size"]),
-    ({"rollout": {"gruop_size": 4}}, ["unknown key rollout.gruop_size", "rollout.group_size"]),
     ({"update": {"lr": 1e-4}}, ["unknown key update.lr", "update.learning_rate"]),
-    ({"rollout": [1, 2]}, ["rollout", "mapping"]),
     ({"rollout": {"group_size": 1}}, ["rollout.group_size", "at least 2", "1"]),
     ({"rollout": {"group_size": 2.5}}, ["rollout.group_size", "whole number", "2.5"]),
     ({"rollout": {"group_size": True}}, ["rollout.group_size", "True"]),
@@ -33,8 +31,6 @@ WRONG = [
     ({"engine": {"url": "http://localhost:1"}, "rollout": KEPT}, ["rollout.top_k must be above 0"]),
     ({"reward": ["a:b"], "reward_weights": [1.0, 2.0]}, ["reward_weights", "1 rewards"]),
     ({"advantages": "gdpo", "advantage_scale": "batch"}, ["advantage_scale", "gdpo"]),
-    ({"off_policy": {"level": "token", "mode": "mask"}}, ["off_policy", "at least one bound"]),
-    ({"off_policy": {"level": "token", "mode": "drop"}}, ["off_policy", "mode", "'truncate'"]),
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
     (MINIBATCHES, ["update.minibatches", "at most the 8 completions"]),
     (MINIBATCHES | {"objective": {"name": "DPO"}}, ["update.minibatches", "at most the 1 prompts"]),

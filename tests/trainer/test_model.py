@@ -9,24 +9,19 @@ from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.model import check_head, end_token_ids, head_of, load_model, padding_token_id
 from tests.integrations.tiny_models import tiny
-from tests.trainer.conftest import tiny_model, tiny_qwen3
+from tests.trainer.conftest import tiny_qwen3
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "value"),
+    ("name", "options", "field", "value"),
     [
-        ("Llama", "logit_scale", 2.0),
-        ("gemma3_text", "softcap", None),
-        ("Granite, divides", "logit_scale", 1.0),
-        ("Cohere, multiplies", "logit_scale", 1.0),
-        ("Phi, bias", "bias", None),
+        ("Llama", {}, "logit_scale", 2.0),
+        ("gemma3_text", {"final_logit_softcapping": 0.05}, "softcap", None),
+        ("Phi, bias", {}, "bias", None),
     ],
 )
-def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, name, field, value):
-    if name == "gemma3_text":
-        model = tiny_model(name, final_logit_softcapping=0.05, initializer_range=0.06)
-    else:
-        model = tiny(name)
+def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, name, options, field, value):
+    model = tiny(name, **options)
     check_head(model)
     wrong = lambda model: dataclasses.replace(head_of(model), **{field: value})  # noqa: E731
     monkeypatch.setattr(model_module, "head_of", wrong)

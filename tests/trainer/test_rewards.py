@@ -17,7 +17,7 @@ import torch
 
 from gspo_kernels import advantages
 from gspo_kernels.trainer.config import InputError, Method
-from gspo_kernels.trainer.rewards import Rewards, RewardSet, advantages_of, differing, levels, load_reward
+from gspo_kernels.trainer.rewards import Rewards, RewardSet, advantages_of, differing, load_reward
 
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
 
@@ -251,7 +251,6 @@ def test_advantages_are_those_of_their_name():
     assert torch.equal(found, advantages.group_normalized(total, group_size=4, scale="none"))
 
 
-def test_ranks_and_groups_that_differ():
+def test_completions_without_reward_make_no_group_differ():
     total = torch.tensor([3.0, 1.0, 3.0, 2.0, math.nan, 1.0, math.nan, 1.0])
-    assert levels(total[:4], 4).tolist() == [1, 3, 1, 2]
     assert differing(total, 4).tolist() == [True, False]

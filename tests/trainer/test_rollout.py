@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.bits import columns
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, SamplingMask, draw
+from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
 from tests.draws import shifted_seed
 from tests.trainer.conftest import ids_of, plain_logits, plain_logprobs, tiny_model, tiny_qwen3
 
@@ -132,12 +131,3 @@ def test_other_families(tokenizer, family):
         assert (
             torch.equal(plain_logits(model, prompt, each.ids).argmax(-1), each.ids) and each.logprobs is None
         )
-
-
-def test_masks_of_places_one_after_the_other():
-    mask = SamplingMask.of([[3, 40], [], [0]])
-    assert mask.to_lists() == [[3, 40], [], [0]]
-    first = SamplingMask.of([[3, 40]])
-    assert SamplingMask.concatenate([mask, first]).to_lists() == [[3, 40], [], [0], [3, 40]]
-    kept = columns(mask.bitmask(41), 41)
-    assert [row.nonzero().flatten().tolist() for row in kept] == [[3, 40], list(range(41)), [0]]

@@ -320,8 +320,9 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
     metrics = updater.update(batch)
     for name in ("mean", "min", "max"):
         assert metrics[f"weights/{name}"] == pytest.approx(float(getattr(weights, name)()), rel=1e-5)
-    for name in ("mean", "max"):
-        assert metrics[f"mismatch/{name}"] == pytest.approx(float(getattr(gaps, name)()), rel=1e-5)
+    for name, expected in (("mean", gaps.mean()), ("max", gaps.max()), ("ratio", ratios.mean())):
+        assert metrics[f"mismatch/{name}"] == pytest.approx(float(expected), rel=1e-5)
+    assert all(map(math.isnan, sampling_mismatch(sampled, sampled, batch.loss_mask & False).values()))
     assert 0 < metrics["weights/gradient_norm"] != 1.0 and metrics["weights/mean"] > 0
     with pytest.raises(InputError, match=r"off_policy\.level: the engine returns no log-probs"):
         updater.update(replace(batch, rollout_logprobs=None))
@@ -437,14 +438,3 @@ def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, nam
     for key in ("loss", "entropy", "ratio/mean", "ratio/min", "grad_norm"):
         assert metrics[key] == metrics[f"minibatch_{number}/{key}"]
     assert metrics["entropy"] > 4 and metrics["loss"] != 0
-
-
-def test_mismatch_by_hand():
-    training = torch.tensor([[-1.0, -2.0, torch.nan], [-3.0, 5.0, -1.0]])
-    sampled = torch.tensor([[-1.5, -2.0, 0.0], [-2.0, 0.0, torch.nan]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
-    found = sampling_mismatch(training, sampled, mask)
-    assert found["mismatch/mean"] == pytest.approx(0.5)
-    assert found["mismatch/max"] == pytest.approx(1.0)
-    assert found["mismatch/ratio"] == pytest.approx((math.exp(0.5) + 1.0 + math.exp(-1.0)) / 3)
-    assert all(math.isnan(value) for value in sampling_mismatch(training, sampled, mask & False).values())

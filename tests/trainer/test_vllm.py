@@ -81,7 +81,6 @@ def scored(values):
 
 SPOILED = {
     "an older vLLM": (choice(token_ids=None), "gave another answer than vLLM does"),
-    "two choices": (lambda answer: {"choices": answer["choices"] * 2}, "gave another answer than vLLM"),
     "not JSON": (lambda answer: "<html>", "gave no JSON but <html>; is it a vLLM server"),
     "no log-probs": (choice(logprobs=None), "returned None as log-probs of 3 tokens"),
     "too few log-probs": (scored([-1.0]), r"returned \[-1.0\] as log-probs of 3"),
@@ -218,7 +217,7 @@ class LocalModule:
         self.stand_in.reload({"method": method, "kwargs": kwargs})
 
     def reset_prefix_cache(self):
-        self.stand_in.cached.clear()
+        self.stand_in.forget({})
 
 
 @pytest.fixture

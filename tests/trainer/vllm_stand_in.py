@@ -1,8 +1,7 @@
 """A server that speaks vLLM's HTTP interface, with a tiny transformers model behind it.
 
 It refuses unknown fields, which vLLM accepts, and it exposes careless clients: options that a request leaves
-out have unusual defaults, prompts are cached until the cache is reset, and greedy log-probs are taken before
-temperature, top-k and top-p.
+out have unusual defaults, and new weights are used only when the prefix cache has been reset.
 """
 
 import contextlib
@@ -15,8 +14,10 @@ from urllib.parse import urlsplit
 import torch
 from transformers import AutoModelForCausalLM
 
-NEUTRAL = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-DEFAULTS = {"temperature": 0.1, "top_p": 0.5, "top_k": 1, "repetition_penalty": 5.0, **NEUTRAL}
+from gspo_kernels.trainer.rollout import ModelEngine, Sampling
+
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+DEFAULTS = {"temperature": 0.1, "top_p": 0.5, "top_k": 1, "min_p": 0.5, **dict.fromkeys(NEUTRAL, 5.0)}
 OPTIONS = {"max_tokens", "seed", "logprobs", "stop_token_ids", "ignore_eos", *DEFAULTS}
 
 
@@ -34,7 +35,7 @@ class StandIn:
         self.names, self.key, self.seconds = ["policy"], None, 0.0  # listed models, API key, delay of answers
         self.developing = True  # whether it reloads weights
         self.spoil = lambda answer: answer  # may change an answer before it is sent
-        self.reloads, self.cached = [], {}  # loaded directories; scores by prefix
+        self.reloads, self.loaded = [], self.model  # loaded directories; the model after the next reset
         self.lock = threading.Lock()
 
     def answer(self, method, path, body, headers):
@@ -63,8 +64,7 @@ class StandIn:
         assert -(2**63) <= options.get("seed", 0) < 2**63
         if max(prompt) >= self.model.config.vocab_size:
             raise Refused(400, f"Token id {max(prompt)} is out of vocabulary")
-        with torch.no_grad():
-            tokens, logprobs, reason = self.sample(prompt, options)
+        tokens, logprobs, reason = self.sample(prompt, options)
         choice = {"index": 0, "text": "unused", "token_ids": tokens, "finish_reason": reason}
         if options.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": [str(token) for token in tokens], "token_logprobs": logprobs}
@@ -87,38 +87,17 @@ class StandIn:
 
     def sample(self, prompt, options):
         assert all(options[name] == value for name, value in NEUTRAL.items())
-        draws = torch.Generator().manual_seed(options.get("seed", 0))
         ends = {*options.get("stop_token_ids", ())}
         if not options.get("ignore_eos"):
             ends.add(self.model.config.eos_token_id)
-        tokens, logprobs, self.kept = [], [], []
-        while len(tokens) < options["max_tokens"] and (not tokens or tokens[-1] not in ends):
-            scores = self.scores([*prompt, *tokens])
-            seen = torch.tensor([*prompt, *tokens])
-            penalty = options["repetition_penalty"]
-            scores[seen] = torch.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
-            raw = scores.log_softmax(-1)
-            if options["temperature"] == 0:
-                tokens.append(int(scores.argmax()))
-                logprobs.append(float(raw[tokens[-1]]))
-                continue
-            scores = scores / options["temperature"]
-            order = scores.argsort(descending=True)
-            if options["top_k"] > 0:
-                scores[order[options["top_k"] :]] = -torch.inf
-            if options["top_p"] < 1:
-                sums = scores.softmax(-1)[order].cumsum(-1)
-                scores[order[1:][sums[:-1] >= options["top_p"]]] = -torch.inf
-            self.kept.append(scores.isfinite().nonzero().flatten().tolist())
-            logp = scores.log_softmax(-1)
-            tokens.append(int(torch.multinomial(logp.exp(), 1, generator=draws)))
-            logprobs.append(float(logp[tokens[-1]]))
-        return tokens, logprobs, "stop" if tokens[-1] in ends else "length"
-
-    def scores(self, ids):
-        if tuple(ids) not in self.cached:
-            self.cached[tuple(ids)] = self.model(torch.tensor([ids])).logits[0, -1].float()
-        return self.cached[tuple(ids)].clone()
+        rules = [options[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")]
+        sampling = Sampling(*rules, return_mask=options["temperature"] > 0 and options["top_k"] > 0)
+        with torch.random.fork_rng():
+            torch.manual_seed(options.get("seed", 0))
+            (found,) = ModelEngine(self.model, sorted(ends), 0, 1).generate([prompt], sampling)
+        self.kept = found.mask and found.mask.to_lists()
+        logprobs = found.logprobs if found.logprobs is not None else torch.zeros(len(found.ids))
+        return found.ids.tolist(), logprobs.tolist(), "stop" if found.finished else "length"
 
     def reload(self, body):
         assert body["method"] == "reload_weights"
@@ -130,11 +109,11 @@ class StandIn:
         if mine != new:
             raise Refused(500, "AssertionError: shapes of weights")
         self.reloads.append(weights_path)
-        self.model = loaded
+        self.loaded = loaded
         return {"results": [None]}
 
     def forget(self, body):
-        self.cached.clear()
+        self.model = self.loaded
 
 
 @contextlib.contextmanager

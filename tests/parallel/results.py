@@ -1,6 +1,8 @@
-"""Losses with vocabulary or sequences split over ranks: one process's numbers, the same bits on all ranks."""
+"""Results with vocabulary or sequences split over ranks: one process's numbers, with equal bits on all."""
 
 import itertools
+import math
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -11,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
-from tests.cases import ADVANTAGES, LAYOUTS, Case, Result, call, make_case, over_ranks
-from tests.draws import shifted_seed
+from gspo_kernels import bits
+from tests import test_selected
+from tests.cases import ADVANTAGES, HEAD, LAYOUTS, Result, call, generator, make_case, over_ranks
 from tests.judging import assert_equals_oracle
-from tests.objectives.sample_batches import examples, make_batch
+from tests.objectives.sample_batches import examples, from_hidden_states, make_batch
 from tests.parallel.ranks import (
     GSPO,
     KINDS,
@@ -22,6 +25,7 @@ from tests.parallel.ranks import (
     LOSSES,
     ORDERS,
     SCORES,
+    SHARDED,
     VOCABULARY,
     assert_all_raise,
     assert_same_bits,
@@ -35,6 +39,9 @@ from tests.parallel.ranks import (
     tokens_of,
     validated,
 )
+from tests.test_distillation import COUNTED, Problem
+
+IN_FP64 = {"V": VOCABULARY, "dtype": torch.float64}  # the order of sums changes almost nothing
 
 
 def case_of(kind, layout="packed", terms="plain", **options):
@@ -81,13 +88,9 @@ def schedules():
         for terms, objective in (("kl_tensor", gk.GRPO()), ("on_policy", GSPO), ("on_policy_terms", GSPO)):
             case, options = case_of("linear", "packed", terms), {"schedule": "known", **small}
             judge(case, split, objective, order="stream", **options)
-        case = case_of("linear", "packed", "holes")
-        trained, _ = run(case, split)
+        frozen = replace(case_of("linear", "packed", "holes"), frozen=HEAD)
         for skip in ("backward", "all"):
-            frozen, _ = run(case, split, frozen=True, schedule="frozen", skip_inactive=skip, **small)
-            if dist.get_rank() == 0:
-                both = replace(frozen, grads={**trained.grads, **frozen.grads})
-                assert_equals_oracle(both, case, GSPO)
+            judge(frozen, split, schedule="frozen", skip_inactive=skip, **small)
     judge(case_of("linear"), "tp", schedule="aligned")
     _, out = run(case_of("linear", "padded"), "tp", skip_inactive="all")
     idle = torch.tensor(ADVANTAGES) == 0
@@ -96,8 +99,8 @@ def schedules():
         with pytest.raises(ValueError, match="cp_group has tokens of the same sequences on other ranks"):
             run(case_of("linear"), "cp", objective, schedule=schedule)
     local, place = share(case_of("linear"), place_of("cp")), place_of("cp")
-    for frozen, schedule, reason in ((True, "frozen", "frozen"), (False, "two_pass", "cp_group")):
-        leaves = leaves_of(local, frozen)
+    for frozen, schedule, reason in ((HEAD, "frozen", "frozen"), ((), "two_pass", "cp_group")):
+        leaves = leaves_of(replace(local, frozen=frozen))
         plan = gk.explain_schedule(
             leaves["hidden"], leaves["weight"], local.labels, local.old_logprobs, local.advantages,
             cu_seqlens=local.cu_seqlens, **over_ranks(place.groups),
@@ -108,21 +111,9 @@ def schedules():
 @of_ranks(2)
 def every_objective():
     """Loss, metrics, gradients and coefficients in fp64 are those of one process."""
-    rng = torch.Generator().manual_seed(shifted_seed(0))
-    hidden = torch.randn(6, 7, 16, generator=rng, dtype=torch.float64)
-    weight = torch.randn(VOCABULARY, 16, generator=rng, dtype=torch.float64)
-    labels = torch.randint(0, VOCABULARY, (6, 7), generator=rng)
-    scores = torch.log_softmax(hidden @ weight.T, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     for objective, everything in itertools.product(examples(), (False, True)):
         batch = make_batch(objective, everything=everything)
-        moved = scores - batch.logprobs  # ratios as in the batch
-        terms = {name: value for name, value in batch.terms.items() if name != "entropy"}
-        if "ref_logprobs" in terms:
-            terms["ref_logprobs"] = terms["ref_logprobs"] + moved
-        case = Case(
-            "linear", labels, {"hidden": hidden, "weight": weight}, batch.old_logprobs + moved,
-            batch.advantages, loss_mask=batch.loss_mask, terms=terms,
-        )  # fmt: skip
+        case = from_hidden_states(batch, objective, VOCABULARY)
         leaves = leaves_of(case)
         alone = call(case, leaves, LOSSES["linear"], objective, "cpp", return_entropy=True)
         alone.loss.backward()
@@ -140,9 +131,9 @@ def every_objective():
                 torch.testing.assert_close(found.grads[name], leaf.grad, **close)
         if not everything or objective.needs_token_order:
             continue
-        whole = replace(case, inputs={"logprobs": scores, "entropy": alone.entropy}, terms=dict(batch.terms))
+        whole = replace(case, inputs={"logprobs": alone.logprobs}, terms=dict(batch.terms))
         extra = {"kl_beta": 0.1, "kl_ratio_weighted": objective.coefficient_scope != "nothing"}
-        extra = extra if "ref_logprobs" in terms else {}
+        extra = extra if "ref_logprobs" in batch.terms else {}
         wanted, got = (
             gk.policy_coefficients(
                 each.inputs["logprobs"], each.old_logprobs, each.advantages, loss_mask=each.loss_mask,
@@ -160,8 +151,7 @@ def edges():
     parallel = gk.Parallel(dist.group.WORLD)
     (start, end), last = place_of("tp").columns(), VOCABULARY - 1
     labels = torch.tensor([0, 31, 32, last, 0, last, 1, 1, 1, 1, 2, -100])
-    generator = torch.Generator().manual_seed(shifted_seed(1))
-    logits = 3 * torch.randn(len(labels), VOCABULARY, generator=generator)
+    logits = 3 * torch.randn(len(labels), VOCABULARY, generator=generator(1))
     for row, columns, value in (
         (2, slice(0, 32), "-inf"),  # a shard
         (-7, slice(0, 32), "-inf"),
@@ -186,6 +176,11 @@ def edges():
         pairs = ((got.logprobs, want.logprobs), (got.entropy, want.entropy), (grad, whole[:, start:end]))
         for one, expected in pairs:
             torch.testing.assert_close(one, expected, rtol=0, atol=allowed, equal_nan=True)
+    sure = torch.zeros(1, VOCABULARY)  # in its shard the label is certain, and the other shard has exp(-30)
+    sure[0, :32], sure[0, 5] = float("-inf"), 30.0
+    got = gk.token_logprobs(sure[:, start:end], torch.tensor([5]), parallel=parallel).logprobs
+    near_zero = torch.tensor([-math.log1p((VOCABULARY - 32) * math.exp(-30.0))])
+    torch.testing.assert_close(got, near_zero, rtol=1e-6, atol=0)
 
 
 @of_ranks(4)
@@ -304,24 +299,163 @@ def compiled():
 @of_ranks(2)
 def a_head_with_an_adapter():
     """A rank has some rows of the weight and of B, and all of A: it gets all of dA, and dB of its rows."""
-    place, shapes = place_of("tp"), ((2, 5, 8), (VOCABULARY, 8), (3, 8), (VOCABULARY, 3))
-    torch.manual_seed(shifted_seed(0))
-    hidden, weight, A, B = (torch.randn(*shape).double() for shape in shapes)
-    labels, advantages = torch.randint(VOCABULARY, (2, 5)), torch.tensor([1.0, -0.5])
-    old = -torch.rand(2, 5).double() - 3
-
-    def gradients(rows, **options):
-        leaves = [each.clone().requires_grad_() for each in (hidden, A, B[rows])]
-        head = gk.LoRAHead(weight[rows], *leaves[1:], 0.5)
-        rest = (labels, old, advantages)
-        out = gk.fused_linear_policy_loss(leaves[0], head, *rest, objective=gk.GRPO(), **options)
-        out.loss.backward()
-        return out.loss.detach(), *(leaf.grad for leaf in leaves)
-
-    here, parallel = slice(*place.columns()), gk.Parallel(tp_group=place.groups["tp_group"])
     for schedule in ("aligned", "two_pass"):
-        whole = gradients(slice(None), schedule=schedule)
         with validated():
-            parts = gradients(here, schedule=schedule, parallel=parallel)
-        for part, value in zip(parts, (*whole[:3], whole[3][here]), strict=True):
-            torch.testing.assert_close(part, value, rtol=1e-12, atol=1e-13)
+            judge(case_of("linear", adapter=3), "tp", gk.GRPO(), schedule=schedule)
+
+
+# --- functions other than losses of policies
+
+
+@of_ranks(2)
+def sampling_masks():
+    """Masks are bits of the whole vocabulary; shards begin at any column. No label may be cut by its mask."""
+    for kind, backend in itertools.product(LOSSES, ("cpp", "triton")):
+        case = case_of(kind, "packed", "entropy", logit_options="kept")
+        ids = case.logit_options["kept_ids"]
+        by_bits = replace(case, logit_options={"kept_mask": bits.packed_ids(ids, VOCABULARY)})
+        result, _ = run(by_bits, "tp", backend=backend, uneven=True)
+        if dist.get_rank() == 0:
+            assert_equals_oracle(result, case, GSPO)
+    labels, everything = torch.tensor([3, 40]), torch.full((2, 2), -1, dtype=torch.int32)
+    without = everything.clone()
+    without[1, 1] ^= 1 << (40 - 32)
+    logits, group = torch.zeros(2, VOCABULARY // 2), {"parallel": gk.Parallel(dist.group.WORLD)}
+    gk.token_logprobs(logits, labels, kept_mask=everything, **group)
+    for message, culprit, options in (
+        ("labels: got 40 at position", 1, {"kept_mask": without}),
+        ("kept_mask: got 1 words, expected 2", "all", {"kept_mask": everything[..., :1]}),
+        ("kept_ids: got 64, expected", "all", {"kept_ids": torch.full((2, 1), VOCABULARY)}),
+    ):
+        assert_all_raise(message, culprit, lambda o=options: gk.token_logprobs(logits, labels, **group, **o))
+
+
+def of_shard(problem, start, end):
+    """Return a problem with some columns of its logits, or of its heads, alone."""
+    local = copy(problem)
+    for side in vars(problem).keys() & {"inputs", "teacher"}:
+        setattr(local, side, columns_of(getattr(problem, side), start, end))
+    return local
+
+
+def columns_of(values, start, end):
+    dims = {name: SHARDED.get(name.removeprefix("grad ").removeprefix("teacher_")) for name in values}
+    return {n: v if dims[n] is None else v.narrow(dims[n], start, end - start) for n, v in values.items()}
+
+
+def assert_part_of(whole, part, start, end):
+    """Assert that results of a shard are the columns of those in fp64, with the same bits on all ranks."""
+    assert_same_bits(**{n: v for n, v in part.items() if n.removeprefix("grad ") not in SHARDED})
+    for name, wanted in columns_of(whole, start, end).items():
+        torch.testing.assert_close(part[name], wanted, rtol=1e-9, atol=1e-12)
+
+
+@of_ranks(2)
+def selected_ids():
+    """Log-probs, tail and gradients of ids on several ranks; rows may have an id twice, or no id."""
+    start, end = place_of("tp").columns(uneven=True)
+    group = {"parallel": gk.Parallel(dist.group.WORLD, (start, end))}
+    for linear, (within, masked, K) in itertools.product(
+        (False, True),
+        ((False, False, 6), (False, True, 6), (True, True, 6), (True, False, 6), (False, False, 1)),
+    ):
+        problem = test_selected.Problem(K, linear=linear, options=test_selected.TRANSFORMED, **IN_FP64)
+        options = {"max_chunk_bytes": 256} if linear else {}
+        if masked:
+            others = torch.randint(0, VOCABULARY, (2, 3, 9), generator=generator(3))
+            options["kept_ids"] = torch.cat([problem.ids, others], -1)
+        whole = problem.ours(within, "cpp", **options)
+        part = of_shard(problem, start, end).ours(within, "cpp", **options, **group)
+        assert_part_of(whole, part, start, end)
+    hidden, weight, _ = columns_of(problem.inputs, start, end).values()
+    ids = torch.tensor([0, 40]).expand(2, 3, 2)  # one on each rank
+    for message, wrong, options in (
+        ("ids: got -3", ids - 3, {}),
+        ("which the sampling mask there cuts", ids, {"kept_ids": ids + 1}),
+    ):
+        call = partial(gk.linear_selected_logprobs, hidden, weight, wrong, **group, **options)
+        assert_all_raise(message, "all", call)
+
+
+IDS = torch.randint(0, VOCABULARY, (2, 3, 4), generator=generator(6))
+FORMS = (
+    {"beta": 0.0},
+    {"beta": 0.3},
+    {"beta": 1.0},
+    {"beta": 0.3, "top_k": 5},
+    {"beta": 1.0, "top_k": 5, "top_k_of": "student", "add_tail": False},
+    {"beta": 0.0, "ids": IDS, "teacher_logprobs": torch.linspace(-3, -2, IDS.numel()).view_as(IDS)},
+)
+
+
+@of_ranks(2)
+def teachers():
+    """Results are one process's, also from shards of one column and of all others, and from DTensors."""
+    for linear, (uneven, backend) in itertools.product((False, True), ((True, "cpp"), (False, "reference"))):
+        start, end = place_of("tp").columns(uneven)
+        options = {"temperature": 0.7, **({"max_chunk_bytes": 4096} if linear else {})}
+        group = {"parallel": gk.Parallel(dist.group.WORLD, (start, end) if uneven else None)}
+        for form in FORMS if backend == "cpp" else FORMS[1::2]:
+            problem = Problem(linear=linear, **IN_FP64)
+            problem.teacher = {} if "ids" in form else problem.teacher
+            whole = problem.ours(backend, call=options, **form)
+            part = of_shard(problem, start, end).ours(backend, call=options | group, **form)
+            assert_part_of(whole, part, start, end)
+    mesh, problem = init_device_mesh("cpu", (2,)), Problem(linear=True, **IN_FP64)
+
+    def dtensors(**changed):
+        placed = {"hidden": Replicate(), "teacher_hidden": Replicate()} | changed
+        leaves = {
+            name: distribute_tensor(value, mesh, [placed.get(name, Shard(0))]).detach()
+            for name, value in (problem.inputs | problem.teacher).items()
+        }
+        trained = [leaves[name].requires_grad_() for name in problem.inputs]
+        by_token = {"loss_mask": COUNTED, "token_weights": problem.weights}
+        loss = gk.fused_linear_distillation_loss(**leaves, **by_token, beta=1.0).loss
+        return loss.detach(), *(grad.full_tensor() for grad in torch.autograd.grad(loss, trained))
+
+    whole = problem.ours("cpp", beta=1.0)
+    wanted = (whole["loss"], *(whole[f"grad {name}"] for name in problem.inputs))
+    torch.testing.assert_close(dtensors(), wanted, rtol=1e-9, atol=1e-12)
+    for message, changed in (
+        ("teacher_weight: expected a DTensor of weight's placement", {"teacher_weight": Replicate()}),
+        ("teacher_hidden: is a DTensor with placement", {"teacher_hidden": Shard(0)}),
+        ("hidden: is sharded over tokens, expected", {"hidden": Shard(1)}),
+    ):
+        assert_all_raise(message, "all", partial(dtensors, **changed))
+
+
+@of_ranks(2, 4)
+def normalizers():
+    """Normalizers of data-parallel ranks make averaged losses and gradients those of the whole batch."""
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    for objective in examples(max_scope="group"):
+        batches = [make_batch(objective, seed=s, length=4 + s, everything=True) for s in range(size)]
+        others = {"token_mean", "sum", "sequence_mean_token_sum"} - {objective.aggregation}
+        others = set() if objective.aggregation == "constant" else others
+        for aggregation in sorted(others | {objective.aggregation}):
+            one = replace(objective, aggregation=aggregation)
+
+            def counted(batch, one=one, **groups):
+                terms = {"lengths": batch.terms.get("lengths")}
+                if one.outer_divisor()[0] == "pairs":
+                    terms |= {"advantages": batch.advantages, "group_ids": batch.terms["group_ids"]}
+                return gk.normalizer(one, batch.loss_mask, **terms, **groups)
+
+            got = counted(batches[rank], group=group)
+            assert_same_bits(got=got)
+            each = [counted(batch) for batch in batches]
+            expected = (torch.ones(()).double() if aggregation == "sum" else sum(each)) / size
+            torch.testing.assert_close(got, expected, rtol=1e-14, atol=0, msg=str(one))
+    masks = [torch.ones(3, 4), torch.zeros(2, 5), torch.zeros(0, 2), torch.ones(1, 1)]
+    sequences = sum(int((mask.sum(1) > 0).sum()) for mask in masks[:size])
+    assert gk.normalizer(GSPO, masks[rank], group=group) == sequences / size
+    assert gk.normalizer(GSPO, torch.zeros(2, 3), group=group) == 1
+    case = case_of("logprobs", "packed", "holes")
+    local = share(case, place_of("cp"), "stream")
+    for one in (GSPO, gk.DAPO()):
+        alone = gk.normalizer(one, case.loss_mask, cu_seqlens=case.cu_seqlens)
+        parallel = gk.Parallel(**place_of("cp").groups)
+        together = gk.normalizer(one, local.loss_mask, cu_seqlens=local.cu_seqlens, parallel=parallel)
+        assert_same_bits(together=together)
+        assert alone == together
