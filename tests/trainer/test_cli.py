@@ -52,7 +52,7 @@ def test_options_of_the_data_reach_both_datasets(tmp_path, monkeypatch, llama, r
 
     def load(source, **options):
         seen[source] = options
-        return [{f"rows of {source}": "no prompt"}]
+        return [{"prompt" if source == "learn" else "question": "ab"}]
 
     monkeypatch.setattr("gspo_kernels.trainer.data.load_prompts", load)
     line = [*options(llama, "learn", reward_file, tmp_path / "out"), "--eval_dataset", "hold"]
@@ -60,10 +60,7 @@ def test_options_of_the_data_reach_both_datasets(tmp_path, monkeypatch, llama, r
     assert cli.main(["train", *line]) == 1
     both = {"subset": "c", "prompt_column": "d"}
     assert seen == {"learn": {"split": "a", **both}, "hold": {"split": "b", **both}}
-    assert (
-        "the training dataset, row 1: no 'prompt' among the columns ('rows of learn')"
-        in capsys.readouterr().err
-    )
+    assert "the eval dataset, row 1: no 'prompt'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])

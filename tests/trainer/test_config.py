@@ -31,6 +31,7 @@ WRONG = [
     ({"engine": {"url": "http://localhost:1"}, "rollout": KEPT}, ["rollout.top_k must be above 0"]),
     ({"reward": ["a:b"], "reward_weights": [1.0, 2.0]}, ["reward_weights", "1 rewards"]),
     ({"advantages": "gdpo", "advantage_scale": "batch"}, ["advantage_scale", "gdpo"]),
+    ({"off_policy": {"level": "token", "mode": "mask"}}, ["off_policy", "at least one bound"]),
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
     (MINIBATCHES, ["update.minibatches", "at most the 8 completions"]),
     (MINIBATCHES | {"objective": {"name": "DPO"}}, ["update.minibatches", "at most the 1 prompts"]),

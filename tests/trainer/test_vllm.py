@@ -81,6 +81,7 @@ def scored(values):
 
 SPOILED = {
     "an older vLLM": (choice(token_ids=None), "gave another answer than vLLM does"),
+    "two choices": (lambda answer: {"choices": answer["choices"] * 2}, "gave another answer than vLLM"),
     "not JSON": (lambda answer: "<html>", "gave no JSON but <html>; is it a vLLM server"),
     "no log-probs": (choice(logprobs=None), "returned None as log-probs of 3 tokens"),
     "too few log-probs": (scored([-1.0]), r"returned \[-1.0\] as log-probs of 3"),
@@ -196,15 +197,14 @@ class LocalModule:
         self.options = {"model": model, **options}
         return self
 
-    class SamplingParams:
-        def __init__(self, **options):
-            assert options.pop("detokenize") is False
-            self.options = options
+    SamplingParams = SimpleNamespace
 
     def generate(self, inputs, parameters, use_tqdm):
         for each, params in zip(inputs, parameters, strict=True):
             body = {"model": "policy", "prompt": each["prompt_token_ids"], "return_token_ids": True}
-            (choice,) = self.stand_in.complete(body | params.options)["choices"]
+            body |= vars(params)
+            assert body.pop("detokenize") is False
+            (choice,) = self.stand_in.complete(body)["choices"]
             values = None
             if "logprobs" in choice:
                 pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
