@@ -258,6 +258,8 @@ def test_memory_of_the_plan():
     plan = explain(make_case("linear", "packed", "holes"))
     assert plan.reason in str(plan) and "3.00 matrix products over the counted tokens (aligned" in str(plan)
     assert plan.peak_bytes == plan.parts["aligned"] * ROW  # fp32: dWeight is its own sum
+    parts = explain(make_case("linear", lengths=(2, 5)), schedule="aligned", max_chunk_bytes=6 * ROW)
+    assert parts.peak_bytes == 5 * ROW  # the larger part's
     case = make_case("linear", lengths=(40,), width=8, dtype=torch.bfloat16)
     sums, chunk = V * 8 * 4, 10 * ROW
     assert explain(case, schedule="two_pass", max_chunk_bytes=chunk).peak_bytes == chunk + sums

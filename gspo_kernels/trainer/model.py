@@ -374,7 +374,7 @@ def _write_shards(model: Any, state: dict[str, Tensor], path: Path, accelerator:
     (path / "model.safetensors").unlink(missing_ok=True)
     state = revert_weight_conversion(model, state)
     ends = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in state.values())
-    files = {name: 1 + end // LARGEST_FILE for name, end in zip(state, ends, strict=True)}
+    files = {name: end // LARGEST_FILE for name, end in zip(state, ends, strict=True)}
     numbers = {old: new for new, old in enumerate(dict.fromkeys(files.values()), start=1)}
     writer = HuggingFaceStorageWriter(
         str(path),

@@ -282,6 +282,7 @@ def test_functions_compute_their_formulas_without_their_packages(monkeypatch):
         (skyrls_logprobs(logits, labels), chosen),
         (skyrls_entropy(logits, attention_mask=mask), entropy * mask),
         (torch.stack(verls(rows, weight, labels, 0.7)), torch.stack([chosen.flatten(), entropy.flatten()])),
+        (verls(rows / 0.7, weight, labels)[0], chosen.flatten()),
     ):
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
     size = 2

@@ -68,7 +68,7 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     tmp_path, llama, jsonl, reward_file, adapters, capsys
 ):
     run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
-    line += ["--checkpoint.every", "1"] + ["--lora.rank", "2"] * adapters
+    line += ["--checkpoint.every", "1"] + ["--lora.rank", "1"] * adapters
     assert cli.main(["train", *line]) == 0
     assert "held-out accuracy" in capsys.readouterr().out
     assert cli.main(["train", *line]) == 1
