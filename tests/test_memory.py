@@ -152,17 +152,22 @@ def test_scores_take_no_chunk(peaks, dtype):
 # --- pages of gradients
 
 
-def lazily_free(address):
-    """Return how many bytes of an address's mapping the kernel may take without writing them anywhere."""
-    inside = False
+def mapping(address):
+    """Return the kernel's lines about the mapping that holds an address, by their names."""
+    found, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
         if not first.endswith(":"):
             start, end = (int(bound, 16) for bound in first.split("-"))
             inside = start <= address < end
-        elif inside and first == "LazyFree:":
-            return int(rest[0]) * 1024
-    return None
+        elif inside:
+            found[first] = rest
+    return found
+
+
+def lazily_free(address):
+    """Return how many bytes of an address's mapping the kernel may take without writing them anywhere."""
+    return int(mapping(address)["LazyFree:"][0]) * 1024
 
 
 @pytest.fixture
@@ -175,6 +180,13 @@ def given_back():
 
 def gradient_memory(mib=64, dtype=torch.float32):
     return used_memory(torch.Size((mib, MIB // dtype.itemsize)), dtype, torch.device("cpu"))
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="a kernel without huge pages"
+)
+def test_large_blocks_ask_for_huge_pages(given_back):
+    assert "hg" in mapping(gradient_memory().data_ptr() + 32 * MIB)["VmFlags:"]
 
 
 @on_linux
