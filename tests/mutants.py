@@ -30,6 +30,7 @@ SCHEDULES = "tests/test_schedules.py tests/test_products.py tests/test_lora_head
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
 MORE_CALLS = "tests/test_selected.py tests/test_batch_invariance.py tests/test_compile.py"
 TEACHERS = "tests/test_distillation.py"
+OPERATORS = "tests/test_operators.py tests/test_precision_settings.py"
 UPDATES = "tests/trainer/test_updates.py tests/trainer/test_batch.py"
 ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
 # Beginnings of paths, and the tests of these files, quick ones first. The longest beginning counts.
@@ -50,7 +51,7 @@ TESTS = {
     "gspo_kernels/objectives/": f"{OBJECTIVES} tests/test_errors.py tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/step.py": f"tests/kernels/test_sequence_ratio.py {OBJECTIVES} {CALLS}",
     "gspo_kernels/off_policy.py": "tests/test_off_policy.py tests/test_errors.py",
-    "gspo_kernels/ops/": f"tests/test_operators.py tests/test_selected.py {TEACHERS} {CALLS} tests/parallel",
+    "gspo_kernels/ops/": f"{OPERATORS} tests/test_selected.py {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/parallel/": "tests/parallel tests/test_errors.py",
     "gspo_kernels/ranks.py": "tests/parallel tests/test_errors.py",
     "gspo_kernels/reference/": f"{TEACHERS} tests/test_selected.py tests/kernels/test_rows.py {CALLS}",
