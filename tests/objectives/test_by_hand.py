@@ -70,6 +70,14 @@ def test_as_many_packed_tokens_as_sequences_are_one_advantage_and_weight_per_seq
     assert kept.tolist() == [0.0, 1.0, 1.0]
 
 
+def test_dpo_without_a_pair_has_neither_loss_nor_gradient():
+    leaf, ref, group_ids = fp64([-0.4], [-0.1]).requires_grad_(), fp64([-0.2], [-0.3]), torch.zeros(2).long()
+    terms = {"ref_logprobs": ref, "group_ids": group_ids, "objective": gk.DPO(min_gap=1.5)}
+    loss = gk.policy_loss(leaf, None, fp64(1.0, 2.5), **terms).loss
+    loss.backward()
+    assert loss == 0 and not leaf.grad.any()
+
+
 def test_a_wrong_level_is_refused():
     """With as many sequences as positions, the shape alone could be that of another level."""
 
