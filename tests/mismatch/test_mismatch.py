@@ -1,5 +1,6 @@
 """``gspo mismatch`` on a tiny model; transformers' ``generate`` samples in the command, or for files."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from gspo_kernels import cli
+from gspo_kernels.mismatch import command_line
 from gspo_kernels.mismatch.measure import Comparison
 from gspo_kernels.mismatch.report import advise, explanation, make_report
 from gspo_kernels.mismatch.scoring import Samples, Setting, Switched, score, switches
@@ -95,14 +97,25 @@ def test_generate_in_fp32_agrees(tmp_path, directory, capsys):
     assert (tmp_path / "out" / "mismatch.png").stat().st_size > 10_000
 
 
-def test_generate_in_bf16_is_found(tmp_path, directory, capsys, no_picture):
+def test_generate_in_bf16_is_found(tmp_path, directory, peaked, monkeypatch, capsys, no_picture):
+    """Some processors round bf16 products by the number of rows, and so score otherwise than they sample."""
+    drawn, sample = [], command_line._samples
+    monkeypatch.setattr(command_line, "_samples", lambda *given: drawn.append(sample(*given)) or drawn[0])
     arguments = (directory, "--prompts", directory / "prompts.jsonl", "--max-new-tokens", LENGTH)
     report = reported(tmp_path, *arguments, "--sampler-dtype", "bf16")
     assert report["summary"]["sequences/outside"] > 0.5
-    left = left_by(report)
-    # Over ten seeds nothing is left, or 0.18 to 0.37 where bf16 products round by the number of rows, as
-    # PyTorch's AVX2 path does. The next best switch leaves 0.59 or more.
-    assert min(left, key=left.get) == "weights and head in bf16" and min(left.values()) < 0.5
+    left, (samples,) = left_by(report), drawn
+
+    def apart(model):
+        pairs = zip(samples.prompts, samples.completions, strict=True)
+        logp = torch.cat([plain_logits(model, *pair) for pair in pairs]).detach().double().log_softmax(-1)
+        trained = logp.gather(-1, torch.cat(samples.completions).unsqueeze(-1)).squeeze(-1)
+        return (trained - samples.logprobs).abs().mean()
+
+    allowed = 0.05 + 1.25 * apart(copy.deepcopy(peaked).bfloat16()) / apart(peaked)
+    # over ten seeds nothing is left, or 0.18 to 0.37; the next best switch leaves 0.59 or more
+    assert min(left, key=left.get) == "weights and head in bf16"
+    assert min(left.values()) < allowed < 1
     assert "Where it comes from: with weights and head in bf16" in " ".join(capsys.readouterr().out.split())
 
 
