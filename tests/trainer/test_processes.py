@@ -64,7 +64,11 @@ SECTIONS = {
     "fsdp2 in small parts with a reference": {
         "kl": {"beta": 0.1}, "update": {"shared_prefix": True, "micro_batch_tokens": 9}, "rollout": KEPT,
     },
-    "fsdp2, checkpointing, bf16": {"update": {"gradient_checkpointing": True, "precision": "bf16"}},
+    # the clip range is too wide to bind: one rounding could turn a clip decision
+    "fsdp2, checkpointing, bf16": {
+        "update": {"gradient_checkpointing": True, "precision": "bf16"},
+        "objective": {"clip_low": 0.9, "clip_high": 9.0},
+    },
 }  # fmt: skip
 
 
@@ -87,7 +91,7 @@ def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, ca
         kinds = {type(p).__name__ for p in two.updater.policy.parameters()}
         assert kinds == {"DTensor" if case.startswith("fsdp2") else "Parameter"}, kinds
         found = [two.updater.update(batch, step) for step in (1, 2)]
-        relative, floor, part = (0.2, 5e-2, 0.5) if precision == "bf16" else (1e-3, 2e-6, 2e-2)
+        relative, floor, part = (0.05, 1e-2, 0.5) if precision == "bf16" else (1e-3, 2e-6, 2e-2)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():

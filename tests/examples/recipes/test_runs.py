@@ -53,7 +53,7 @@ def wants_a_color(completions, color):
 RECIPE = {
     "igrpo": {"drafts": 2, "template": "{prompt};{draft};"},
     "turns": {"count": 2, "feedback": f"{__name__}:goes_on"},
-    "dapo": {"batches": 2, "overlong_buffer": 3},
+    "dapo": {"batches": 2, "overlong_buffer": 3, "overlong_penalty": 0.3},
     "veripo": {"grpo_steps": 3, "dpo_steps": 3, "verifier": f"{__name__}:small", "reward_weight": 0.1},
     "distillation": {},  # the teacher is the model that DAPO trained
 }
@@ -93,8 +93,8 @@ def teacher(dapo_run):
 
 @pytest.mark.parametrize("name", RECIPE)
 def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
-    """Rewards rise, and the distance to a teacher falls. Over seeds 0 to 8 rewards gained 0.26 to 0.48, and a
-    third of the distance was left. Over 24 seeds the verifier gained 0.14 to 0.33, without it -0.12 to 0.13.
+    """Rewards rise, and the distance to a teacher falls. Over eight seeds rewards gained 0.31 to 0.51. The
+    verifier gained 0.14 to 0.33 over 24 seeds, and -0.12 to 0.13 over 16 seeds with pairs at random.
     """
     found, teacher = dapo_run
     if name != "dapo":
@@ -106,7 +106,7 @@ def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
         return
     rewards = {"igrpo": "reward/refinements", "turns": "reward/turn_2", "dapo": "reward/odd_share"}
     before, after = found(rewards.get(name, "reward/mean"))
-    assert after > before + 0.15
+    assert after > before + 0.25
     if name == "veripo":
         before, after = found("verifier/mean")
         assert after > before + 0.1
