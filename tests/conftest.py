@@ -4,6 +4,7 @@ import importlib.util
 import os
 import random
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,12 @@ TESTS = Path(__file__).parent
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Inductor caches kernels of all vector widths under one key. Those of another width write past their tensors.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/torchinductor_gspo_{os.getuid()}_{torch.backends.cpu.get_cpu_capability()}",
+)
 
 
 def fuse_interpreted_fma():
