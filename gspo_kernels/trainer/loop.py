@@ -74,7 +74,7 @@ class GSPOTrainer:
         self.updater = Updater(self.accelerator, config, *policies)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
-        limits: dict[str, Any] = {"embedded": self.model.get_input_embeddings().num_embeddings}
+        limits: dict[str, Any] = {"embedded": self.model.get_input_embeddings().weight.shape[0]}
         limits |= {"longest": self.longest_prompt, "template_options": config.data.template_options}
         prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits)
         self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")

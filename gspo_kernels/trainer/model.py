@@ -237,6 +237,9 @@ def make_policies(
     if adapted:
         seed_everything(config.seed)
         reference_mode = add_adapters(model, config.lora).disable_adapter
+        if config.engine.url is not None and model.config.tie_word_embeddings and not is_tied(model):
+            one = "the model's embedding and head are one weight, and vLLM cannot load them as two"
+            raise InputError(f"lora.target_modules: got {config.lora.target_modules!r} and engine.url; {one}")
     elif needs_reference:
         reference = _prepared(copy.deepcopy(model), config, accelerator, frozen=True)
     return model, _prepared(model, config, accelerator), reference, reference_mode
@@ -330,6 +333,7 @@ def export_model(
     original = model.config
     model.config = copy.deepcopy(original)  # save_pretrained changes it
     try:
+        model.config.tie_word_embeddings = is_tied(model)
         state = _merged(model, dtype)
         sharded = any(isinstance(weight, DTensor) for weight in state.values())
         if accelerator.is_main_process:
@@ -347,6 +351,12 @@ def export_model(
         model.config = original
 
 
+def is_tied(model: Any) -> bool:
+    """Return whether embedding and head are one weight; an adapter on either of them makes two of it."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return bool(model.config.tie_word_embeddings) and not any(hasattr(end, "base_layer") for end in ends)
+
+
 def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return all weights (shards under FSDP2) with the adapters added, by the names of the plain model."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" not in name}
@@ -357,7 +367,7 @@ def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
     if dtype is not None:
         state = {n: tensor.to(dtype) if tensor.is_floating_point() else tensor for n, tensor in state.items()}
-    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    tied = set(model._tied_weights_keys or ()) if is_tied(model) else set()
     return {name: tensor for name, tensor in state.items() if name not in tied}
 
 

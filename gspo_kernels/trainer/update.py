@@ -116,7 +116,7 @@ def make_engine(
         return ModelEngine(model, end_ids, padding_token_id(tokenizer), config.rollout.batch_size)
     if url == "local" and not isinstance(source, str | Path):
         raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     options = {"end_ids": end_ids, "vocabulary": vocabulary, "model_path": str(source)}
     return vllm_engine(config, **options, accelerator=accelerator)
 

@@ -60,7 +60,9 @@ SECTIONS = {
     "ddp with adapters and masks, without work for one": {
         "lora": {"rank": 2}, "kl": {"beta": 0.1}, "rollout": KEPT, "update": {"minibatches": 12},
     },
-    "fsdp2 without work for one": {"update": {"minibatches": 12}, "lora": {"rank": 2}},
+    "fsdp2 without work for one": {
+        "update": {"minibatches": 12}, "lora": {"rank": 2, "target_modules": "embed_tokens,q_proj,lm_head"},
+    },
     "fsdp2 in small parts with a reference": {
         "kl": {"beta": 0.1}, "update": {"shared_prefix": True, "micro_batch_tokens": 9}, "rollout": KEPT,
     },

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.advantages import gdpo
 from gspo_kernels.trainer import demo
-from gspo_kernels.trainer.checkpoint import RunDirectory
+from gspo_kernels.trainer.checkpoint import RunDirectory, export_checkpoint
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.report import PATIENCE, read_metrics
 from gspo_kernels.trainer.rollout import Completion
@@ -189,6 +189,29 @@ def test_adapters_are_trained_alone_and_resume_bit_for_bit(tmp_path, tokenizer):
     assert same(resumed[0], straight) and resumed[1] == distances and distances[-1] > 1e-6
     saved = RunDirectory(tmp_path / "resumed").latest_checkpoint()
     assert all(".lora_" in n for n in FileSystemReader(saved / "tensors").read_metadata().state_dict_metadata)
+
+
+@pytest.mark.parametrize("targets", ["lm_head,q_proj", "embed_tokens", "q_proj"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_adapters_on_embedding_and_head_are_in_what_is_saved(tmp_path, tokenizer, targets, tied):
+    """What is saved and exported computes the trained log-probs; a head that has its own weight is untied."""
+    base = tiny_qwen3(tokenizer, tie_word_embeddings=tied)
+    for each in (base, tokenizer):
+        each.save_pretrained(tmp_path / "base")
+    sections = {"model": str(tmp_path / "base"), "lora": {"rank": 2, "target_modules": targets}}
+    config = small_config(tmp_path / "run", update={"steps": 1, "learning_rate": 0.1}, **sections)
+    trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=config.model)
+    trainer.train()
+    export_checkpoint(tmp_path / "run", tmp_path / "exported")
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        before, trained = (model(ids).logits.log_softmax(-1) for model in (base, trainer.model))
+        moved = (trained - before).abs().max()
+        for path in (tmp_path / "run" / "model", tmp_path / "exported"):
+            saved = AutoModelForCausalLM.from_pretrained(path)
+            off = (saved(ids).logits.log_softmax(-1) - trained).abs().max()
+            assert off < 1e-3 * moved and moved > 0.1
+            assert saved.config.tie_word_embeddings == (tied and targets == "q_proj")
 
 
 def test_what_reaches_the_update(tmp_path, tokenizer):
