@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> MismatchReport:
     _check(chosen)
     about = {k: str(v) if isinstance(v, Path) else v for k, v in vars(chosen).items() if k != "output"}
     if chosen.against is not None:
-        samples = scoring.read_samples(chosen.rollouts, None, chosen.count)
+        samples = scoring.read_samples(chosen.rollouts, None, chosen.count, _tell)
         comparison = _comparison(chosen, samples, scoring.other_logprobs(chosen.against, samples))
         report = make_report(samples, comparison, [], None, about)
     else:
@@ -135,7 +135,7 @@ def _with_model(chosen: argparse.Namespace, about: dict[str, Any]) -> MismatchRe
 
 def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: Sampling) -> Samples:
     if chosen.rollouts is not None:
-        return scoring.read_samples(chosen.rollouts, tokenizer, chosen.count)
+        return scoring.read_samples(chosen.rollouts, tokenizer, chosen.count, _tell)
     rows = load_prompts(chosen.prompts)
     rows = [rows[i] for i in range(min(chosen.count, len(rows)))]
     model = load(DTYPES[chosen.sampler_dtype], None)

@@ -38,38 +38,49 @@ class Samples:
         return offsets_of(torch.tensor([len(each) for each in self.completions], dtype=torch.int64))
 
 
-def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
+def read_samples(path: Path, tokenizer: Any, most: int, tell: Callable[[str], None]) -> Samples:
     """Read at most the first ``most`` completions of a file that a run has kept (``save_rollouts``).
 
-    The columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt". "sampling_mask" is used
-    if every completion has one. An `InputError` names a row that does not fit.
+    The columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt_ids". Files of older
+    releases have "prompt" in its place; ``tell`` then gets a sentence. "sampling_mask" is used if every
+    completion has one. An `InputError` names a row that does not fit.
     """
     whole = load_prompts(path)
     rows = [whole[i] for i in range(min(most, len(whole)))]
     for number, row in enumerate(rows, start=1):
         _check_row(row, f"{path}, row {number}")
-        if tokenizer is not None and not isinstance(row["prompt"], str):
-            raise InputError(f"{path}, row {number}: the prompt is no text, as a run would have kept it")
     prompts = None
     if tokenizer is not None:
-        # The file's prompts already have the special tokens that the tokenizer had added.
-        ids = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
-        prompts = [torch.tensor(each) for each in ids]
-        for number, each in enumerate(ids, start=1):
-            if not each:
-                raise InputError(f"{path}, row {number}: the tokenizer makes no token of the prompt")
+        if any(row.get("prompt_ids") is None for row in rows):
+            again = "its prompts are tokenized again, and may become other tokens than the sampler had"
+            tell(f"{path} has no prompt_ids: {again}")
+        prompts = [_prompt_of(row, tokenizer, f"{path}, row {n}") for n, row in enumerate(rows, start=1)]
     completions = [torch.tensor(row["token_ids"], dtype=torch.int64) for row in rows]
     logprobs = torch.tensor([value for row in rows for value in row["logprobs"]], dtype=torch.float64)
     masks = [SamplingMask.of(each) for row in rows if (each := row.get("sampling_mask")) is not None]
     return Samples(prompts, completions, logprobs, masks if len(masks) == len(rows) else None)
 
 
+def _prompt_of(row: Mapping[str, Any], tokenizer: Any, where: str) -> Tensor:
+    ids = row.get("prompt_ids")
+    if ids is None and not isinstance(row["prompt"], str):
+        raise InputError(f"{where}: the prompt is no text, as a run would have kept it")
+    if ids is None:  # the text already has the special tokens that the tokenizer had added
+        ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InputError(f"{where}: the tokenizer makes no token of the prompt")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
 def _check_row(row: Mapping[str, Any], where: str) -> None:
-    for column in ("token_ids", "logprobs"):
-        if not isinstance(row.get(column), list) or not row[column]:
-            raise InputError(
-                f"{where}: {column}: got {row.get(column)!r}, expected a list, a value per token"
-            )
+    for column in ("prompt_ids", "token_ids", "logprobs"):
+        values = row.get(column)
+        if column == "prompt_ids" and values is None:
+            continue
+        if not isinstance(values, list) or not values:
+            raise InputError(f"{where}: {column}: got {values!r}, expected a list, a value per token")
+        if column != "logprobs" and not all(type(value) is int for value in values):
+            raise InputError(f"{where}: {column}: got {values!r:.80}, expected whole numbers")
     tokens, sets = row["token_ids"], row.get("sampling_mask")
     if len(row["logprobs"]) != len(tokens):
         raise InputError(f"{where}: {len(row['logprobs'])} logprobs for {len(tokens)} token_ids")
@@ -99,7 +110,7 @@ def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
 
 def other_logprobs(path: Path, samples: Samples) -> Tensor:
     """Read log-probs [N] of the samples' tokens from another file; `read_samples` describes its form."""
-    other = read_samples(path, None, len(samples.completions))
+    other = read_samples(path, None, len(samples.completions), print)
     for number, (one, two) in enumerate(zip(samples.completions, other.completions, strict=False), start=1):
         if not torch.equal(one, two):
             raise InputError(f"{path}, row {number}: its token_ids are not those of the first file")

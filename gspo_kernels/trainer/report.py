@@ -166,6 +166,7 @@ def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:
     return {
         "row": sample.row,
         "prompt": tokenizer.decode(sample.prompt),
+        "prompt_ids": sample.prompt,
         "completion": sample.text,
         **finite({"reward": rewards.total[index].item()}),
         "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),

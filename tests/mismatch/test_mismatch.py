@@ -56,7 +56,8 @@ def rollouts(path, tokenizer, model, masks=False, **sampling):
         )  # fmt: skip
         tokens = out.sequences[0, ids.shape[1] :]
         logprobs = torch.stack(out.scores, 1)[0].float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        rows.append({"prompt": prompt, "token_ids": tokens.tolist(), "logprobs": logprobs.tolist()})
+        lists = {"prompt_ids": ids[0], "token_ids": tokens, "logprobs": logprobs}
+        rows.append({"prompt": prompt} | {name: values.tolist() for name, values in lists.items()})
         if masks:
             kept = [scores[0].isfinite().nonzero()[:, 0].tolist() for scores in out.scores]
             rows[-1]["sampling_mask"] = kept
@@ -137,6 +138,21 @@ def test_the_cause_is_found(tmp_path, directory, peaked, tokenizer, sampling, ca
     assert report["summary"]["sequences/mean_log_s"] < -1e-3
     assert min(left, key=left.get) == cause and left[cause] < 0.01
     assert any(advice in sentence for sentence in report["advice"])
+
+
+def test_prompts_are_the_tokens_that_the_sampler_had(
+    tmp_path, directory, peaked, tokenizer, capsys, no_picture
+):
+    """Many tokenizers make other tokens of a prompt's text than it was made of; here the text is another."""
+    file = rollouts(tmp_path / "rollouts.jsonl", tokenizer, peaked)
+    rows = [json.loads(line) | {"prompt": "another"} for line in file.read_text().splitlines()]
+    found = {}
+    for name in ("kept", "older"):
+        write(file, [{k: v for k, v in row.items() if name == "kept" or k != "prompt_ids"} for row in rows])
+        found[name] = reported(tmp_path, directory, "--rollouts", file, "--no-switches")["summary"]
+        told = f"{file} has no prompt_ids: its prompts are tokenized again" in capsys.readouterr().err
+        assert told == (name == "older")
+    assert found["kept"]["tokens/max"] < 1e-4 and found["older"]["tokens/mean"] > 0.1
 
 
 def test_masks_of_a_run_are_trained_with(tmp_path, directory, peaked, tokenizer, no_picture):
@@ -283,6 +299,9 @@ def test_files_of_another_kind_or_of_another_model_are_refused(tmp_path, directo
         (two_files, good, {"token_ids": [1, 2]}, "1 logprobs for 2 token_ids"),
         (two_files, good, {"logprobs": [0.5]}, "at most 0"),
         (two_files, good, {"token_ids": [], "logprobs": []}, "token_ids: got []"),
+        (two_files, good, {"token_ids": [1.5]}, "token_ids: got [1.5], expected whole numbers"),
+        (two_files, good, {"prompt_ids": "a"}, "prompt_ids: got 'a', expected a list"),
+        (with_model, good, {"prompt_ids": [10**6]}, "has token 1000000, but"),
         (two_files, good, {"sampling_mask": 3}, "sampling_mask: got 3, expected a list"),
         (two_files, good, {"sampling_mask": []}, "sampling_mask of 0 tokens for 1"),
         (two_files, good, {"sampling_mask": [[2]]}, "token 1 at 0 isn't in its sampling_mask"),

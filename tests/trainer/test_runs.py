@@ -97,6 +97,7 @@ def test_what_a_run_writes(straight, tokenizer):
         for index, record in enumerate(kept):
             expected = None if index % 2 else len(record["token_ids"])
             assert record["prompt"] == ROWS[record["row"]]["prompt"]
+            assert record["prompt_ids"] == tokenizer(record["prompt"])["input_ids"]
             assert record["rewards"]["some"] == record["reward"] == expected
             assert len(record["logprobs"]) == len(record["token_ids"]) and max(record["logprobs"]) <= 0
             assert record["completion"] == tokenizer.decode(record["token_ids"], skip_special_tokens=True)
