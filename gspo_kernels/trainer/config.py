@@ -204,7 +204,7 @@ class TrainConfig(Section):
     eval_dataset: str | None = option(None, "prompts that are never trained on")
     reward: tuple[str, ...] = option((), "'module:function' or 'file.py:function', with '(name=value)'")
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1")
-    reward_timeout: float | None = option(600.0, "seconds that a reward may take; None: no limit", gt=0)
+    reward_timeout: float | None = option(None, "seconds that a reward, in a thread, may take", gt=0)
     advantages: Method = option("group_normalized", "how rewards become advantages")
     advantage_scale: Literal["group", "batch", "none"] = option("group", "group_normalized divides by it")
     output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")

@@ -80,6 +80,12 @@ class Report:
             self.say(f"settings changed: {'; '.join(changed)}", warning=True)
         if not evaluates:
             self.say("no eval dataset: accuracy on held-out prompts is not measured")
+        if self.config.reward_timeout is None and self.accelerator.num_processes > 1:
+            self.say(
+                "reward_timeout is None: if a reward hangs in one process, the others wait until the time "
+                "limit of their collectives (with NCCL 10 minutes) ends the run without a checkpoint",
+                warning=True,
+            )
         if self.config.update.minibatches * self.config.update.epochs == 1:
             self.say(
                 "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use "

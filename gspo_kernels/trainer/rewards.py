@@ -19,8 +19,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,20 +66,34 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def _import(location: str) -> Any:
-    if location.endswith(".py"):
-        name = str(Path(location).resolve())  # so that files of the same name in two folders are two modules
-        module_spec = importlib.util.spec_from_file_location(name, location)
+    path, is_file = Path(location).resolve(), location.endswith(".py")
+    folder = str(path.parent if is_file else Path.cwd())
+    if folder not in sys.path:  # it stays there: processes that a reward starts import the module by its name
+        sys.path.append(folder)
+    name = _module_name(path) if is_file else location
+    sys.path.insert(0, folder)  # first while the module loads, as for a script
+    try:
+        if not is_file:
+            return importlib.import_module(name)
+        module_spec = importlib.util.spec_from_file_location(name, path)
         assert module_spec is not None and module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
-        sys.modules[name] = module  # dataclasses look their module up there
+        sys.modules[name] = module  # pickle and dataclasses look their module up there
         module_spec.loader.exec_module(module)
         return module
-    # A console script does not import from the current directory, where a user's reward module is.
-    sys.path.insert(0, here := str(Path.cwd()))
-    try:
-        return importlib.import_module(location)
     finally:
-        sys.path.remove(here)
+        sys.path.remove(folder)
+
+
+def _module_name(path: Path) -> str:
+    """Return the name under which every process can import a file, or one of its own where that is taken."""
+    try:
+        found = importlib.util.find_spec(path.stem)
+    except (ImportError, ValueError):  # a name with dots, or the running program's
+        found = None
+    if found is not None and found.origin is not None and Path(found.origin).resolve() == path:
+        return path.stem
+    return f"{path.stem.replace('.', '_')}_{zlib.crc32(bytes(path)):08x}"
 
 
 @dataclass(frozen=True)
@@ -100,9 +117,10 @@ class RewardSet:
     """Several reward functions, called together and summed with weights.
 
     ``async`` functions run at the same time, while plain ones run one after the other. A call that exceeds
-    the time limit raises an error. A plain function runs in a daemon thread, which nothing can stop: after
-    the limit it runs on until the program ends. A function that never releases Python's global lock must
-    start a process itself.
+    the time limit raises an error. Under a limit a plain function runs in a daemon thread, which nothing can
+    stop: after the limit it runs on until the program ends. A function that never releases Python's global
+    lock must start a process itself. Only the main thread can set signal handlers: a plain function that
+    tries to is called again in the calling thread, and from then on without a limit, with a warning.
 
     Args:
         functions, weights: the reward functions, and a weight for each; all 1 by default.
@@ -152,11 +170,14 @@ class RewardSet:
         arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
         calls = list(self._calls.values())
         # Coroutines go on while the plain functions are called, one after the other.
-        started = {call: call.start(arguments) for call in calls if call.is_async}
-        values = {
-            call.name: call.finish(call.start(arguments), arguments) for call in calls if not call.is_async
-        }
-        values |= {call.name: call.finish(future, arguments) for call, future in started.items()}
+        with _refused_signal_handlers() as threads:
+            started = {call: call.start(arguments) for call in calls if call.is_async}
+            plain = [call for call in calls if not call.is_async]
+            values = {call.name: call.finish(call.start(arguments), arguments, threads) for call in plain}
+            values |= {call.name: call.finish(future, arguments, threads) for call, future in started.items()}
+        if threads:
+            reason = "only the main thread can set signal handlers, and others tried to"
+            warnings.warn(f"rewards may be wrong: {reason}: {', '.join(sorted(threads))}", stacklevel=2)
         by_name = {
             name: torch.tensor([math.nan if v is None else float(v) for v in values[name]])
             for name in self.names
@@ -169,6 +190,30 @@ class RewardSet:
             )
         total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
         return Rewards(total, by_name, self.weights)
+
+
+@contextmanager
+def _refused_signal_handlers() -> Iterator[set[str]]:
+    """Yield the names of threads that try to set a signal handler, which only the main thread can.
+
+    Many functions hide the error: math-verify's, in ``try: ... except: 0.0``, makes right answers wrong.
+    """
+    module: Any = sys.modules["_signal"]  # whose function signal.signal calls, however it was imported
+    set_handler, refused = module.signal, set[str]()
+
+    def watched(*arguments: Any) -> Any:
+        try:
+            return set_handler(*arguments)
+        except ValueError:
+            if threading.current_thread() is not threading.main_thread():
+                refused.add(threading.current_thread().name)
+            raise
+
+    module.signal = watched
+    try:
+        yield refused
+    finally:
+        module.signal = set_handler
 
 
 class _Call:
@@ -225,13 +270,25 @@ class _Call:
         if self.timeout is None and loop is None:
             run()
         else:
-            threading.Thread(target=run, name="gspo reward", daemon=True).start()
+            threading.Thread(target=run, name=self.what, daemon=True).start()
         return future
 
-    def finish(self, future: Future[Any], arguments: Mapping[str, Any]) -> Sequence[float | None]:
-        """Wait for the values and check them; raise an `InputError` when the time is over."""
+    def finish(
+        self, future: Future[Any], arguments: Mapping[str, Any], refused: set[str]
+    ) -> Sequence[float | None]:
+        """Wait for the values and check them; raise an `InputError` when the time is over.
+
+        A plain function is called again, in this thread, if ``refused`` has the thread in which it ran.
+        """
         prompts, completions = arguments["prompts"], arguments["completions"]
-        if not wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done:
+        done = wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done
+        if self.what in refused and not self.is_async:
+            refused.remove(self.what)
+            again = "which fails in a thread; it is called again, and from now on without reward_timeout"
+            warnings.warn(f"{self.what} sets a signal handler, {again}", stacklevel=2)
+            self.timeout = None
+            return self.finish(self.start(arguments), arguments, refused)
+        if not done:
             self.loop = None  # the loop may be blocked for good: the next call gets another one
             limit = f"{self.timeout:g} seconds for {len(completions)} completions"
             raise InputError(f"{self.what} took more than {limit}")

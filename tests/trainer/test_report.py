@@ -58,7 +58,11 @@ def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
-    report.begin(2, changed=["seed: 0 -> 1"], evaluates=True)
+    assert "reward_timeout" not in out.getvalue()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(report.accelerator), "num_processes", 2)
+        report.begin(2, changed=["seed: 0 -> 1"], evaluates=True)
+    assert "warning: reward_timeout is None" in " ".join(out.getvalue().split())
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert "no eval dataset" in out.getvalue() and "settings changed: seed: 0 -> 1" in out.getvalue()
     assert read_metrics(tmp_path / "none.jsonl") == []

@@ -1,15 +1,20 @@
 """Reward functions: how they are found and called, and which returned values are refused."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import math
+import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 import typing
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -197,6 +202,89 @@ def test_a_thread_has_the_state_of_the_caller_and_passes_an_interrupt_on():
         RewardSet([interrupted], timeout=10.0)(*ARGUMENTS)
 
 
+@pytest.mark.parametrize("timeout", [None, 10.0])
+@pytest.mark.parametrize("hides", [True, False], ids=["hides the error", "raises"])
+def test_a_reward_that_sets_signal_handlers_gets_right_values(timeout, hides):
+    """math-verify does. In a thread it fails, and many rewards take any error for a wrong answer."""
+    from math_verify import parse, verify
+
+    def graded(completions, answer):
+        threads.append(threading.current_thread())
+        values = []
+        for text, right in zip(completions, answer, strict=True):
+            try:
+                values.append(float(verify(parse(right), parse(text))))
+            except Exception:
+                if not hides:
+                    raise
+                values.append(0.0)
+        return values
+
+    rewards, threads, before = RewardSet([graded], timeout=timeout), [], signal.getsignal(signal.SIGALRM)
+    texts, columns = ["so it is $\\frac{1}{2}$", "$7$"], {"answer": ["$0.5$", "$8$"]}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert rewards(["p"] * 2, texts, [[0]] * 2, columns).total.tolist() == [1.0, 0.0]
+    words = ["graded sets a signal handler, which fails in a thread"] if timeout else []
+    assert [word in str(each.message) for word, each in zip(words, told, strict=True)] == [True] * len(words)
+    assert threads[-2:] == [threading.main_thread()] * 2 and len(threads) == 2 + len(words)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_other_threads_that_set_signal_handlers_are_named():
+    from signal import SIG_DFL, SIGUSR1  # not looked up at the call
+    from signal import signal as set_handler
+
+    def handled(_):
+        with contextlib.suppress(ValueError):
+            set_handler(SIGUSR1, SIG_DFL)
+        return 1.0
+
+    def pooled(completions):
+        with ThreadPoolExecutor(1, "pool") as pool:
+            return list(pool.map(handled, completions))
+
+    async def waits(completions):
+        return [*map(handled, completions)]
+
+    with pytest.warns(UserWarning, match="rewards may be wrong: .*: pool_0, reward function waits"):
+        assert RewardSet([pooled, waits])(*ARGUMENTS).total.tolist() == [2.0, 2.0]
+
+
+POOLED = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from neighbour import length
+
+def one(text):
+    from later import half
+    return half(length(text))
+
+def pooled(completions):
+    values = []
+    for method in ("fork", "spawn"):
+        with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
+            values.append(list(pool.map(one, completions)))
+    return [a if a == b else None for a, b in zip(*values)]
+"""
+
+
+@pytest.mark.parametrize("spec", ["{folder}/pooled.py:pooled", "pooled:pooled"])
+def test_a_reward_may_start_processes_and_import_its_neighbours(tmp_path, spec):
+    """A process finds the function by its module's name, which it must be able to import."""
+    (tmp_path / "pooled.py").write_text(POOLED)
+    (tmp_path / "neighbour.py").write_text("length = len\n")
+    (tmp_path / "later.py").write_text("def half(value):\n    return value / 2\n")
+    run = "if __name__ == '__main__':\n    from gspo_kernels.trainer.rewards import load_reward\n"
+    run += f"    print(load_reward({spec.format(folder=tmp_path)!r})(['a', 'bcd']))\n"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "run.py").write_text(run)
+    command = [sys.executable, "elsewhere/run.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.stdout == "[0.5, 1.5]\n", done.stderr
+
+
 def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
     assert load_reward("math:sqrt") is math.sqrt
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
@@ -208,6 +296,10 @@ def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
     one, two = (load_reward(f"{tmp_path}/{folder}levels.py:level") for folder in ("", "other/"))
     assert (one(), two()) == ([3, 3], [4, 4])  # two files of one name are two modules
     assert [sys.modules[each.__module__].Level().value for each in (one, two)] == [3, 4]
+    for name in ("json.py", "a.b.py"):  # the name is taken, or is none
+        (tmp_path / name).write_text(text)
+        function = load_reward(f"{tmp_path}/{name}:level")
+        assert function() == [3, 3] and pickle.loads(pickle.dumps(function)) is function
     monkeypatch.chdir(tmp_path)
     assert load_reward("levels:level")() == [3, 3]
     bound = load_reward(r"gspo_kernels.rewards:regex_format(pattern=r'a:\d(\)|b)')")
