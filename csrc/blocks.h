@@ -63,7 +63,7 @@ struct Mixture {
     void cut(S* z, int64_t n, const int32_t* kept, S fill);                                               \
     void scale(const S* z, int64_t n, S factor, S* out); /* out may be z */                               \
     void multiply(S* out, const S* factor, int64_t n);                                                    \
-    void shrink(S* out, int64_t n, S factor); /* by a factor <= 1; subnormal results are 0 */             \
+    void shrink(S* out, int64_t n, S factor); /* values >= 0; subnormal results are 0 */                  \
     /* Sums over a block of student's and teacher's logits, and c times their gradients in out, which */  \
     /* may be z or, in forward_kl, null. The _gradient functions take sums over the whole row. */         \
     S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out);             \

@@ -210,10 +210,11 @@ Statistics statistics_of(const Others& others, bool has_label, double z_label, b
     return result;
 }
 
-// The sums of one block of columns; `exponentials`, if not null, gets exp(z - the block's maximum).
+// The sums of one block of columns; `exponentials`, if not null, gets exp(z - the block's maximum), and
+// `slope` a soft cap's slope.
 template <class T>
 Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy, StatsOf<T>* buffer,
-                  StatsOf<T>* exponentials = nullptr) {
+                  StatsOf<T>* exponentials = nullptr, StatsOf<T>* slope = nullptr) {
     const auto sum = [&](const auto* z) {
         using namespace avx512;  // for 16-bit floats
         Others others;
@@ -239,7 +240,7 @@ Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy
         const T* stored = row.label_in(begin, n) ? nullptr : row.stored(begin);
         if (stored) return sum(stored);
     }
-    return sum(row.others(begin, n, buffer));
+    return sum(row.others(begin, n, buffer, slope));
 }
 
 // Computes a row's statistics in one pass over it.
@@ -378,8 +379,8 @@ Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S
     return statistics;
 }
 
-// How far logits may exceed the shift of their exponentials, in nats, before a block gets a new shift: e^32
-// times any vocabulary is far from overflow, and few rows have a block that stands out so far.
+// How far a block's maximum may exceed the shift of the rows, in nats, before it becomes the shift: e^32 times
+// any vocabulary is far from overflow, and few rows have a block that stands out so far.
 constexpr double kHeadroom = 32;
 
 // Applies `shrink` to `n` elements of a row. Elements of another dtype than S go through a buffer, because
@@ -398,9 +399,9 @@ void shrink_row(O* out, int64_t n, S factor) {
     }
 }
 
-// Computes the statistics, and the rows that products take, in one pass with one exponential per element.
-// `out` times the row's `factor` is d logprob / d logits: `out` is exp(z - shift), and at the label minus the
-// sum of the others. Blocks go upwards, as in write_gradient.
+// Computes the statistics, with the bits of row_statistics, and the rows that products take, in one pass with
+// one exponential per element. `out` times the row's `factor` is d logprob / d logits: `out` is exp(z - shift),
+// and at the label minus the sum of the others. Blocks go upwards, as in write_gradient.
 template <class T, class O, class S>
 Statistics write_rows(const Row<T>& row, O* out, S& factor) {
     alignas(64) S buffer[kBlock], slope[kBlock];
@@ -410,25 +411,22 @@ Statistics write_rows(const Row<T>& row, O* out, S& factor) {
     };
     std::vector<Stretch> earlier;  // blocks that were related to another shift than the last
     Others others;
+    double shift = -kInfinity;
     const double z_label = row.label_logit();  // read before `out`, which may be the logits, overwrites it
     S label_slope = 1;
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-        const S* z = row.others(begin, n, buffer, slope);
-        if (row.soft_capped() && row.label_in(begin, n)) label_slope = slope[row.label() - begin];
-        const double block_maximum = maximum(z, n);
-        if (block_maximum > others.maximum + kHeadroom) {
-            if (others.maximum != -kInfinity) earlier.push_back({begin, others.maximum});
-            others.move_to(block_maximum);
-        }
-        const S shift = others.template shift<S>();
         S* exponentials = buffer;
         if constexpr (std::is_same_v<O, S>) exponentials = out + begin;
-        for (int64_t i = 0; i < n; i += kPiece) {
-            row.prefetch(begin + kBlock + i, kPiece);
-            others.sum += write_exp(z + i, std::min(kPiece, n - i), shift, exponentials + i);
+        const Others block = block_sums(row, begin, n, false, buffer, exponentials, slope);
+        others.add(block);
+        if (block.maximum > shift + kHeadroom) {
+            if (shift != -kInfinity) earlier.push_back({begin, shift});
+            shift = block.maximum;
         }
+        if (block.maximum != shift) shrink(exponentials, n, static_cast<S>(std::exp(block.maximum - shift)));
         if (row.soft_capped()) {
+            if (row.label_in(begin, n)) label_slope = slope[row.label() - begin];
             multiply(exponentials, slope, n);
             row.cut_block(begin, n, exponentials, 0);
         }
@@ -436,10 +434,11 @@ Statistics write_rows(const Row<T>& row, O* out, S& factor) {
     }
     const Statistics statistics = statistics_of(others, row.label() >= 0, z_label, false);
     int64_t begin = 0;
-    for (const auto [end, shift] : earlier) {
-        shrink_row(out + begin, end - begin, static_cast<S>(std::exp(shift - others.maximum)));
+    for (const auto [end, before] : earlier) {
+        shrink_row(out + begin, end - begin, static_cast<S>(std::exp(before - shift)));
         begin = end;
     }
+    others.move_to(shift);
     if (row.label() >= 0) from_float(static_cast<S>(0 - others.sum) * label_slope, out[row.label()]);
     factor =
         static_cast<S>(-row.template chain<double>() / (others.sum + std::exp(z_label - others.maximum)));

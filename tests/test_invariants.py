@@ -370,6 +370,28 @@ def test_ratio_is_exactly_one_on_the_identical_path(entry, layout, name, backend
     assert torch.equal(run(same, apart, objective, backend).logprobs, old)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gradient_or_a_schedule_leaves_the_logprobs_of_scoring_alone(dtype):
+    """C++ only, bit for bit. It sums rows in blocks of 2,048 columns: one, two, or many, the last in part.
+    The tokens are one sequence, so that all paths multiply the same rows.
+    """
+    schedules = {"auto": gk.GSPO(), "two_pass": gk.GSPO(), "deferred": gk.GSPO(), "known": gk.GRPO()}
+    for vocabulary in (2048, 4095, 4096, 4097, 5000, 50257):
+        hidden = torch.randn(1, 96, 8).to(dtype).requires_grad_()
+        weight = (2 * torch.randn(vocabulary, 8)).to(dtype).requires_grad_()
+        labels, one = torch.randint(vocabulary, (1, 96)), torch.ones(1)
+        for options in ({}, {"temperature": 0.7}, {"softcap": 5.0}):
+            call = (hidden, weight, labels), {"backend": "cpp", **options}
+            with torch.no_grad():
+                old = gk.linear_token_logprobs(*call[0], **call[1]).logprobs
+            assert torch.equal(gk.linear_token_logprobs(*call[0], **call[1]).logprobs, old)
+            for schedule, objective in schedules.items():
+                how = {"schedule": schedule, "objective": objective}
+                out = gk.fused_linear_policy_loss(*call[0], old, one, **call[1], **how)
+                assert torch.equal(out.logprobs, old), (vocabulary, options, schedule)
+                assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1.0
+
+
 def test_ratio_is_one_through_any_other_path_of_ours():
     """Logits have a language model's size: the last bit of fp32 at 25 is 2e-6 already."""
     lengths, vocabulary, found = (6, 8, 12), 1009, {}

@@ -94,7 +94,7 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> Row
     return stats
 
 
-def one_pass_pays(rows: LogitRows, all_rows_active: bool) -> bool:
+def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
     """See ``ops.backends.OnePassBackend.one_pass_pays``: it always pays, and the bits are the same."""
     return True
 

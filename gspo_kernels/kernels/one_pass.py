@@ -265,11 +265,11 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, None]:
     return logprobs_and_grad(rows, None, out), None
 
 
-def one_pass_pays(rows: LogitRows, all_rows_active: bool) -> bool:
+def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
     """See ``ops.backends.OnePassBackend.one_pass_pays``. It pays if rows stay on the chip and all are active:
-    sums have another order than in ``logprobs_forward``, and inactive rows would be written for nothing.
+    inactive rows would be written for nothing. Sums have another order than in ``logprobs_forward``.
     """
     logits, vocabulary = rows.logits, rows.logits.shape[2]
-    if not all_rows_active or vocabulary % ALIGNED_COLUMNS:
+    if logprobs_compared or not all_rows_active or vocabulary % ALIGNED_COLUMNS:
         return False
     return _tile(vocabulary, logits.element_size(), rows.transform, logits.device) is not None

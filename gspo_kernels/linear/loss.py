@@ -109,10 +109,9 @@ class Run:
 
     def __init__(self, call: Call, terms: Terms, plan: Plan):
         self.call, self.terms, self.plan = call, terms, plan
-        self.scores = Scores(call, plan.entropy)
+        compared = terms.old_logprobs is not None or terms.ref_logprobs is not None
+        self.scores = Scores(call, plan.entropy, compared=compared)
         self.gradients = Gradients(call, plan.requires_grad, normalised=True)
-        # log-probs computed along with gradient rows may differ in their last bits, which a ratio would show
-        self.no_ratio = terms.old_logprobs is None and terms.ref_logprobs is None
         # evaluate all tokens at once: other ranks have tokens of the same sequences, or sums over sequences
         # need one order
         self.at_once = bool(terms.cp_group) or (call.head.fixed and plan.depends_on in ("group", "batch"))
@@ -133,7 +132,7 @@ class Run:
                 self.scores.forward(index[call.index(grads[index] == 0, len(index) - len(keep))])
                 where = index[keep]
             for chunk in call.chunks(where):
-                projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio)
+                projected = self.scores.project(chunk, self.plan.entropy, True)
                 self.gradients.add(projected, chunk, grads[chunk.where], None, False)
                 del projected
             return
@@ -156,7 +155,7 @@ class Run:
                 kl_beta=None if beta is None else shares * beta,
             )
         for chunk in call.chunks(where):
-            projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
+            projected = self.scores.project(chunk, self.plan.entropy, not skip)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
             # the launch takes the chunk as one row of tokens, PyTorch each token as a sequence
             across = 0 if in_one_launch else 1
@@ -197,7 +196,7 @@ class Run:
     def aligned(self, chunk: Chunk, terms: Terms) -> None:
         """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits."""
         skip = self.plan.leaves_out
-        projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
+        projected = self.scores.project(chunk, self.plan.entropy, not skip)
         grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
         self.gradients.add(projected, chunk, grad, grad_entropy, skip)
 
@@ -214,7 +213,7 @@ class Run:
             weights = torch.where(counted, factors[0].to(gradients.dtype), 0.0)
         done = 0
         for chunk in call.chunks(where):
-            projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio)
+            projected = self.scores.project(chunk, self.plan.entropy, True)
             unit = weights[done : done + chunk.size]
             done += chunk.size
             active = None if call.chunking.compact else call.counted.flatten()[chunk.where]
@@ -231,7 +230,7 @@ class Run:
     def frozen(self, where: slice | Tensor, terms: Terms) -> None:
         """Serve a head without gradient: rows of dHidden wait for the coefficients that multiply them."""
         for chunk in self.call.chunks(where):
-            projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio)
+            projected = self.scores.project(chunk, self.plan.entropy, True)
             self.gradients.add_rows(self.gradients.rows(projected, chunk), chunk)
             del projected
         self.gradients.scale(where, self.coefficients(where, terms)[0])

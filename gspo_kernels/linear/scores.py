@@ -70,12 +70,15 @@ class Scores:
     Attributes:
         call: the call.
         stats: the statistics of all rows, [B, T] each; zeros where nothing was projected.
+        compared: whether a ratio compares the log-probs with others, which would show their last bits.
         most_rows: the number of rows of logits to make room for.
     """
 
-    def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
+    def __init__(
+        self, call: Call, entropy: bool, known: RowStats | None = None, compared: bool = False
+    ) -> None:
         """``known`` are the statistics of an earlier pass."""
-        self.call = call
+        self.call, self.compared = call, compared
         if known is None:
             shape, dtype = call.labels.shape, stats_dtype(call.hidden.dtype)
             new = call.hidden.new_zeros
@@ -120,14 +123,16 @@ class Scores:
         Args:
             chunk: the rows.
             entropy: whether to compute the entropy.
-            all_rows_active: no row is left out because of its statistics, and the log-probs are not compared
-                with others.
+            all_rows_active: no row is left out because of its statistics.
             keep: whether ``stats`` get the chunk's statistics; False: those of an earlier pass stay.
         """
         call, logits = self.call, self.logits(chunk)
         backend, rows = cast(OnePassBackend, call.backend), chunk.rows(logits)
         one_pass = not entropy and not call.head.fixed and hasattr(backend, "logprobs_and_rows")
-        if one_pass and backend.one_pass_pays(rows, all_rows_active):
+        compared = self.compared and keep
+        if one_pass and backend.one_pass_pays(
+            rows, all_rows_active=all_rows_active, logprobs_compared=compared
+        ):
             out = call.rows_memory(logits)
             stats, factors = backend.logprobs_and_rows(rows, out.unsqueeze(0))
             projected = Projected(out, stats, True, None if factors is None else factors.squeeze(0))

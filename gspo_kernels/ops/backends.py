@@ -81,12 +81,16 @@ class RowBackend(Protocol):
 class OnePassBackend(RowBackend, Protocol):
     """A backend that can write the rows of gradient products along with the statistics."""
 
-    def one_pass_pays(self, rows: LogitRows, all_rows_active: bool) -> bool:
-        """Return whether one pass is less work than statistics first, rows later, for contiguous logits.
+    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+        """Return whether one pass serves, and is less work than statistics first, rows later, for contiguous
+        logits.
 
-        ``all_rows_active``: every row will enter the products, and log-probs need not have the bits of
-        ``logprobs_forward``. Otherwise one pass pays only where the rows cost nothing and the bits are the
-        same.
+        Args:
+            rows: the logits.
+            all_rows_active: every row will enter the products. Otherwise one pass pays only where rows cost
+                next to nothing.
+            logprobs_compared: a ratio will compare the log-probs with others, so that one pass serves only
+                where it gives the bits of ``logprobs_forward``.
         """
 
     def logprobs_and_rows(self, rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor | None]:

@@ -175,7 +175,7 @@ class Truth:
 
 def check(rows: Rows, logits, labels, grad, grad_entropy, transform=PLAIN):
     """Check that all functions on finite rows are as exact as plain PyTorch, and that statistics are the same
-    with and without the entropy.
+    with and without the entropy; from C++ also with and without the gradient.
     """
     given = logits, labels, transform
     both, alone = Truth(*given, grad, grad_entropy), Truth(*given, grad)
@@ -183,7 +183,8 @@ def check(rows: Rows, logits, labels, grad, grad_entropy, transform=PLAIN):
     for name, got in zip(stats._fields, stats, strict=True):
         assert got.dtype == (torch.float64 if name == "lse" else stats_dtype(logits.dtype)), name
     assert (stats.logprobs <= 0).all()
-    assert same(rows.forward(*given, entropy=False), stats._replace(entropy=None))
+    alike = stats._replace(entropy=None)
+    assert same(rows.forward(*given, entropy=False), alike)
     with_entropy = rows.backward(logits, labels, stats, grad, grad_entropy, transform)
     both.hold(**stats._asdict(), grad=with_entropy)
     alone.hold(grad=rows.backward(logits, labels, stats, grad, None, transform))
@@ -194,7 +195,9 @@ def check(rows: Rows, logits, labels, grad, grad_entropy, transform=PLAIN):
         held = {one_pass.on_chip_tile(logits, logits, transform) is not None, False}
     else:
         known, row, factors = rows.and_rows(*given)
+        assert same(known, alike)
         alone.hold(logprobs=known.logprobs, lse=known.lse, grad=row * (factors * grad).unsqueeze(-1))
     for way in held:
         known, got = rows.and_grad(logits, labels, grad, transform, held=way)
+        assert rows.name == "triton" or same(known, alike)
         alone.hold(logprobs=known.logprobs, lse=known.lse, grad=got)

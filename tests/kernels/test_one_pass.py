@@ -124,14 +124,16 @@ def test_each_logit_is_read_once_and_no_order_is_needed(coefficients, out_dtype)
 
 def test_rows_come_along_only_where_that_is_less_work():
     rows = ROWS.rows(empty(4096, FP32)[0], None, PLAIN)
-    assert kernels.one_pass_pays(rows, True)
-    assert not kernels.one_pass_pays(rows, False)
+    active = {"all_rows_active": True, "logprobs_compared": False}
+    assert kernels.one_pass_pays(rows, **active)
+    assert not kernels.one_pass_pays(rows, **active | {"all_rows_active": False})
+    assert not kernels.one_pass_pays(rows, **active | {"logprobs_compared": True})
     logits = torch.empty(1, 2, 4096, dtype=BF16)
     assert on_chip_tile(logits, logits, PLAIN) is not None
     for V, dtype, transform in (
         (4104, FP32, PLAIN), (4096, FP64, PLAIN), (0, FP32, PLAIN), (4096, FP32, SOFT), (4096, FP32, KEPT)
     ):  # fmt: skip
-        assert not kernels.one_pass_pays(ROWS.rows(empty(V, dtype)[0], None, transform), True)
+        assert not kernels.one_pass_pays(ROWS.rows(empty(V, dtype)[0], None, transform), **active)
         assert on_chip_tile(*empty(V, dtype), transform) is None
     assert on_chip_tile(logits, torch.empty(1, 2, 4096 + 1, dtype=BF16)[..., 1:], PLAIN) is None
     # asked for both in one launch all the same, the kernel reads such rows twice
