@@ -37,7 +37,7 @@ class LoRAHead(NamedTuple):
     """An lm_head with a low-rank adapter, to be passed as ``weight``: ``weight + scale * B @ A``.
 
     ``weight`` has no gradient; A and B have. B gets a matrix product of its own, so that nothing of the size
-    of ``weight`` is allocated.
+    of ``weight`` is allocated. The adapter's products and their gradients are in fp32 beside a 16-bit weight.
 
     Attributes:
         weight: [V, H], frozen; hidden's dtype, or any under autocast.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.ops.backends import OnlineSoftmax
-from gspo_kernels.ops.products import fixed_product, in_blocks, multiply
+from gspo_kernels.ops.products import fixed_product, in_blocks, in_parts, multiply, sum_of_parts
 from gspo_kernels.torch_internals import onednn_multiplies
 from gspo_kernels.types import stats_dtype
 
@@ -24,7 +24,7 @@ class Head:
     Attributes:
         weight: [V, H].
         trained: the matrix whose gradient is dWeight: the weight, or the low-rank adapter's [V, r], which
-            multiplies the last r columns of hidden states.
+            multiplies the last r columns of hidden states. With it hidden states have the statistics' dtype.
         bias: [V], or None.
         fixed: whether products add up in an order that depends on nothing but the weight.
         vocabulary: V.
@@ -67,6 +67,7 @@ class Head:
         transposed, bias, low = self.weight.t(), self.bias, None
         if self.has_adapter:
             hidden, low = hidden.split([self.weight.shape[1], self.trained.shape[1]], dim=1)
+            hidden = hidden.to(self.weight.dtype)  # which they had
         rounded = out.dtype in (torch.float16, torch.bfloat16)
         if self.fixed and (out.is_cuda or (self.in_blocks and not rounded)):
             fixed_product(hidden, transposed, out, bias=bias)
@@ -89,8 +90,6 @@ class Head:
         adapter = self.trained.t()
         if self.in_blocks and not rounded:
             return multiply(low, adapter, out, accumulate=True)
-        if out.is_cuda and out.dtype != low.dtype:
-            return torch.addmm(out, low, adapter, out_dtype=out.dtype, out=out)
         return out.addmm_(low.to(out.dtype), adapter.to(out.dtype))
 
     def fold_logits(self, hidden: Tensor, sums: OnlineSoftmax) -> None:
@@ -134,8 +133,10 @@ class Head:
         ``weight``: multiply by this matrix alone.
         """
         if weight is None and self.has_adapter:
-            each = [self.grad_hidden(rows, weight) for weight in (self.weight, self.trained)]
-            return torch.cat(each, 1)
+            low = self.grad_hidden(rows, in_parts(self.trained, rows.dtype))
+            return torch.cat(
+                [self.grad_hidden(rows, self.weight), sum_of_parts(low, self.trained.shape[1])], 1
+            )
         weight = self.weight if weight is None else weight
         shape = rows.shape[0], weight.shape[1]
         if self.fixed:

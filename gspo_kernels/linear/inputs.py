@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gspo_kernels import checks
 from gspo_kernels.invariance import in_force
 from gspo_kernels.linear.call import Chunking
 from gspo_kernels.logits import check_scores
+from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.products import fixed_unavailable
 from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.types import LoRAHead
+from gspo_kernels.types import LoRAHead, stats_dtype
 
 LOGITS_DTYPES = ("float32", "input")
 
@@ -86,7 +88,7 @@ def _with_adapter(
     hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states with the columns ``scale * hidden @ A.T`` appended, and B. dA follows from these
-    columns.
+    columns. Both have the dtype of statistics: beside a 16-bit weight an fp32 adapter is not rounded.
     """
     A, (V, H) = checks.tensor("weight.A", lora.A, None, "[r, H]", hidden.device, checks.FLOATS), weight.shape
     checks.tensor("weight.A", A, (len(A) if A.ndim else 0, H), "[r, H]", hidden.device, checks.FLOATS)
@@ -101,24 +103,60 @@ def _with_adapter(
             "weight: got a LoRAHead, but with sequence_parallel or without reduce_hidden_grad a rank would "
             "have a part of dA only; expected the product of base and adapter as one weight"
         )
-    with torch.autocast(hidden.device.type, enabled=False):
-        low = scale * LowRankFunction.apply(hidden.to(lora.A.dtype), lora.A)
-        return torch.cat([hidden, low.to(hidden.dtype)], -1), lora.B.to(hidden.dtype)
+    dtype = stats_dtype(hidden.dtype)
+    return LowRankFunction.apply(hidden, A.to(dtype), scale), lora.B.to(dtype)
+
+
+@matrix_operator
+def append_low_rank(hidden: Tensor, A: Tensor, scale: float) -> Tensor:
+    """Return hidden states [..., H] in A's dtype, with the columns ``scale * hidden @ A.T`` appended."""
+    hidden = hidden.to(A.dtype)
+    return torch.cat([hidden, scale * (hidden @ A.t())], -1)
+
+
+@append_low_rank.register_fake
+def _(hidden: Tensor, A: Tensor, _: float) -> Tensor:
+    return A.new_empty(*hidden.shape[:-1], hidden.shape[-1] + len(A))
+
+
+class LowRankGradients(NamedTuple):
+    """The gradients of hidden, in its dtype, and A."""
+
+    hidden: Tensor
+    A: Tensor
+
+
+@matrix_operator
+def low_rank_backward(grad: Tensor, hidden: Tensor, A: Tensor, scale: float) -> LowRankGradients:
+    """Return the gradients of ``append_low_rank``. A hidden state whose row has no gradient may be anything:
+    it has no part in dA.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    of_rows, of_low = grad.reshape(-1, grad.shape[-1]).split([rows.shape[1], len(A)], 1)
+    of_low = scale * of_low
+    active = torch.where((of_low != 0).any(1, keepdim=True), rows, 0.0).to(A.dtype)
+    of_hidden = torch.addmm(of_rows, of_low, A).to(hidden.dtype)
+    return LowRankGradients(of_hidden.view(hidden.shape), of_low.t() @ active)
+
+
+@low_rank_backward.register_fake
+def _(_: Tensor, hidden: Tensor, A: Tensor, __: float) -> LowRankGradients:
+    return LowRankGradients(hidden.new_empty(hidden.shape), A.new_empty(A.shape))
 
 
 class LowRankFunction(torch.autograd.Function):
-    """``hidden @ A.T``. A hidden state whose row has no gradient may be anything: it has no part in dA."""
+    """``append_low_rank``, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, A: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, A: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(hidden, A)
-        return hidden @ A.t()
+        ctx.scale = scale
+        return append_low_rank(hidden, A, scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, A = ctx.saved_tensors
-        active = torch.where((grad != 0).any(-1, keepdim=True), hidden, 0.0)
-        return grad @ A, grad.flatten(0, -2).t() @ active.flatten(0, -2)
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *low_rank_backward(grad, *ctx.saved_tensors, ctx.scale), None
 
 
 def check_teachers_head(

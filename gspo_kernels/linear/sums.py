@@ -11,7 +11,15 @@ from torch import Tensor
 from gspo_kernels.linear.head import Head
 from gspo_kernels.ops.backends import launches_of, load
 from gspo_kernels.ops.memory import used_memory
-from gspo_kernels.ops.products import SEGMENT, fixed_product, multiply, transposed_product, values_in_step
+from gspo_kernels.ops.products import (
+    SEGMENT,
+    fixed_product,
+    in_parts,
+    multiply,
+    sum_of_parts,
+    transposed_product,
+    values_in_step,
+)
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
@@ -89,15 +97,23 @@ class HeadSums:
         if total is not None:
             unit = self._unit(rows, factors, total) if values.dtype == torch.float16 else None
             left, operand = values.t(), self._operand(rows, factors, hidden, unit)
+            out, empty = total, self._empty
+            if operand.dtype != left.dtype:
+                # an adapter's columns, beside 16-bit rows
+                operand, empty = in_parts(operand, left.dtype), True
+                out = total.new_empty(left.shape[0], operand.shape[1])
             # the first product overwrites the memory: filling it with zeros would cost extra
             if self._head.in_blocks:
-                multiply(left, operand, total, accumulate=not self._empty)
-            elif left.dtype == total.dtype:
-                torch.mm(left, operand, out=total) if self._empty else total.addmm_(left, operand)
-            elif self._empty:
-                torch.mm(left, operand, out_dtype=total.dtype, out=total)
+                multiply(left, operand, out, accumulate=not empty)
+            elif left.dtype == out.dtype:
+                torch.mm(left, operand, out=out) if empty else out.addmm_(left, operand)
+            elif empty:
+                torch.mm(left, operand, out_dtype=out.dtype, out=out)
             else:
-                torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
+                torch.addmm(out, left, operand, out_dtype=out.dtype, out=out)
+            if out is not total:
+                product = sum_of_parts(out, total.shape[1])
+                total.copy_(product) if self._empty else total.add_(product)
         if self._bias is not None and factors is not None:
             if values.dtype == torch.float16:
                 scale = power_of_two(largest(factors))
@@ -110,8 +126,10 @@ class HeadSums:
     def _operand(
         self, rows: GradientRows, factors: Tensor | None, hidden: Tensor, unit: Tensor | None
     ) -> Tensor:
-        """Return hidden states times factors, divided by ``unit``, in the dtype of the products."""
-        dtype, active = rows.values.dtype, rows.active
+        """Return hidden states times factors, divided by ``unit``, in the dtype of the products; an adapter's
+        columns stay in that of the sums.
+        """
+        dtype, active = self._dtype if self._head.has_adapter else rows.values.dtype, rows.active
         if self._launches is not None:
             most = MOST_IN_SUMS[self._dtype]
             return self._launches.product_operand(

@@ -20,7 +20,9 @@ __all__ = [
     "fixed_product",
     "fixed_unavailable",
     "in_blocks",
+    "in_parts",
     "multiply",
+    "sum_of_parts",
     "transposed_product",
     "values_in_step",
 ]
@@ -66,6 +68,25 @@ def transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
     if rows.is_cpu:
         return multiply(rows.t(), operand, torch.empty(rows.shape[1], operand.shape[1]))
     return torch.mm(rows.t(), operand, out_dtype=torch.float32)
+
+
+def in_parts(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values [n, k] in ``dtype``; of fp32 values three 16-bit parts side by side, [n, 3 * k].
+
+    The parts add up to the values, and ``sum_of_parts`` of a product to the product with fp32 values.
+    """
+    if values.dtype == dtype:
+        return values
+    parts = []
+    for _ in range(3):
+        parts.append(values.to(dtype))
+        values = values - parts[-1]
+    return torch.cat(parts, 1)
+
+
+def sum_of_parts(product: Tensor, width: int) -> Tensor:
+    """Return a product [n, width] from that of ``in_parts``."""
+    return product.unflatten(1, (-1, width)).sum(1)
 
 
 def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
