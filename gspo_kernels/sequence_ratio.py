@@ -21,6 +21,7 @@ from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
 from gspo_kernels.terms import Terms, check_logprobs
+from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import (
     METRICS,
     LogitRows,
@@ -126,11 +127,11 @@ class SequenceRatioFunction(torch.autograd.Function):
             each = layout_of(labels, operands.cu_seqlens).expand(each)
         save_rows(ctx, options, logits, labels, stats.logprobs, stats.lse, each)
         ctx.inplace = inplace
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats.logprobs, stats.metrics)
         return stats.loss, stats.logprobs, stats.metrics
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         (logits, labels, logprobs, lse, each), options = saved_rows(ctx)
         stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad)

@@ -17,7 +17,7 @@ from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.sequence_ratio import ratio_operands
 from gspo_kernels.terms import Terms, check_logprobs, check_values
-from gspo_kernels.torch_internals import is_last_backward
+from gspo_kernels.torch_internals import is_last_backward, once_differentiable, save_for_backward
 from gspo_kernels.types import NO_RATIO, STATS_DTYPES, Doubt, KLPenalty, LossOutput, RatioClip, stats_dtype
 
 
@@ -112,14 +112,14 @@ class PolicyLossFunction(torch.autograd.Function):
         ctx: Any, logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, ratio: RatioClip
     ) -> tuple[Tensor, Tensor]:
         step = policy_step(logprobs, entropy, terms, backend, ratio, True)
-        ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
+        save_for_backward(ctx, step.grad_logprobs, step.grad_entropy)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
         ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(step.metrics)
         return step.loss, step.metrics
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         grad_logprobs, grad_entropy = ctx.saved_tensors
         dtype, entropy_dtype = ctx.dtypes

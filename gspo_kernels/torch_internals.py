@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,11 +62,46 @@ def inner_autograd() -> Iterator[None]:
         yield
 
 
-def is_last_backward() -> bool:
-    """Return, in a function's backward, whether its saved tensors are freed afterwards and may be changed.
+def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors in an autograd context, in whose backward an undefined upstream gradient is None.
 
-    False where the backward is traced, or itself recorded by autograd (``create_graph``).
+    PyTorch refuses to save tensors made under ``inference_mode``, so a copy of these is saved.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
+    ctx.set_materialize_grads(False)
+    if not torch.compiler.is_compiling() and any(x is not None and x.is_inference() for x in tensors):
+        if not ctx.next_functions:
+            return  # no graph is recorded, so there will be no backward
+        tensors = tuple(x.clone() if x is not None and x.is_inference() else x for x in tensors)
+    ctx.save_for_backward(*tensors)
+
+
+def once_differentiable(backward: F) -> F:
+    """Decorate an autograd function's backward: it has no gradient where no upstream gradient is defined, and
+    no second derivatives.
+
+    PyTorch's decorator of this name notices a second derivative only if an upstream gradient needs a gradient
+    itself. In a gradient penalty or a Hessian it is the constant 1, and a term would be missing silently.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *upstream: Tensor | None) -> Any:
+        for grad in upstream:  # ``all`` takes several times as long
+            if grad is not None:
+                break
+        else:
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "create_graph: is True, expected False: losses and log-probs of gspo_kernels have first "
+                "derivatives only"
+            )
+        return backward(ctx, *upstream)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def is_last_backward() -> bool:
+    """Return, in a function's backward, whether its saved tensors are freed afterwards and may be changed;
+    False where the backward is traced.
+    """
+    return not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph())

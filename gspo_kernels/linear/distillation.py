@@ -21,6 +21,7 @@ from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.plan import RequiresGrad
+from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import stats_dtype
 
 
@@ -123,10 +124,10 @@ class LinearDistillationFunction(torch.autograd.Function):
         call = (operands, needs, *rest)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.divergences)
         return result.loss, result.divergences
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         return (*take_gradients(ctx, grad), *(None,) * 11)

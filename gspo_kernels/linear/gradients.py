@@ -15,6 +15,7 @@ from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
+from gspo_kernels.torch_internals import save_for_backward
 from gspo_kernels.types import RowGradients, stats_dtype
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -245,7 +246,7 @@ def save_gradients(
     ctx.needs, ctx.dtype, ctx.backend = needs, operands.hidden.dtype, operands.options.backend
     ctx.traced, ctx.saved, ctx.operator = traced, None, None
     if traced:
-        ctx.save_for_backward(*gradients)
+        save_for_backward(ctx, *gradients)
     else:
         ctx.saved, ctx.operator = gradients, operator
         operator.save(ctx, *arguments)

@@ -13,6 +13,7 @@ from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
 from gspo_kernels.plan import RequiresGrad
+from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import RowStats
 
 
@@ -72,7 +73,6 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
         operands, (entropy, skip) = LinearOperands(*arguments[:7]), arguments[7:]
         scored = linear_logprobs_forward(operands, entropy)
         save_rows(ctx, operands.options, *operands[:4], operands.base, *scored)
@@ -82,14 +82,14 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
         return scored.logprobs, scored.entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         (hidden, weight, bias, labels, base, logprobs, lse, entropy), options = saved_rows(ctx)
         nothing = (None,) * 6
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
-            if grad_entropy is None:
-                return (None, None, None, *nothing)
+            assert grad_entropy is not None
             grad_logprobs = torch.zeros_like(grad_entropy)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_logprobs_backward(

@@ -36,6 +36,7 @@ from gspo_kernels.plan import Plan, RequiresGrad
 from gspo_kernels.sequence_ratio import ratio_operands, sequence_ratio
 from gspo_kernels.step import evaluate_objective
 from gspo_kernels.terms import Terms, check_values
+from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import (
     NO_RATIO,
     RowGradients,
@@ -95,11 +96,11 @@ class LinearPolicyFunction(torch.autograd.Function):
         call = (operands, terms, plan)
         result = linear_policy(*call)
         save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, call, traced)
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         return (*take_gradients(ctx, grad), *(None,) * 7)
 
@@ -339,11 +340,11 @@ class SmallLossFunction(torch.autograd.Function):
         each = terms.layout(labels).expand(stats.coefficients / stats.divisor)
         save_rows(ctx, options, hidden, labels, logits, stats.logprobs, stats.lse, each, weight, bias)
         ctx.needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats.metrics, stats.logprobs)
         return stats.loss, stats.metrics, stats.logprobs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
         needs = ctx.needs

@@ -15,6 +15,7 @@ from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score, write_gradient
 from gspo_kernels.plan import RequiresGrad
+from gspo_kernels.torch_internals import once_differentiable
 
 
 @matrix_operator
@@ -96,7 +97,6 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
         operands, (ids, within) = LinearOperands(*arguments[:7]), arguments[7:]
         rows = linear_selected_forward(operands, ids, within)
         save_rows(ctx, operands.options, *operands[:4], operands.base, ids, *rows)
@@ -106,12 +106,12 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
         return rows.logprobs, rows.tail
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
         (hidden, weight, bias, labels, base, ids, *rows), options = saved_rows(ctx)
         nothing = (None,) * 6
         if grad_logprobs is None:
-            if grad_tail is None:
-                return (None, None, None, *nothing)
+            assert grad_tail is not None
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_selected_backward(

@@ -15,6 +15,7 @@ from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
 
@@ -132,6 +133,7 @@ class DivergenceFunction(torch.autograd.Function):
         return result.divergences
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         nothing = (None,) * 5
         pair, options, known = _saved(ctx)
@@ -166,6 +168,7 @@ class KnownDivergenceFunction(torch.autograd.Function):
         return summed(result.divergences, shares), result.divergences
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         pair, options, (shares,) = _saved(ctx)
         ready, ctx.grad_logits = ctx.grad_logits, None

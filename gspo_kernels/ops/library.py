@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gspo_kernels.torch_internals import save_for_backward
+
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
@@ -167,7 +169,7 @@ class Operator:
     def save(self, ctx: Any, *args: Any) -> None:
         """Save the arguments of a call in an autograd context, for ``repeat``."""
         operands = flat(args)
-        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in operands])
+        save_for_backward(ctx, *[x if isinstance(x, Tensor) else None for x in operands])
         ctx.constants = [None if isinstance(x, Tensor) else x for x in operands]
 
     def repeat(self, ctx: Any) -> Any:

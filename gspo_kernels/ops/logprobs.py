@@ -18,6 +18,7 @@ from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.groups import gathered_numbers
+from gspo_kernels.torch_internals import once_differentiable, save_for_backward
 from gspo_kernels.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
 
 
@@ -211,7 +212,6 @@ class TokenLogprobsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, entropy: bool, inplace: bool, options: RowOptions
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
         scored = logprobs_forward(logits, labels, options, entropy)
         save_rows(ctx, options, logits, labels, *scored)
         ctx.inplace, ctx.entropy = inplace, entropy
@@ -220,14 +220,14 @@ class TokenLogprobsFunction(torch.autograd.Function):
         return scored.logprobs, scored.entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         (logits, labels, logprobs, lse, entropy), options = saved_rows(ctx)
         nothing = (None, None, None, None)
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
-            if grad_entropy is None:
-                return (None, *nothing)
+            assert grad_entropy is not None
             grad_logprobs = grad_entropy.new_zeros(()).expand(labels.shape)
         stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
         grads = RowGradients(grad_logprobs, grad_entropy)
@@ -238,7 +238,7 @@ def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
     """Save tensors and row options, two of which are tensors or None, for the backward."""
     transform = options.transform
     ctx.options = options._replace(transform=transform._replace(row_temperature=None, kept=None))
-    ctx.save_for_backward(*tensors, transform.row_temperature, transform.kept)
+    save_for_backward(ctx, *tensors, transform.row_temperature, transform.kept)
 
 
 def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
@@ -269,6 +269,7 @@ class KnownCoefficientsFunction(torch.autograd.Function):
         return known.logprobs.new_zeros(()), known.logprobs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         (logits, labels, logprobs, lse, coefficients), options = saved_rows(ctx)
         grad_logits, ctx.grad_logits = ctx.grad_logits, None

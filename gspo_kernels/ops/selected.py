@@ -28,6 +28,7 @@ from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
 from gspo_kernels.ops.values import check_ids
+from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import LogitRows, LogitTransform, RowGradients, RowOptions, RowStats, stats_dtype
 
 
@@ -305,7 +306,6 @@ class SelectedLogprobsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor, inplace: bool, options: RowOptions, within: bool
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
         rows = selected_forward(logits, ids, options, within)
         save_rows(ctx, options, logits, ids, *rows)
         ctx.inplace, ctx.within = inplace, within
@@ -314,11 +314,11 @@ class SelectedLogprobsFunction(torch.autograd.Function):
         return rows.logprobs, rows.tail
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
         (logits, ids, *rows), options = saved_rows(ctx)
         if grad_logprobs is None:
-            if grad_tail is None:
-                return (None,) * 5
+            assert grad_tail is not None
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         grads = SelectedGradients(grad_logprobs, grad_tail)
         operands = SelectedOperands(ids, SelectedRows(*rows), grads, options, ctx.within)
