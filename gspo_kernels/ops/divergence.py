@@ -174,7 +174,6 @@ class KnownDivergenceFunction(torch.autograd.Function):
         ready, ctx.grad_logits = ctx.grad_logits, None
         if ready is None:
             # by the same pass, for the same bits
-            ready = divergence_and_grad(pair, options, shares * grad).grad_logits
-        else:
-            scale_(ready, grad, options.backend)
+            ready = divergence_and_grad(pair, options, shares).grad_logits
+        scale_(ready, grad, options.backend)
         return (ready, *(None,) * 5)

@@ -262,7 +262,7 @@ class KnownCoefficientsFunction(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
     ) -> tuple[Tensor, Tensor]:
         known = logprobs_and_grad(logits, labels, coefficients, options)
-        save_rows(ctx, options, logits, labels, known.logprobs, known.lse, coefficients)
+        save_rows(ctx, options, logits, labels, coefficients)
         ctx.grad_logits = known.grad_logits
         ctx.mark_non_differentiable(known.logprobs)
         # a scalar of value 0 to carry the gradient: the caller adds it to the loss that it evaluates
@@ -271,13 +271,12 @@ class KnownCoefficientsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        (logits, labels, logprobs, lse, coefficients), options = saved_rows(ctx)
+        (logits, labels, coefficients), options = saved_rows(ctx)
         grad_logits, ctx.grad_logits = ctx.grad_logits, None
         if grad_logits is None:
-            stats, grads = RowStats(logprobs, lse, None), RowGradients(coefficients, None, grad)
-            grad_logits = logprobs_backward(logits, labels, stats, grads, options)
-        else:
-            scale_(grad_logits, grad, options.backend)
+            # by the same pass, for the same bits
+            grad_logits = logprobs_and_grad(logits, labels, coefficients, options).grad_logits
+        scale_(grad_logits, grad, options.backend)
         return grad_logits, None, None, None
 
 
