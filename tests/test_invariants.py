@@ -137,6 +137,7 @@ def check_backward_passes(entry, terms, backend="auto", **options):
     for grad in first:
         grad.fill_(7.0)
     passes.append([grad.cpu() for grad in torch.autograd.grad(3.0 * output.loss, list(leaves.values()))])
+    assert all(map(torch.equal, *passes))
     with pytest.raises(RuntimeError, match=r"second time|freed"):
         output.loss.backward()
     for name, value in inputs.items():
