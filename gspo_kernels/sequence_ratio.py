@@ -21,7 +21,6 @@ from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
 from gspo_kernels.terms import Terms, check_logprobs
-from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import (
     METRICS,
     LogitRows,
@@ -131,8 +130,9 @@ class SequenceRatioFunction(torch.autograd.Function):
         return stats.loss, stats.logprobs, stats.metrics
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 6
         (logits, labels, logprobs, lse, each), options = saved_rows(ctx)
         stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad)
         return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 5)

@@ -17,7 +17,7 @@ from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.sequence_ratio import ratio_operands
 from gspo_kernels.terms import Terms, check_logprobs, check_values
-from gspo_kernels.torch_internals import is_last_backward, once_differentiable, save_for_backward
+from gspo_kernels.torch_internals import is_last_backward
 from gspo_kernels.types import NO_RATIO, STATS_DTYPES, Doubt, KLPenalty, LossOutput, RatioClip, stats_dtype
 
 
@@ -112,18 +112,20 @@ class PolicyLossFunction(torch.autograd.Function):
         ctx: Any, logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, ratio: RatioClip
     ) -> tuple[Tensor, Tensor]:
         step = policy_step(logprobs, entropy, terms, backend, ratio, True)
-        save_for_backward(ctx, step.grad_logprobs, step.grad_entropy)
+        ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
+        ctx.set_materialize_grads(False)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
         ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
         ctx.mark_non_differentiable(step.metrics)
         return step.loss, step.metrics
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 5
         grad_logprobs, grad_entropy = ctx.saved_tensors
         dtype, entropy_dtype = ctx.dtypes
-        if entropy_dtype is None and is_last_backward():
+        if is_last_backward() and entropy_dtype is None:
             return grad_logprobs.mul_(grad).to(dtype), None, None, None, None
         to_entropy = (grad_entropy * grad).to(entropy_dtype) if ctx.has_entropy_gradient else None
         return (grad_logprobs * grad).to(dtype), to_entropy, None, None, None

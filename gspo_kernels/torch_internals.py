@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -62,46 +62,32 @@ def inner_autograd() -> Iterator[None]:
         yield
 
 
-def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
-    """Save tensors in an autograd context, in whose backward an undefined upstream gradient is None.
-
-    PyTorch refuses to save tensors made under ``inference_mode``, so a copy of these is saved.
+def copies_to_save(ctx: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return tensors for ``ctx.save_for_backward``: copies of those made under ``inference_mode``, which
+    PyTorch refuses to save; nothing where no graph is recorded.
     """
-    ctx.set_materialize_grads(False)
-    if not torch.compiler.is_compiling() and any(x is not None and x.is_inference() for x in tensors):
-        if not ctx.next_functions:
-            return  # no graph is recorded, so there will be no backward
-        tensors = tuple(x.clone() if x is not None and x.is_inference() else x for x in tensors)
-    ctx.save_for_backward(*tensors)
+    if not ctx.next_functions:
+        return []
+    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
 
 
-def once_differentiable(backward: F) -> F:
-    """Decorate an autograd function's backward: it has no gradient where no upstream gradient is defined, and
-    no second derivatives.
+def refuse_second_derivatives() -> None:
+    """Raise an error in a function's backward that autograd records; a traced one passes.
 
-    PyTorch's decorator of this name notices a second derivative only if an upstream gradient needs a gradient
-    itself. In a gradient penalty or a Hessian it is the constant 1, and a term would be missing silently.
+    PyTorch's ``once_differentiable`` raises only if an upstream gradient needs a gradient itself. In a
+    gradient penalty or a Hessian it is the constant 1, and a term would be missing silently.
     """
-
-    @functools.wraps(backward)
-    def wrapper(ctx: Any, *upstream: Tensor | None) -> Any:
-        for grad in upstream:  # ``all`` takes several times as long
-            if grad is not None:
-                break
-        else:
-            return (None,) * len(ctx.needs_input_grad)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "create_graph: is True, expected False: losses and log-probs of gspo_kernels have first "
-                "derivatives only"
-            )
-        return backward(ctx, *upstream)
-
-    return wrapper  # type: ignore[return-value]
+    if not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "create_graph: is True, expected False: losses and log-probs of gspo_kernels have first "
+            "derivatives only"
+        )
 
 
 def is_last_backward() -> bool:
     """Return, in a function's backward, whether its saved tensors are freed afterwards and may be changed;
     False where the backward is traced.
     """
+    if torch.is_grad_enabled():
+        refuse_second_derivatives()
     return not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph())

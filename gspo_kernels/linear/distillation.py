@@ -21,7 +21,6 @@ from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import stats_dtype
 
 
@@ -128,6 +127,7 @@ class LinearDistillationFunction(torch.autograd.Function):
         return result.loss, result.divergences
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 14
         return (*take_gradients(ctx, grad), *(None,) * 11)

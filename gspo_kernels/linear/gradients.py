@@ -15,7 +15,7 @@ from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.torch_internals import save_for_backward
+from gspo_kernels.torch_internals import refuse_second_derivatives
 from gspo_kernels.types import RowGradients, stats_dtype
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -245,8 +245,9 @@ def save_gradients(
     operands: LinearOperands = arguments[0]
     ctx.needs, ctx.dtype, ctx.backend = needs, operands.hidden.dtype, operands.options.backend
     ctx.traced, ctx.saved, ctx.operator = traced, None, None
+    ctx.set_materialize_grads(False)
     if traced:
-        save_for_backward(ctx, *gradients)
+        ctx.save_for_backward(*gradients)
     else:
         ctx.saved, ctx.operator = gradients, operator
         operator.save(ctx, *arguments)
@@ -258,6 +259,8 @@ def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     The first backward scales the forward's gradients in place and gives them away; later ones
     (``retain_graph``) compute them again. A traced call keeps them and scales out of place.
     """
+    if torch.is_grad_enabled():
+        refuse_second_derivatives()
     needs: RequiresGrad = ctx.needs
     dtype = ctx.dtype
     if ctx.traced:

@@ -13,7 +13,6 @@ from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import RowStats
 
 
@@ -82,14 +81,14 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
         return scored.logprobs, scored.entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         (hidden, weight, bias, labels, base, logprobs, lse, entropy), options = saved_rows(ctx)
         nothing = (None,) * 6
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
-            assert grad_entropy is not None
+            if grad_entropy is None:
+                return (None, None, None, *nothing)
             grad_logprobs = torch.zeros_like(grad_entropy)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_logprobs_backward(

@@ -36,7 +36,6 @@ from gspo_kernels.plan import Plan, RequiresGrad
 from gspo_kernels.sequence_ratio import ratio_operands, sequence_ratio
 from gspo_kernels.step import evaluate_objective
 from gspo_kernels.terms import Terms, check_values
-from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import (
     NO_RATIO,
     RowGradients,
@@ -100,8 +99,9 @@ class LinearPolicyFunction(torch.autograd.Function):
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 10
         return (*take_gradients(ctx, grad), *(None,) * 7)
 
 
@@ -344,8 +344,9 @@ class SmallLossFunction(torch.autograd.Function):
         return stats.loss, stats.metrics, stats.logprobs
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 8
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
         needs = ctx.needs
         head = Head(weight, bias, "float32")  # small calls are fp32 or fp64, where logits have no other dtype

@@ -15,7 +15,6 @@ from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score, write_gradient
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.torch_internals import once_differentiable
 
 
 @matrix_operator
@@ -106,12 +105,12 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
         return rows.logprobs, rows.tail
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
         (hidden, weight, bias, labels, base, ids, *rows), options = saved_rows(ctx)
         nothing = (None,) * 6
         if grad_logprobs is None:
-            assert grad_tail is not None
+            if grad_tail is None:
+                return (None, None, None, *nothing)
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_selected_backward(

@@ -15,7 +15,6 @@ from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
 
@@ -133,8 +132,9 @@ class DivergenceFunction(torch.autograd.Function):
         return result.divergences
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 6
         nothing = (None,) * 5
         pair, options, known = _saved(ctx)
         if not ctx.inplace:
@@ -168,8 +168,9 @@ class KnownDivergenceFunction(torch.autograd.Function):
         return summed(result.divergences, shares), result.divergences
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 6
         pair, options, (shares,) = _saved(ctx)
         ready, ctx.grad_logits = ctx.grad_logits, None
         if ready is None:

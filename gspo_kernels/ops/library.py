@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gspo_kernels.torch_internals import save_for_backward
+from gspo_kernels.torch_internals import copies_to_save
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -169,7 +169,10 @@ class Operator:
     def save(self, ctx: Any, *args: Any) -> None:
         """Save the arguments of a call in an autograd context, for ``repeat``."""
         operands = flat(args)
-        save_for_backward(ctx, *[x if isinstance(x, Tensor) else None for x in operands])
+        tensors = [x if isinstance(x, Tensor) else None for x in operands]
+        if any(x is not None and x.is_inference() for x in tensors):
+            tensors = copies_to_save(ctx, tensors)
+        ctx.save_for_backward(*tensors)
         ctx.constants = [None if isinstance(x, Tensor) else x for x in operands]
 
     def repeat(self, ctx: Any) -> Any:

@@ -18,7 +18,7 @@ from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.groups import gathered_numbers
-from gspo_kernels.torch_internals import once_differentiable, save_for_backward
+from gspo_kernels.torch_internals import copies_to_save, refuse_second_derivatives
 from gspo_kernels.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
 
 
@@ -220,14 +220,14 @@ class TokenLogprobsFunction(torch.autograd.Function):
         return scored.logprobs, scored.entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         (logits, labels, logprobs, lse, entropy), options = saved_rows(ctx)
         nothing = (None, None, None, None)
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
-            assert grad_entropy is not None
+            if grad_entropy is None:
+                return (None, *nothing)
             grad_logprobs = grad_entropy.new_zeros(()).expand(labels.shape)
         stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
         grads = RowGradients(grad_logprobs, grad_entropy)
@@ -235,14 +235,22 @@ class TokenLogprobsFunction(torch.autograd.Function):
 
 
 def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
-    """Save tensors and row options, two of which are tensors or None, for the backward."""
+    """Save tensors and row options, two of which are tensors or None, for the backward. Undefined upstream
+    gradients will be None there.
+    """
     transform = options.transform
     ctx.options = options._replace(transform=transform._replace(row_temperature=None, kept=None))
-    save_for_backward(ctx, *tensors, transform.row_temperature, transform.kept)
+    tensors = (*tensors, transform.row_temperature, transform.kept)
+    if not torch.compiler.is_compiling() and any(x is not None and x.is_inference() for x in tensors):
+        tensors = tuple(copies_to_save(ctx, tensors))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
 
 
 def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
-    """Return what ``save_rows`` saved."""
+    """Return what ``save_rows`` saved; an error if the backward is recorded."""
+    if torch.is_grad_enabled():
+        refuse_second_derivatives()
     *tensors, row_temperature, kept = ctx.saved_tensors
     options: RowOptions = ctx.options
     transform = options.transform._replace(row_temperature=row_temperature, kept=kept)
@@ -269,8 +277,9 @@ class KnownCoefficientsFunction(torch.autograd.Function):
         return known.logprobs.new_zeros(()), known.logprobs
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 4
         (logits, labels, coefficients), options = saved_rows(ctx)
         grad_logits, ctx.grad_logits = ctx.grad_logits, None
         if grad_logits is None:

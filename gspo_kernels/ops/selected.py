@@ -28,7 +28,6 @@ from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
 from gspo_kernels.ops.values import check_ids
-from gspo_kernels.torch_internals import once_differentiable
 from gspo_kernels.types import LogitRows, LogitTransform, RowGradients, RowOptions, RowStats, stats_dtype
 
 
@@ -314,11 +313,11 @@ class SelectedLogprobsFunction(torch.autograd.Function):
         return rows.logprobs, rows.tail
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
         (logits, ids, *rows), options = saved_rows(ctx)
         if grad_logprobs is None:
-            assert grad_tail is not None
+            if grad_tail is None:
+                return (None,) * 5
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         grads = SelectedGradients(grad_logprobs, grad_tail)
         operands = SelectedOperands(ids, SelectedRows(*rows), grads, options, ctx.within)
