@@ -50,7 +50,7 @@ def group_normalized(
     """
     values = _rewards_fp64(rewards, "[B]")
     checks.choice("scale", scale, SCALES)
-    checks.number("eps", eps, minimum=0.0)
+    eps = checks.number("eps", eps, minimum=0.0)
     groups = _Groups(rewards, group_size, group_ids)
     return _normalized(values, groups, scale, eps).to(stats_dtype(rewards.dtype))
 
@@ -132,7 +132,7 @@ def gdpo(
         TypeError, ValueError: a wrong argument, named in the message.
     """
     values = _rewards_fp64(rewards, "[B, K]")
-    checks.number("eps", eps, minimum=0.0)
+    eps = checks.number("eps", eps, minimum=0.0)
     if weights is not None:
         checks.floats("weights", weights, (rewards.shape[1],), "[K], one per reward", rewards.device)
     groups = _Groups(rewards.sum(1), group_size, group_ids)
@@ -176,7 +176,7 @@ def reinforce_plus_plus(
         TypeError, ValueError: a wrong argument, named in the message.
     """
     values = _rewards_fp64(rewards, "[B]")
-    checks.number("eps", eps, minimum=0.0)
+    eps = checks.number("eps", eps, minimum=0.0)
     weights = None if lengths is None else _lengths_fp64(lengths, rewards)
     if group_size is not None or group_ids is not None:
         centred = _Groups(rewards, group_size, group_ids).centred(values)
@@ -216,7 +216,7 @@ def turn_normalized(
     """
     values = _rewards_fp64(rewards, "[B, K]")
     checks.choice("scale", scale, SCALES)
-    checks.number("eps", eps, minimum=0.0)
+    eps = checks.number("eps", eps, minimum=0.0)
     shape = "[B, T], or [N] with cu_seqlens"
     checks.tensor("turn_ids", turn_ids, None, shape, rewards.device, checks.INTEGERS)
     checks.layout("turn_ids", turn_ids, cu_seqlens)
@@ -287,7 +287,7 @@ def reverse_kl(
     checks.floats("logprobs", logprobs, None, "[B, T] or [N]", None)
     shape, device = tuple(logprobs.shape), logprobs.device
     checks.floats("teacher_logprobs", teacher_logprobs, shape, "the shape of logprobs", device)
-    checks.number("coef", coef, positive=True)
+    coef = checks.number("coef", coef, positive=True)
     student, teacher = (exact(each.detach()) for each in (logprobs, teacher_logprobs))
     advantages = coef * difference(teacher, student)
     if loss_mask is not None:

@@ -148,7 +148,7 @@ def normalizer(
         group_ids=group_ids,
     )
     with comparing("normalizer", objective=objective, terms=passed, group=group, parallel=parallel) as ranks:
-        parallel.check("normalizer", ("cp_group",), batch_invariant=False)
+        Parallel.check(parallel, "normalizer", ("cp_group",), batch_invariant=False)
         name = "" if group is None else group_name("group", group)
         checks.objective(objective, Objective)
         mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)

@@ -6,7 +6,7 @@ The checks read shapes, dtypes and devices only. Values are checked inside the o
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def _described(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+    return "a tensor" if isinstance(value, Tensor) else f"{value!r}"
 
 
 def tensor(
@@ -30,9 +30,15 @@ def tensor(
     device: torch.device | None,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> Tensor:
-    """Check that a value is a tensor; check shape, device and dtype, unless None allows any; return it."""
+    """Check that a value is a dense tensor; check shape, device and dtype, unless None allows any; return it.
+
+    Dtypes of None allow all dtypes of plain numbers: neither complex nor quantized ones.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {meaning}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").replace("_", " ")
+        raise TypeError(f"{name}: got a {kind} tensor, expected a dense one {meaning}")
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {meaning} = {shape}")
     if device is not None and value.device != device:
@@ -40,6 +46,8 @@ def tensor(
     if dtypes is not None and value.dtype not in dtypes:
         names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise TypeError(f"{name}: got {value.dtype}, expected one of {names}")
+    if dtypes is None and (value.is_complex() or value.is_quantized):
+        raise TypeError(f"{name}: got {value.dtype}, expected bool, int or float")
     return value
 
 
@@ -54,7 +62,7 @@ def number(name: str, value: object, *, positive: bool = False, minimum: float |
     """Check a finite Python number; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
-    if not -math.inf < value < math.inf:
+    if not -sys.float_info.max <= value <= sys.float_info.max:
         raise ValueError(f"{name}: got {value}, expected a finite number")
     if positive and not value > 0:
         raise ValueError(f"{name}: got {value}, expected a positive number")
@@ -68,6 +76,18 @@ def integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
     return value
+
+
+def ignore_index(value: object, labels: Tensor) -> int:
+    """Check a label that marks tokens to leave out, which must fit the dtype of the labels; return it."""
+    number = integer("ignore_index", value)
+    if not -(2**31) <= number < 2**31:
+        limits = torch.iinfo(labels.dtype)
+        if not limits.min <= number <= limits.max:
+            raise ValueError(
+                f"ignore_index: got {number}, expected a value that labels of {labels.dtype} can hold"
+            )
+    return number
 
 
 def flag(name: str, value: object) -> bool:
@@ -129,6 +149,7 @@ def scalar(name: str, value: object, device: torch.device) -> Tensor:
     """Check a positive number or a 0-d tensor; return a 0-d tensor."""
     if not isinstance(value, Tensor):
         return filled(number(name, value, positive=True), device)
+    tensor(name, value, None, "of no dimensions, or a number", None)
     if value.ndim != 0:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected a number or a 0-d tensor")
     return value.detach()

@@ -13,7 +13,7 @@ from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_teachers_head
-from gspo_kernels.logits import LogitArguments, check_inplace, check_scores
+from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, tokens_of
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
 from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
@@ -296,12 +296,11 @@ def _normalize_logits(
         "distillation_loss", logits=logits, teacher_logits=teacher_logits, **passed._asdict(),
         inplace_backward=inplace_backward, parallel=parallel,
     ) as ranks:  # fmt: skip
-        parallel.check("distillation_loss", ("tp_group", "vocab_range"))
+        Parallel.check(parallel, "distillation_loss", ("tp_group", "vocab_range"))
         (logits, teacher_logits), parallel = local_tensors(
             parallel, passed.terms, logits=logits, teacher_logits=teacher_logits
         )
-        checks.floats("logits", logits, None, "[B, T, V], or [N, V] with cu_seqlens", None)
-        tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        tokens = tokens_of("logits", logits, "V")
         check_scores("logits", logits, tokens, "V")
         passed.teacher.check_source("teacher_logits", teacher_logits)
         check_inplace(logits, inplace_backward)
@@ -414,14 +413,13 @@ def _normalize_hidden(
     sides: dict[str, Any] = dict(zip(("hidden", "weight", "bias"), student, strict=True))
     sides |= dict(zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teacher, strict=True))
     with comparing(name, **sides, **passed._asdict(), product_arguments=products, parallel=parallel) as ranks:
-        parallel.check(name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
+        Parallel.check(parallel, name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
         local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
         hidden, weight, bias, their_hidden, their_weight, their_bias = local
         chunking = products.normalize(compact=True, parallel=parallel)
         if chunking.scattered:
             raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
-        checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
-        tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        tokens = tokens_of("hidden", hidden, "H")
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
         passed.teacher.check_source("teacher_hidden", their_hidden)
         their_rows, their_weight, their_bias = check_teachers_head(

@@ -64,7 +64,7 @@ class LogitArguments(NamedTuple):
             scalar = checks.number("temperature", self.temperature, positive=True)
         scale = checks.number("logit_scale", self.logit_scale)
         cap = 0.0 if self.softcap is None else checks.number("softcap", self.softcap, positive=True)
-        checks.integer("ignore_index", self.ignore_index)
+        checks.ignore_index(self.ignore_index, labels)
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
@@ -127,6 +127,14 @@ def _shard(parallel: Parallel, width: int) -> Shard:
     return Shard(name, first)
 
 
+def tokens_of(name: str, scores: Tensor, width: str) -> Tensor:
+    """Check scores [B, T, ``width``] or [N, ``width``]; return zeros in the place of labels."""
+    checks.floats(name, scores, None, f"[B, T, {width}] or [N, {width}]", None)
+    if scores.ndim not in (2, 3):
+        raise ValueError(f"{name}: got shape {tuple(scores.shape)}, expected [B, T, {width}] or [N, {width}]")
+    return torch.zeros(scores.shape[:-1], dtype=torch.int64, device=scores.device)
+
+
 def check_scores(name: str, scores: Tensor, labels: Tensor, width: str, scattered: bool = False) -> None:
     """Check labels [B, T] with scores [B, T, ``width``], or labels [N] with scores [N, ``width``].
 
@@ -164,5 +172,5 @@ def wants_entropy(return_entropy: bool, entropy_coef: float | Tensor | None, obj
     """Return whether the entropy is needed: by the caller, by an entropy bonus, or by the objective."""
     checks.flag("return_entropy", return_entropy)
     checks.objective(objective, Objective)
-    in_the_loss = isinstance(entropy_coef, Tensor) or entropy_coef != 0
+    in_the_loss = isinstance(entropy_coef, Tensor) or checks.number("entropy_coef", entropy_coef) != 0
     return return_entropy or in_the_loss or "entropy" in objective.needs

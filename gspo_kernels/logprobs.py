@@ -72,7 +72,7 @@ def token_logprobs(
         "token_logprobs", logits=logits, labels=labels, logit_arguments=how, return_entropy=return_entropy,
         inplace_backward=inplace_backward, parallel=parallel,
     ) as ranks:  # fmt: skip
-        parallel.check("token_logprobs", ("tp_group", "vocab_range"))
+        Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
         check_scores("logits", logits, labels, "V")
         packed, vocabulary = labels.ndim == 1, logits.shape[-1]
@@ -150,7 +150,7 @@ def linear_token_logprobs(
         product_arguments=products, return_entropy=return_entropy, parallel=parallel,
     ) as ranks:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-        parallel.check("linear_token_logprobs", usable, batch_invariant)
+        Parallel.check(parallel, "linear_token_logprobs", usable, batch_invariant)
         (hidden, weight, bias), parallel = local_tensors(
             parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
         )

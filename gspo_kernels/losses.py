@@ -146,7 +146,7 @@ def policy_coefficients(
             refused, because the entropy's gradient is no coefficient of a log-prob: pass ``entropy_coef`` to
             the loss that takes these coefficients.
     """
-    if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
+    if isinstance(entropy_coef, Tensor) or checks.number("entropy_coef", entropy_coef) != 0:
         raise ValueError(
             "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
             "to the loss with objective=Linear() that takes these coefficients as token_weights"
@@ -178,7 +178,7 @@ def _normalize_logprobs(
     with comparing(
         function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
     ) as ranks:
-        parallel.check(function, ("cp_group",))
+        Parallel.check(parallel, function, ("cp_group",))
         checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
         packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
         terms = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
@@ -256,7 +256,7 @@ def fused_policy_loss(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
         logit_arguments=how, return_entropy=return_entropy, objective=objective, parallel=parallel,
     ) as ranks:  # fmt: skip
-        parallel.check("fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
+        Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
         (logits,), parallel = local_tensors(parallel, passed, logits=logits)
         check_scores("logits", logits, labels, "V")
         packed, vocabulary = checks.layout("labels", labels, cu_seqlens) is not None, logits.shape[-1]
@@ -265,7 +265,7 @@ def fused_policy_loss(
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
         rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
-        row_labels, terms = merge_mask(row_labels, terms, checks.integer("ignore_index", ignore_index))
+        row_labels, terms = merge_mask(row_labels, terms, checks.ignore_index(ignore_index, labels))
         options = how.normalize(labels, cu_seqlens, logits.dtype, vocabulary, parallel)
         if ranks is not None:
             ranks.compare(row_labels, terms, options, vocabulary)
@@ -379,7 +379,7 @@ def fused_linear_policy_loss(
         logit_arguments=how, product_arguments=products, return_entropy=return_entropy, schedule=schedule,
         skip_inactive=skip_inactive, objective=objective, parallel=parallel,
     ) as ranks:  # fmt: skip
-        parallel.check("fused_linear_policy_loss", _ALL, batch_invariant)
+        Parallel.check(parallel, "fused_linear_policy_loss", _ALL, batch_invariant)
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         operands, terms, plan, _ = _normalize_linear(
             hidden, weight, bias, labels, passed, how, products, objective, parallel, with_entropy, schedule,
@@ -457,7 +457,7 @@ def explain_schedule(
     passed = Terms(*arguments)
     how = LogitArguments(ignore_index=ignore_index)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
-    parallel.check("explain_schedule", _ALL, batch_invariant)
+    Parallel.check(parallel, "explain_schedule", _ALL, batch_invariant)
     operands, terms, plan, reason = _normalize_linear(
         hidden, weight, bias, labels, passed, how, products, objective, parallel, True, schedule,
         skip_inactive,
@@ -490,7 +490,7 @@ def _normalize_linear(
     hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
     packed = checks.layout("labels", labels, passed.cu_seqlens) is not None
     terms = validate_terms(passed, labels, objective, has_entropy, parallel)
-    rows, terms = merge_mask(as_rows(labels, packed), terms, checks.integer("ignore_index", how.ignore_index))
+    rows, terms = merge_mask(as_rows(labels, packed), terms, checks.ignore_index(how.ignore_index, labels))
     options = how.normalize(labels, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     if skip_inactive == "all":
         rows, terms = leave_out_inactive(rows, terms, options.ignore_index)

@@ -217,7 +217,7 @@ def off_policy_mask(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    checks.number("delta", delta)
+    delta = checks.number("delta", delta)
     log_ratio, counted, layout = _log_ratio(
         "logprobs", logprobs, "old_logprobs", old_logprobs, loss_mask, cu_seqlens
     )
@@ -251,9 +251,9 @@ def _validate_options(
         low, high = 0.5 if low is None else low, 5.0 if high is None else high
     if low is None and high is None:
         raise ValueError(f"low, high: mode={mode!r} needs at least one bound, got None for both")
-    for name, bound in (("low", low), ("high", high)):
-        if bound is not None:
-            checks.number(name, bound, minimum=None if mode == "k1" else 0.0)
+    least = None if mode == "k1" else 0.0
+    low = None if low is None else checks.number("low", low, minimum=least)
+    high = None if high is None else checks.number("high", high, minimum=least)
     if low is not None and high is not None and low > high:
         raise ValueError(f"low: got {low}, expected at most high = {high}")
     return low, high

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gspo_kernels import bits, checks
 from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.logits import check_scores
+from gspo_kernels.logits import check_scores, tokens_of
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.types import stats_dtype
 
@@ -74,10 +74,9 @@ def sampling_mask(
             GSPO_KERNELS_VALIDATE=1, also a label outside of the vocabulary, and a row without a softmax
             unless its label is -100.
     """
-    checks.tensor("logits", logits, None, "[B, T, V] or [N, V]", None, checks.FLOATS)
-    shape, vocabulary = logits.shape[:-1], logits.shape[-1]
-    tokens = logits.new_zeros(shape, dtype=torch.int64) if labels is None else labels
-    check_scores("logits", logits, tokens, "V")
+    tokens = tokens_of("logits", logits, "V")
+    check_scores("logits", logits, tokens if labels is None else labels, "V")
+    shape, vocabulary = tokens.shape, logits.shape[-1]
     checks.choice("engine", engine, ENGINES)
     if checks.integer("top_k", top_k) < 0:
         raise ValueError(f"top_k: got {top_k}, expected at least 0")

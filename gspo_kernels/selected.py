@@ -17,9 +17,10 @@ from gspo_kernels.ranks import comparing
 from gspo_kernels.types import LoRAHead, SelectedLogprobs
 
 
-def _tokens_of(ids: Tensor) -> Tensor:
-    """Check ids [..., K]; return a tensor [...], the shape that labels would have."""
-    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None, checks.INTEGERS)
+def _tokens_of(ids: Tensor, name: str, scores: Tensor) -> Tensor:
+    """Check ids [..., K] along with their scores; return a tensor [...], the shape that labels would have."""
+    checks.floats(name, scores, None, "for the tokens of ids", None)
+    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", scores.device, checks.INTEGERS)
     if ids.ndim not in (2, 3) or ids.shape[-1] == 0:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, T, K] or [N, K] with K >= 1")
     return ids[..., 0]
@@ -72,11 +73,11 @@ def selected_logprobs(
         "selected_logprobs", logits=logits, ids=ids, logit_arguments=how, normalize_within=normalize_within,
         inplace_backward=inplace_backward, parallel=parallel,
     ) as ranks:  # fmt: skip
-        parallel.check("selected_logprobs", ("tp_group", "vocab_range"))
+        Parallel.check(parallel, "selected_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
-        tokens, vocabulary = _tokens_of(ids), logits.shape[-1]
+        tokens = _tokens_of(ids, "logits", logits)
         check_scores("logits", logits, tokens, "V")
-        packed = tokens.ndim == 1
+        packed, vocabulary = tokens.ndim == 1, logits.shape[-1]
         checks.flag("normalize_within", normalize_within)
         check_inplace(logits, inplace_backward)
         options = how.normalize(tokens, None, logits.dtype, vocabulary, parallel)
@@ -135,11 +136,11 @@ def linear_selected_logprobs(
         product_arguments=products, normalize_within=normalize_within, parallel=parallel,
     ) as ranks:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-        parallel.check("linear_selected_logprobs", usable, batch_invariant)
+        Parallel.check(parallel, "linear_selected_logprobs", usable, batch_invariant)
         (hidden, weight, bias), parallel = local_tensors(
             parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
         )
-        tokens = _tokens_of(ids)
+        tokens = _tokens_of(ids, "hidden", hidden)
         chunking = products.normalize(compact=True, parallel=parallel)
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
         packed, vocabulary = tokens.ndim == 1, weight.shape[0]

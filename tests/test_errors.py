@@ -7,6 +7,7 @@ import math
 from functools import partial
 from inspect import signature
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ chosen, linear_chosen = gk.selected_logprobs, gk.linear_selected_logprobs
 taught, linear_taught = gk.distillation_loss, gk.fused_linear_distillation_loss
 rollout, normalized = gk.rollout_weights, advantages.group_normalized
 LOSSES = (policy, coefficients, fused, fused_linear)
+OF_IDS = (chosen, linear_chosen, taught, linear_taught)
 value_error = partial(pytest.raises, ValueError)
 TURNS = torch.zeros(4, 3, dtype=ids)
 SETS = torch.zeros(B, T, 2, dtype=ids)
@@ -116,6 +118,7 @@ WRONG = [
     (token, "softcap", [0.0], []),
     (linear, "softcap", [], ["30"]),
     (fused, "ignore_index", [], [1.0]),
+    *((function, "ignore_index", [2**63, -(2**70)], []) for function in (token, linear, fused, fused_linear)),
     (token, "return_entropy", [], [1]),
     (token, "inplace_backward", [], ["yes"]),
     (token, "backend", ["cuda"], []),
@@ -124,7 +127,8 @@ WRONG = [
     (linear, "logits_dtype", ["float16"], [torch.float32]),
     (linear, "max_chunk_bytes", [0, -1], []),
     (fused_linear, "max_chunk_bytes", [0, -1], [1e6]),
-    (fused_linear, "schedule", ["fastest", "known", None], []),  # GSPO's coefficients are not known
+    # GSPO's coefficients are not known
+    (fused_linear, "schedule", ["fastest", "known", None, np.ones(2)], []),
     (explain, "schedule", ["known"], []),
     (fused_linear, "skip_inactive", ["some"], [True]),
     # layout and mask
@@ -136,9 +140,10 @@ WRONG = [
     (policy, "old_logprobs", [one(B, T + 1)], [one(B, T, dtype=ids)]),
     (policy, "advantages", [one(B + 1), one(B, T)], [None, [1.0, 2.0], one(B, dtype=ids)]),
     (policy, "ref_logprobs", [one(B)], []),
-    (policy, "kl_estimator", ["k4"], [3]),
+    (policy, "kl_estimator", ["k4"], [3, np.ones(2)]),
     (policy, "kl_ratio_weighted", [], [1]),
-    (policy, "kl_beta", [one(T + 1), one(4, B, T), INF], ["0.1"]),
+    (policy, "kl_beta", [one(T + 1), one(4, B, T), INF, 10**400], ["0.1"]),
+    *((function, "entropy_coef", [], [np.ones(2)]) for function in (coefficients, fused, fused_linear)),
     (policy, "entropy", [one(B)], []),
     (policy, "rollout_weights", [one(T)], [2.0]),
     (policy, "token_weights", [one(B)], []),
@@ -146,27 +151,34 @@ WRONG = [
     (fused, "lengths", [torch.tensor([-1, 2, 2])], []),
     (policy, "group_ids", [torch.tensor([0, 1, 0])], []),  # GSPO would ignore them
     (policy, "turn_ids", [torch.zeros(B, T, dtype=ids)], [one(B, T)]),
-    (policy, "normalizer", [0, one(B), torch.tensor(-1.0)], ["batch"]),
+    (policy, "normalizer", [0, one(B), torch.tensor(-1.0)], ["batch", torch.tensor(1j)]),
     (fused, "normalizer", [torch.tensor(NAN)], []),
     (policy, "objective", [], [gk.GSPO, "gspo"]),
+    *((function, "parallel", [], ["tp", None, gk.Parallel])
+      for function in (token, linear, *LOSSES, explain, gk.normalizer, *OF_IDS)),
     (fused, "objective", [], [None]),
     (gk.normalizer, "loss_mask", [one(T), torch.full((B, T), 2)], [[[1] * T] * B]),
     (gk.normalizer, "lengths", [one(T)], []),
     (gk.normalizer, "objective", [], [gk.GSPO]),
     (gk.normalizer, "advantages", [one(B)], []),  # GSPO counts no pairs
     # ids: of the label's rivals, of what a sampler kept, of what an engine scored
-    *((function, "ids", [SETS[0, 0], SETS[..., :0], SETS + V, SETS[..., :1] + V, SETS - 1], [one(B, T, 2)])
-      for function in (chosen, linear_chosen)),
+    (chosen, "logits", [one(V), one(1, B, T, V)], [None, [[0.0]]]),
+    *((function, "ids", values, [one(B, T, 2)]) for function in (chosen, linear_chosen) for values in [
+        [SETS[0, 0], SETS[..., :0], SETS + V, SETS[..., :1] + V, SETS - 1, SETS.to("meta")],
+    ]),
     *((function, *wrong) for function in (token, linear) for wrong in [
         ("kept_ids", [SETS[..., 0], SETS[:, 1:], SETS + V, SETS - 1], [one(B, T, 2), [[1]]]),
         ("kept_mask", [one(B, T, 2, dtype=torch.int32)], [one(B, T, 1, dtype=ids)]),
     ]),
+    (gk.sampling_mask, "logits", [one(V), torch.tensor(1.0)], []),
     (gk.sampling_mask, "top_k", [-1], [2.0]),
     (gk.sampling_mask, "top_p", [0.0, 1.1], []),
     (gk.sampling_mask, "min_p", [1.0], []),
     (gk.sampling_mask, "temperature", [0.0], []),
     (gk.sampling_mask, "engine", ["sglang"], []),
     # teachers
+    (taught, "logits", [one(V), one(1, B, T, V)], []),
+    (linear_taught, "hidden", [one(H)], []),
     (taught, "beta", [1.5], ["forward"]),
     (taught, "top_k", [V + 1, -1], []),
     (taught, "top_k_of", ["student"], []),  # without a top_k
@@ -285,6 +297,7 @@ COMBINED = [
     (token, "inplace_backward", {"logits": one(V).expand(B, T, V), "inplace_backward": True}),
     (fused, "inplace_backward", {"logits": one(B, V, T).mT, "inplace_backward": True}),
     (fused, "labels", {"labels": one(N, dtype=ids), "logits": one(N, V)}),
+    (fused, "ignore_index", {"labels": one(B, T, dtype=torch.int32), "ignore_index": 2**40}),
     (explain, "weight", {"hidden": one(B, T, H + 1)}),
     (fused_linear, "skip_inactive", {"skip_inactive": "all", "ref_logprobs": -one(B, T), "kl_beta": 0.1}),
     (fused_linear, "skip_inactive", {"skip_inactive": "all", "entropy_coef": 0.1}),
@@ -360,8 +373,7 @@ def test_lengths_in_the_place_of_offsets_are_blamed_on_them(objective):
         policy(logprobs, logprobs, one(4), cu_seqlens=offsets([0, 4, 6, 9]), objective=objective)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize(
+every_function = pytest.mark.parametrize(
     "function",
     [
         token, linear, explain, *LOSSES, rollout, gk.off_policy_mask, off_policy.without_rejected,
@@ -370,6 +382,28 @@ def test_lengths_in_the_place_of_offsets_are_blamed_on_them(objective):
         advantages.reinforce_plus_plus, advantages.class_normalized, advantages.reverse_kl,
     ],
 )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR)")
+@every_function
+def test_only_dense_tensors_are_taken(function):
+    call = arguments(function)
+    for name, value in call.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        value = value.detach()
+        wrong = [value.to_sparse(), torch.nested.nested_tensor(list(torch.stack([value, value])))]
+        if value.ndim == 2:
+            wrong.append(value.to_sparse_csr())
+        if name == "loss_mask":
+            wrong.append(value.to(torch.complex64))
+        for each in wrong:
+            with pytest.raises(TypeError, match=rf"^{name}: got (a sparse|a nested|torch.complex)"):
+                function(**call | {name: each})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@every_function
 def test_the_calls_that_the_wrong_ones_vary_are_right(function, packed):
     function(**arguments(function, packed))
     assert_refused(TypeError, "'temprature'", function, **arguments(function, packed, temprature=1.0))

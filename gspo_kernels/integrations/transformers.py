@@ -213,7 +213,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_options(options, scoring)
     aux_weight = options.pop("router_aux_loss_coef", None)
     parallel = options.get("parallel", Parallel())
-    parallel.check("a fused call", ("cp_group",), options.get("batch_invariant"))
+    Parallel.check(parallel, "a fused call", ("cp_group",), options.get("batch_invariant"))
     shared = parallel.cp_group is not None  # other ranks have tokens of the same sequences
     virtual = _virtual_tokens(state, options, kwargs)
     labels = _labels(options, kwargs, shared)

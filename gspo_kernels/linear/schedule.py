@@ -89,7 +89,7 @@ def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise
     Raises:
         ValueError: unknown name, or a schedule that is not exact for the call.
     """
-    if schedule not in ("auto", *SCHEDULES):
+    if not isinstance(schedule, str) or schedule not in ("auto", *SCHEDULES):
         raise ValueError(
             f"schedule: got {schedule!r}, expected 'auto' or one of {', '.join(map(repr, SCHEDULES))}"
         )

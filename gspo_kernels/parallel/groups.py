@@ -76,15 +76,21 @@ class Parallel:
         if not 0 <= first <= last:
             raise ValueError(f"vocab_range: got {self.vocab_range}, expected 0 <= first <= last")
 
-    def check(self, function: str, usable: tuple[str, ...], batch_invariant: bool | None = None) -> None:
-        """Refuse fields that the function can't use, and groups in a batch-invariant call.
+    @staticmethod
+    def check(
+        parallel: object, function: str, usable: tuple[str, ...], batch_invariant: bool | None = None
+    ) -> None:
+        """Refuse what is no ``Parallel``, fields that the function can't use, and groups in a batch-invariant
+        call.
 
         Raises:
-            ValueError: naming the field.
+            TypeError, ValueError: naming the argument or the field.
         """
-        if self.tp_group is not None or self.cp_group is not None:
-            refuse_groups(in_force(batch_invariant), cp_group=self.cp_group, tp_group=self.tp_group)
-        for name, value in vars(self).items():
+        if not isinstance(parallel, Parallel):
+            raise TypeError(f"parallel: got {type(parallel).__name__}, expected Parallel(...)")
+        if parallel.tp_group is not None or parallel.cp_group is not None:
+            refuse_groups(in_force(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)
+        for name, value in vars(parallel).items():
             default = getattr(Parallel, name)
             if value != default and name not in usable:
                 raise ValueError(
