@@ -12,10 +12,10 @@ from torch.nn.functional import pad
 
 from gspo_kernels import checks
 from gspo_kernels.exact import exact, segment_reduce
-from gspo_kernels.layout import as_rows, layout_of
+from gspo_kernels.layout import as_rows, from_rows, layout_of
 from gspo_kernels.objectives.finite import difference
 from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.values import check_cu_seqlens, check_mask
+from gspo_kernels.ops.values import check_cu_seqlens, check_mask, checked_rows
 from gspo_kernels.types import stats_dtype
 
 SCALES = ("group", "batch", "none")
@@ -288,13 +288,16 @@ def reverse_kl(
     shape, device = tuple(logprobs.shape), logprobs.device
     checks.floats("teacher_logprobs", teacher_logprobs, shape, "the shape of logprobs", device)
     coef = checks.number("coef", coef, positive=True)
-    student, teacher = (exact(each.detach()) for each in (logprobs, teacher_logprobs))
-    advantages = coef * difference(teacher, student)
     if loss_mask is not None:
         checks.tensor("loss_mask", loss_mask, shape, "the shape of logprobs", device)
-        check_mask(loss_mask)
-        advantages = torch.where(loss_mask != 0, advantages, 0.0)
-    return advantages.to(stats_dtype(logprobs.dtype))
+    mask, packed = check_mask(loss_mask), logprobs.ndim == 1
+    counted = as_rows(torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask, packed)
+    student, teacher = (
+        checked_rows(as_rows(each.detach(), packed), counted, packed, name, True)
+        for name, each in (("logprobs", logprobs), ("teacher_logprobs", teacher_logprobs))
+    )
+    advantages = torch.where(counted, coef * difference(teacher, student), 0.0)
+    return from_rows(advantages, packed).to(stats_dtype(logprobs.dtype))
 
 
 class _Groups:

@@ -71,23 +71,14 @@ def number(name: str, value: object, *, positive: bool = False, minimum: float |
     return float(value)
 
 
-def integer(name: str, value: object) -> int:
-    """Check a Python integer; return it."""
+def integer(name: str, value: object, dtype: torch.dtype = torch.int64) -> int:
+    """Check a Python integer that ``dtype`` holds, int64 or int32; return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    limit = 2**31 if dtype == torch.int32 else 2**63
+    if not -limit <= value < limit:
+        raise ValueError(f"{name}: got {value}, expected a number that {dtype} holds")
     return value
-
-
-def ignore_index(value: object, labels: Tensor) -> int:
-    """Check a label that marks tokens to leave out, which must fit the dtype of the labels; return it."""
-    number = integer("ignore_index", value)
-    if not -(2**31) <= number < 2**31:
-        limits = torch.iinfo(labels.dtype)
-        if not limits.min <= number <= limits.max:
-            raise ValueError(
-                f"ignore_index: got {number}, expected a value that labels of {labels.dtype} can hold"
-            )
-    return number
 
 
 def flag(name: str, value: object) -> bool:

@@ -87,6 +87,7 @@ class TeacherArguments(NamedTuple):
     def normalize(
         self,
         tokens: Tensor,
+        labels: Tensor,
         student: LogitArguments,
         options: RowOptions,
         cu_seqlens: Tensor | None,
@@ -97,6 +98,7 @@ class TeacherArguments(NamedTuple):
 
         Args:
             tokens: any tensor of the tokens' shape, in the caller's layout.
+            labels: [B, T]; where they are ``ignore_index``, ids and their log-probs may be anything.
             student: how the student's logits become log-probs, as the caller passed it.
             options: ``student``, normalized.
             cu_seqlens: checked offsets; None: tokens are padded.
@@ -123,8 +125,9 @@ class TeacherArguments(NamedTuple):
             )
         shape, given = tuple(ids.shape), self.teacher_logprobs
         logprobs = checks.floats("teacher_logprobs", given, shape, "the shape of ids", device).detach()
-        ids = checked_ids(as_rows(ids, packed), width, options)
-        return TeacherRows(None, ids, as_rows(logprobs, packed), theirs.transform)
+        logprobs = as_rows(logprobs, packed)
+        ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed)
+        return TeacherRows(None, ids, logprobs, theirs.transform)
 
 
 class DistillationRows(NamedTuple):
@@ -178,7 +181,7 @@ class DistillationArguments(NamedTuple):
         labels, terms = merge_mask(rows, terms, self.student.ignore_index)
         options = self.student.normalize(tokens, cu_seqlens, dtype, width, parallel)
         form = self.divergence.normalize(columns_of(options.shard, width)[1], self.teacher.ids)
-        teacher = self.teacher.normalize(tokens, self.student, options, cu_seqlens, dtype, width)
+        teacher = self.teacher.normalize(tokens, labels, self.student, options, cu_seqlens, dtype, width)
         if ranks is not None:
             row_temperature = teacher.transform.row_temperature
             ranks.compare(labels, terms, options, width, teacher_temperature=row_temperature)

@@ -39,7 +39,8 @@ class LogitArguments(NamedTuple):
         """Check the options and bring them into the operators' form.
 
         Args:
-            labels: [B, T] or [N], or any tensor of their shape and device.
+            labels: [B, T] or [N], or any tensor of their shape and device; where they are ``ignore_index``,
+                ``kept_ids`` may be anything.
             cu_seqlens: checked offsets; with them a tensor ``temperature`` has one value per sequence.
             dtype: of the logits.
             width: how many columns of logits this process has.
@@ -64,7 +65,7 @@ class LogitArguments(NamedTuple):
             scalar = checks.number("temperature", self.temperature, positive=True)
         scale = checks.number("logit_scale", self.logit_scale)
         cap = 0.0 if self.softcap is None else checks.number("softcap", self.softcap, positive=True)
-        checks.ignore_index(self.ignore_index, labels)
+        checks.integer("ignore_index", self.ignore_index, labels.dtype)
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
@@ -107,7 +108,7 @@ class LogitArguments(NamedTuple):
                 "kept_mask", mask, (*shape, bits.words(width)), meaning, device, (torch.int32,)
             )
         if shard.group or ids is not None:
-            mask = mask_of_shard(ids, mask, shard, width)
+            mask = mask_of_shard(labels, self.ignore_index, ids, mask, shard, width)
         assert mask is not None
         mask = mask.contiguous()
         return mask.unsqueeze(0) if labels.ndim == 1 else mask
@@ -172,5 +173,5 @@ def wants_entropy(return_entropy: bool, entropy_coef: float | Tensor | None, obj
     """Return whether the entropy is needed: by the caller, by an entropy bonus, or by the objective."""
     checks.flag("return_entropy", return_entropy)
     checks.objective(objective, Objective)
-    in_the_loss = isinstance(entropy_coef, Tensor) or checks.number("entropy_coef", entropy_coef) != 0
+    in_the_loss = not isinstance(entropy_coef, int | float) or entropy_coef != 0
     return return_entropy or in_the_loss or "entropy" in objective.needs

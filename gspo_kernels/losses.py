@@ -146,7 +146,7 @@ def policy_coefficients(
             refused, because the entropy's gradient is no coefficient of a log-prob: pass ``entropy_coef`` to
             the loss that takes these coefficients.
     """
-    if isinstance(entropy_coef, Tensor) or checks.number("entropy_coef", entropy_coef) != 0:
+    if not isinstance(entropy_coef, int | float) or entropy_coef != 0:
         raise ValueError(
             "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
             "to the loss with objective=Linear() that takes these coefficients as token_weights"
@@ -265,8 +265,11 @@ def fused_policy_loss(
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
         rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
-        row_labels, terms = merge_mask(row_labels, terms, checks.ignore_index(ignore_index, labels))
-        options = how.normalize(labels, cu_seqlens, logits.dtype, vocabulary, parallel)
+        row_labels, terms = merge_mask(
+            row_labels, terms, checks.integer("ignore_index", ignore_index, labels.dtype)
+        )
+        merged = row_labels[0] if packed else row_labels
+        options = how.normalize(merged, cu_seqlens, logits.dtype, vocabulary, parallel)
         if ranks is not None:
             ranks.compare(row_labels, terms, options, vocabulary)
     ratio = ratio_of(terms, options.backend)
@@ -490,8 +493,11 @@ def _normalize_linear(
     hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
     packed = checks.layout("labels", labels, passed.cu_seqlens) is not None
     terms = validate_terms(passed, labels, objective, has_entropy, parallel)
-    rows, terms = merge_mask(as_rows(labels, packed), terms, checks.ignore_index(how.ignore_index, labels))
-    options = how.normalize(labels, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
+    rows, terms = merge_mask(
+        as_rows(labels, packed), terms, checks.integer("ignore_index", how.ignore_index, labels.dtype)
+    )
+    merged = rows[0] if packed else rows
+    options = how.normalize(merged, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     if skip_inactive == "all":
         rows, terms = leave_out_inactive(rows, terms, options.ignore_index)
     learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from gspo_kernels.evaluate import kl_penalty
 from gspo_kernels.exact import exact
 from gspo_kernels.layout import Layout, as_rows, layout_of
 from gspo_kernels.objectives import finite
-from gspo_kernels.ops.values import check_cu_seqlens, check_mask
+from gspo_kernels.ops.values import check_cu_seqlens, check_mask, checked_rows
 from gspo_kernels.types import stats_dtype
 
 
@@ -122,8 +124,9 @@ def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor |
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    counted, layout = _counted(loss_mask, cu_seqlens, weights=weights)
-    return (counted & (_per_token(weights, counted, layout) != 0)).view_as(loss_mask)
+    counted, layout = _counted(loss_mask, cu_seqlens)
+    weights = _checked("weights", weights, counted, layout, "loss_mask", loss_mask)
+    return (counted & (_per_token(weights, layout) != 0)).view_as(loss_mask)
 
 
 def weight_metrics(
@@ -158,14 +161,15 @@ def weight_metrics(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    counted, layout = _counted(loss_mask, cu_seqlens, weights=weights, advantages=advantages)
+    counted, layout = _counted(loss_mask, cu_seqlens)
+    weights = _checked("weights", weights, counted, layout, "loss_mask", loss_mask)
+    advantages = _checked("advantages", advantages, counted, layout, "loss_mask", loss_mask)
     counts = layout.sum(exact(counted))
 
     def tokens(values: Tensor) -> Tensor:
-        return torch.where(counted, _per_token(values, counted, layout), 0.0)
+        return torch.where(counted, _per_token(values, layout), 0.0)
 
-    per_sequence = weights.shape == (layout.sequences,)
-    kept = exact(weights.detach())[counts > 0] if per_sequence else tokens(weights)[counted]
+    kept = weights[counts > 0] if weights.ndim == 1 else weights[counted]
     kept = kept if kept.numel() else kept.new_ones(1)  # nothing is counted, and nothing changed
     squares = kept.square().sum()
     plain = tokens(advantages) / layout.expand(counts.clamp(min=1.0))
@@ -223,9 +227,9 @@ def off_policy_mask(
     )
     counts = layout.sum(exact(counted))
     far = (layout.sum(log_ratio) / counts.clamp(min=1.0) < -delta) & (counts > 0)
-    if not _per_sequence("advantages", advantages, layout, "logprobs", logprobs):
-        far = (layout.expand(far) & counted).view_as(logprobs)
-    return (~(far & (advantages.detach() < 0))).to(stats_dtype(logprobs.dtype))
+    rows = _checked("advantages", advantages, counted, layout, "logprobs", logprobs)
+    far = far if rows.ndim == 1 else layout.expand(far) & counted
+    return (~(far & (rows < 0))).to(stats_dtype(logprobs.dtype)).view_as(advantages)
 
 
 _DIVERGENCES = ("k1", "k2", "k3")
@@ -289,26 +293,29 @@ def _log_ratio(
     if loss_mask is None:
         loss_mask = torch.ones_like(tokens, dtype=torch.bool)
     checks.tensor("loss_mask", loss_mask, tuple(tokens.shape), f"the shape of {name}", tokens.device)
+    packed = cu_seqlens is not None
     counted, layout = _counted(loss_mask, cu_seqlens)
-    log_ratio = finite.difference(exact(tokens.detach()), exact(other.detach())).reshape(counted.shape)
-    return torch.where(counted, log_ratio, 0.0), counted, layout
+    first, second = (
+        checked_rows(as_rows(value.detach(), packed), counted, packed, each, True)
+        for each, value in ((name, tokens), (other_name, other))
+    )
+    return torch.where(counted, finite.difference(first, second), 0.0), counted, layout
 
 
-def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None, **values: Tensor) -> tuple[Tensor, Layout]:
-    """Check a mask and values, [B] or per token; return the mask as bool [B, T] or [1, N], and its layout."""
+def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Layout]:
+    """Check a mask and offsets; return the mask as bool [B, T] or [1, N], and its layout."""
     checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
     checks.layout("loss_mask", loss_mask, cu_seqlens)
     check_cu_seqlens(cu_seqlens, loss_mask)
     check_mask(loss_mask)
     counted = as_rows(loss_mask.detach() != 0, cu_seqlens is not None)
-    layout = layout_of(counted, cu_seqlens)
-    for name, value in values.items():
-        _per_sequence(name, value, layout, "loss_mask", loss_mask)
-    return counted, layout
+    return counted, layout_of(counted, cu_seqlens)
 
 
-def _per_sequence(name: str, values: Tensor, layout: Layout, tokens_name: str, tokens: Tensor) -> bool:
-    """Return whether values are [B]; raise ValueError if they have neither that nor the tokens' shape."""
+def _checked(
+    name: str, values: Tensor, counted: Tensor, layout: Layout, tokens_name: str, tokens: Tensor
+) -> Tensor:
+    """Check values, [B] or in the shape of the tokens; return them in fp64, [B] or in rows."""
     checks.floats(name, values, None, f"[B] or the shape of {tokens_name}", tokens.device)
     shape = tuple(values.shape)
     if shape not in ((layout.sequences,), tuple(tokens.shape)):
@@ -316,10 +323,14 @@ def _per_sequence(name: str, values: Tensor, layout: Layout, tokens_name: str, t
             f"{name}: got shape {shape}, expected [B] = ({layout.sequences},) or the shape of {tokens_name} "
             f"{tuple(tokens.shape)}"
         )
-    return shape == (layout.sequences,)
+    packed, rows = tokens.ndim == 1, values.detach()
+    if shape == (layout.sequences,):
+        counted = layout.sum(exact(counted)) > 0
+    else:
+        rows = as_rows(rows, packed)
+    return cast(Tensor, checked_rows(rows, counted, packed, name, False))
 
 
-def _per_token(values: Tensor, counted: Tensor, layout: Layout) -> Tensor:
-    """Return values, [B] or per token, as fp64 tokens in the shape of ``counted``."""
-    values = exact(values.detach())
-    return layout.expand(values) if values.shape == (layout.sequences,) else values.reshape(counted.shape)
+def _per_token(values: Tensor, layout: Layout) -> Tensor:
+    """Return values, [B] or tokens in rows, as tokens in rows."""
+    return layout.expand(values) if values.ndim == 1 else values

@@ -80,8 +80,9 @@ def selected_logprobs(
         packed, vocabulary = tokens.ndim == 1, logits.shape[-1]
         checks.flag("normalize_within", normalize_within)
         check_inplace(logits, inplace_backward)
+        tokens = tokens if kept_ids is None else ids.amax(-1)  # -100 for tokens without ids
         options = how.normalize(tokens, None, logits.dtype, vocabulary, parallel)
-        row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
+        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, options, packed)
         if ranks is not None:
             ranks.compare(row_ids.amax(-1), None, options, vocabulary)
     rows = as_rows(logits, packed)
@@ -145,8 +146,9 @@ def linear_selected_logprobs(
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
         packed, vocabulary = tokens.ndim == 1, weight.shape[0]
         checks.flag("normalize_within", normalize_within)
+        tokens = tokens if kept_ids is None else ids.amax(-1)  # -100 for tokens without ids
         options = how.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
-        row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
+        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, options, packed)
         # a token's largest id serves as its label; it is -100 if the token has no id
         labels = row_ids.amax(-1)
         operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking, base)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
+from gspo_kernels.ops.values import plausible
 from gspo_kernels.sequence_ratio import ratio_operands
 from gspo_kernels.terms import Terms, check_logprobs, check_values
 from gspo_kernels.torch_internals import is_last_backward
@@ -79,6 +80,9 @@ def policy_step(
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
     if launch and checked_values(logprobs.device):
         doubt = functools.partial(check_logprobs, logprobs, terms, logprobs)
+        # a launch doesn't read weights of sequences without an advantage
+        if terms.rollout_weights is not None and not plausible(terms.rollout_weights):
+            doubt()
     step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics, doubt)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 

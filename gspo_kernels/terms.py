@@ -198,7 +198,8 @@ def validate_terms(
         if getattr(passed, label) is None:
             checks.number(label, None)  # refuses None: 0 leaves the term out
     terms, name = normalize_terms(passed, tokens, objective, parallel), type(objective).__name__
-    checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
+    if not isinstance(terms.kl_estimator, str) or terms.kl_estimator not in KL_ESTIMATORS:
+        checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
     checks.flag("kl_ratio_weighted", terms.kl_ratio_weighted)
     if objective.needs_advantages and terms.advantages is None:
         raise TypeError(f"advantages: got None, but {name} needs them, one per sequence or per token")
@@ -282,42 +283,41 @@ def _agree_on_token_terms(tokens: Tensor, terms: Terms) -> Terms:
     return terms
 
 
-_HIGHEST = 1.0
-"""The highest accepted log-prob in nats: log-probs are at most 0, but rounded to 16 bits a little more."""
+_LOGPROBS = ("old_logprobs", "ref_logprobs")
+_FACTORS = ("advantages", "rollout_weights", "token_weights", "kl_beta", "entropy_coef")
 
 
 def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
-    """Refuse log-probs above 1 nat, and NaN among advantages and among old and reference log-probs.
+    """Refuse log-probs above 1 nat, and NaN among factors and among old and reference log-probs.
 
     Tokens that don't count may hold anything. Old log-probs may be NaN where no gradient depends on them,
     reference log-probs where neither the KL term nor the objective needs them. ``docs/precision.md`` says
-    what NaN among the current ``logprobs`` does.
+    what NaN among the current ``logprobs`` does. Factors are advantages, weights, and coefficients of terms.
     """
     if not checked_values(tokens.device):
         return
-    named = {"logprobs": logprobs, "old_logprobs": terms.old_logprobs, "ref_logprobs": terms.ref_logprobs}
+    named = {"logprobs": logprobs, **{name: getattr(terms, name) for name in _LOGPROBS + _FACTORS}}
     for name, value in named.items():
+        factor = name in _FACTORS
+        highest = math.inf if factor else values.HIGHEST_LOGPROB
         # one look finds both: the largest of numbers with a NaN among them is NaN
-        if value is not None and value.numel() and not float(value.max()) <= _HIGHEST:
-            _refuse_logprobs(name, value, tokens, terms)
-    advantages = terms.advantages
-    if advantages is not None and advantages.numel() and math.isnan(float(advantages.max())):
-        counted = terms.counted(tokens)
-        if advantages.ndim == 1:
-            counted = terms.layout(tokens).sum(exact(counted)) > 0
-        wrong = counted & advantages.isnan()
-        if bool(wrong.any()):
-            raise ValueError(f"advantages: got NaN at {_first_place(wrong, terms)}, expected numbers")
+        if value is not None and value.numel() and not float(value.max()) <= highest:
+            refuse = _refuse_factor if factor else _refuse_logprobs
+            refuse(name, value, tokens, terms)
+
+
+def _refuse_factor(name: str, factor: Tensor, tokens: Tensor, terms: Terms) -> None:
+    needed = terms.counted(tokens)
+    if name in _BROADCAST_TERMS:
+        factor = factor.to(tokens.device).expand(tokens.shape)
+    elif factor.ndim == 1:
+        needed = terms.layout(tokens).sum(exact(needed)) > 0
+    values.refuse_nan(name, factor, needed, terms.cu_seqlens is not None)
 
 
 def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) -> None:
-    counted = terms.counted(tokens)
-    above = counted & (logprobs > _HIGHEST)
-    if bool(above.any()):
-        raise ValueError(
-            f"{name}: got {float(logprobs[above][0]):.6g} at {_first_place(above, terms)}, expected "
-            "log-probs in nats, which are at most 0, or 1 with rounding; are these logits, or negated?"
-        )
+    counted, packed = terms.counted(tokens), terms.cu_seqlens is not None
+    values.refuse_high_logprobs(name, logprobs, counted, packed)
     if name == "logprobs":
         return
     objective, asked = from_spec(terms.objective), torch.zeros_like(counted)
@@ -325,12 +325,11 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
         asked = may_move(tokens, terms)
     if name == "ref_logprobs" and terms.kl_beta is not None:
         asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
-    wrong = asked & logprobs.isnan()
-    if bool(wrong.any()):
-        raise ValueError(
-            f"{name}: got NaN at {_first_place(wrong, terms)}, expected log-probs wherever they decide about "
-            'the gradient (skip_inactive="all" returns NaN for sequences that have none)'
-        )
+    expected = (
+        "log-probs wherever they decide about the gradient "
+        '(skip_inactive="all" returns NaN for sequences that have none)'
+    )
+    values.refuse_nan(name, logprobs, asked, packed, expected)
 
 
 def may_move(tokens: Tensor, terms: Terms) -> Tensor:
@@ -357,14 +356,6 @@ def may_move(tokens: Tensor, terms: Terms) -> Tensor:
             some = layout.sum(exact(moving & (factor != 0))) > 0
             moving = moving & layout.expand(some)
     return moving
-
-
-def _first_place(where: Tensor, terms: Terms) -> str:
-    """Return the first place that is true, in the caller's layout."""
-    place = where.nonzero()[0].tolist()
-    if where.ndim == 1:
-        return f"sequence {place[0]}"
-    return f"position {place if terms.cu_seqlens is None else place[1:]}"
 
 
 def _check_groups(group_ids: Tensor) -> None:

@@ -125,7 +125,7 @@ WRONG = [
     (fused_linear, "backend", [], [None]),
     # chunks and schedules
     (linear, "logits_dtype", ["float16"], [torch.float32]),
-    (linear, "max_chunk_bytes", [0, -1], []),
+    (linear, "max_chunk_bytes", [0, -1, 2**63], []),
     (fused_linear, "max_chunk_bytes", [0, -1], [1e6]),
     # GSPO's coefficients are not known
     (fused_linear, "schedule", ["fastest", "known", None, np.ones(2)], []),
@@ -143,7 +143,7 @@ WRONG = [
     (policy, "kl_estimator", ["k4"], [3, np.ones(2)]),
     (policy, "kl_ratio_weighted", [], [1]),
     (policy, "kl_beta", [one(T + 1), one(4, B, T), INF, 10**400], ["0.1"]),
-    *((function, "entropy_coef", [], [np.ones(2)]) for function in (coefficients, fused, fused_linear)),
+    *((function, "entropy_coef", [], [np.ones(2)]) for function in (fused, fused_linear)),
     (policy, "entropy", [one(B)], []),
     (policy, "rollout_weights", [one(T)], [2.0]),
     (policy, "token_weights", [one(B)], []),
@@ -493,6 +493,14 @@ def test_values_that_no_policy_gives_are_refused_where_they_count(function, obje
             call.refuses(f"{name}: got {got} at {place}", **kl | {name: with_value(call.old, value, 2, 1)})
         # rounding may take a log-prob above 0
         assert call(**kl | {name: with_value(call.old, 0.5, 2, 1)}).isfinite().all()
+    factors = {"token_weights": one(B, T), "rollout_weights": one(B, T), "kl_beta": 0.1 * one(B, T)}
+    for name, factor in factors.items():
+        # the launch of a ratio per sequence has the mean of its tokens' weights
+        at = rf"({place}|sequence 2)" if name == "rollout_weights" else place
+        call.refuses(f"{name}: got NaN at {at}", **kl | {name: with_value(factor, NAN, 2, 1)})
+    no_weight = {"rollout_weights": with_value(one(B), NAN, 1)}
+    for each in (call.advantages, with_value(call.advantages, 0.0, 1)):
+        call.refuses("rollout_weights: got NaN at sequence 1", advantages=each, **no_weight)
     if function in (policy, coefficients):
         # with logits in place of both log-probs, the ratio would look like 1
         call.refuses(f"^logprobs: got 40 at {place}, .* are these logits, or negated?",
@@ -504,8 +512,12 @@ def test_values_that_no_policy_gives_are_refused_where_they_count(function, obje
             for name in names:
                 changed = plain | {name: with_value(call.old, value, 2, 1)}
                 assert torch.equal(call(**changed), call(**plain))
-        no_token = with_value(mask, 0, 1)
-        assert call(advantages=with_value(call.advantages, NAN, 1), loss_mask=no_token).isfinite().all()
+        for name, factor in factors.items():
+            changed = plain | {name: with_value(factor, NAN, 2, 1)}
+            assert torch.equal(call(**changed), call(**plain | {name: factor}))
+        no_token = {"loss_mask": with_value(mask, 0, 1)}
+        assert call(advantages=with_value(call.advantages, NAN, 1), **no_token).isfinite().all()
+        assert call(**no_weight, **no_token).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -546,6 +558,59 @@ def test_advantages_of_tokens_and_objectives_without_a_ratio(function):
         old = with_value(call.old, NAN, 0, 2)
         call.refuses(f"old_logprobs: got NaN at {place}", advantages=advantages, old_logprobs=old)
         assert call(advantages=with_value(advantages, 0.0, 0, 2), old_logprobs=old).isfinite().all()
+
+
+TEACHER = {"teacher_logits": None, "teacher_hidden": None, "teacher_weight": None}
+BESIDE = {rollout: "old_logprobs", gk.off_policy_mask: "logprobs", advantages.reverse_kl: "teacher_logprobs"}
+OTHERS = {rollout: "rollout_logprobs", gk.off_policy_mask: "old_logprobs", advantages.reverse_kl: "logprobs"}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("function", [*BESIDE, taught, linear_taught])
+def test_values_beside_the_losses_are_looked_at_where_they_count(function, packed):
+    """Log-probs and weights that functions beside the policy losses take, as these do."""
+    place = r"position \[9" if packed else r"position \[2, 1"
+    mask, values = with_value(one(B, T), 0.0, 2, 1), {name: -one(B, T) for name in ("x", "y")}
+    if function in BESIDE:
+        fixed, values = {}, {each[function]: -one(B, T) for each in (BESIDE, OTHERS)}
+    else:
+        fixed = {k: v for k, v in TEACHER.items() if k in arguments(function)} | {"ids": SETS, "beta": 0.3}
+        values = {"teacher_logprobs": -one(B, T, 2)}
+
+    def call(**changes):
+        out = function(**arguments(function, packed, **fixed, **values | changes))
+        return out if isinstance(out, torch.Tensor) else out.loss.detach()
+
+    for name, right in values.items():
+        for value, got in ((NAN, "NaN"), (5.0, "5"), (50.0, "50")):
+            wrong = with_value(right, value, 2, 1)
+            with value_error(match=rf"^{name}: got {got} at {place}"):
+                call(**{name: wrong})
+            assert torch.equal(call(**{name: wrong}, loss_mask=mask), call(loss_mask=mask))
+        assert call(**{name: with_value(right, 0.5, 2, 1)}).isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_weights_beside_the_losses_are_looked_at_where_they_count(packed):
+    place = r"position \[9\]" if packed else r"position \[2, 1\]"
+    weights, functions = one(B, T), (off_policy.without_rejected, off_policy.weight_metrics)
+    calls = [(each, "weights") for each in functions]
+    calls += [(off_policy.weight_metrics, "advantages"), (gk.off_policy_mask, "advantages")]
+    mask = with_value(one(B, T, dtype=torch.bool), False, 2, 1)
+    for function, name in calls:
+        wrong = {name: with_value(weights, NAN, 2, 1)}
+        with value_error(match=rf"^{name}: got NaN at {place}"):
+            function(**arguments(function, packed, **wrong))
+        function(**arguments(function, packed, **wrong, loss_mask=mask))
+        with value_error(match=rf"^{name}: got NaN at sequence 1"):
+            function(**arguments(function, packed, **{name: with_value(one(B), NAN, 1)}))
+        no_token = {name: with_value(one(B), NAN, 1), "loss_mask": with_value(mask, False, 1)}
+        function(**arguments(function, packed, **no_token))
+    for function in (taught, linear_taught):
+        wrong = {"token_weights": with_value(weights, NAN, 2, 1)}
+        with value_error(match=rf"^token_weights: got NaN at {place}"):
+            function(**arguments(function, packed, **wrong))
+        assert function(**arguments(function, packed, **wrong, loss_mask=mask)).loss.isfinite()
 
 
 def test_log_probs_of_skipped_sequences_come_back():

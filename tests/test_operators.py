@@ -107,7 +107,8 @@ def operands():
         losses()
         selected_ids()
         teachers()
-        mask_of_shard(torch.tensor([[[0, 6, 2]]]), None, Shard("a group", 2), 3)
+        gk.rollout_weights(-torch.ones(2, 3), -torch.ones(2, 3), high=2.0)
+        mask_of_shard(torch.tensor([[2]]), -100, torch.tensor([[[0, 6, 2]]]), None, Shard("a group", 2), 3)
     return {name: list(forms.values()) for name, forms in found.items()}
 
 

@@ -27,7 +27,7 @@ from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
-from gspo_kernels.ops.values import check_ids
+from gspo_kernels.ops.values import check_ids, check_logprobs
 from gspo_kernels.types import LogitRows, LogitTransform, RowGradients, RowOptions, RowStats, stats_dtype
 
 
@@ -49,27 +49,43 @@ class SelectedGradients(NamedTuple):
 
 
 @operator
-def checked_ids(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
-    """Check that each of ids [B, T, K] is ``bits.NO_ID``, or in the vocabulary and the row's sampling mask.
-    Return a copy as int64. Of a shard ``vocabulary`` counts its columns.
+def checked_ids(
+    ids: Tensor,
+    teacher_logprobs: Tensor | None,
+    labels: Tensor | None,
+    vocabulary: int,
+    options: RowOptions,
+    packed: bool,
+) -> Tensor:
+    """Check that each of ids [B, T, K] is ``bits.NO_ID``, or in the vocabulary and the row's sampling mask,
+    and that a teacher's log-probs of these ids are log-probs. Return a copy of the ids as int64.
+
+    Rows whose label is ``ignore_index`` may hold anything; labels of None: all count. Of a shard
+    ``vocabulary`` counts its columns.
     """
     first, whole = columns_of(options.shard, vocabulary)
-    check_ids("ids", ids, whole)
+    counted = None if labels is None else labels != options.ignore_index
+    check_ids("ids", ids, whole, counted)
+    if teacher_logprobs is not None and checked_values(ids.device):
+        present = ids != bits.NO_ID
+        present = present if counted is None else present & counted.unsqueeze(-1)
+        check_logprobs("teacher_logprobs", teacher_logprobs, present, packed)
     kept = options.transform.kept
     if kept is not None and checked_values(ids.device):
         here = (ids >= first) & (ids < first + vocabulary)
         cut = here & ~_are_kept(kept, torch.where(here, ids - first, 0))
         if bool(cut.any()):
             b, t, k = cut.nonzero()[0].tolist()
+            place = [t] if packed else [b, t]
             raise ValueError(
-                f"ids: got {int(ids[b, t, k])} at position [{b}, {t}], which the sampling mask there cuts; "
+                f"ids: got {int(ids[b, t, k])} at position {place}, which the sampling mask there cuts; "
                 "expected ids that could be drawn"
             )
     return ids.to(torch.int64, copy=True)
 
 
 @checked_ids.register_fake
-def _(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
+def _(ids: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(ids, dtype=torch.int64)
 
 

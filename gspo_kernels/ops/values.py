@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
+from gspo_kernels.exact import exact_dtype
 from gspo_kernels.ops.backends import MaskBackend, load, resolve
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.shards import columns_of
@@ -92,6 +94,38 @@ def check_temperature(temperature: Tensor | None) -> None:
         raise ValueError("temperature: expected only positive numbers")
 
 
+HIGHEST_LOGPROB = 1.0
+"""The highest accepted log-prob in nats: log-probs are at most 0, but rounded to 16 bits a little more."""
+
+
+def plausible(values: Tensor, highest: float = math.inf) -> bool:
+    """Return whether no value is NaN or above ``highest``, counted or not."""
+    return not values.numel() or float(values.max()) <= highest
+
+
+def refuse_high_logprobs(name: str, logprobs: Tensor, counted: Tensor, packed: bool) -> None:
+    """Refuse log-probs above 1 nat where they count."""
+    above = counted & (logprobs > HIGHEST_LOGPROB)
+    if bool(above.any()):
+        raise ValueError(
+            f"{name}: got {float(logprobs[above][0]):.6g} at {_first_place(above, packed)}, expected "
+            "log-probs in nats, which are at most 0, or 1 with rounding; are these logits, or negated?"
+        )
+
+
+def refuse_nan(name: str, values: Tensor, needed: Tensor, packed: bool, expected: str = "numbers") -> None:
+    """Refuse NaN where values are needed."""
+    wrong = needed & values.isnan()
+    if bool(wrong.any()):
+        raise ValueError(f"{name}: got NaN at {_first_place(wrong, packed)}, expected {expected}")
+
+
+def _first_place(where: Tensor, packed: bool) -> str:
+    """Return the first place that is true, in the layout of the caller, whose tokens are here in rows."""
+    place = where.nonzero()[0].tolist()
+    return f"sequence {place[0]}" if where.ndim == 1 else f"position {place[1:] if packed else place}"
+
+
 def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) -> None:
     """Check that every counted label is in the sampling mask of its position.
 
@@ -108,12 +142,40 @@ def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) ->
         )
 
 
-def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """Check that every id is ``bits.NO_ID`` or in the vocabulary; a vocabulary of 0 has an unknown size."""
+def check_logprobs(name: str, logprobs: Tensor, counted: Tensor, packed: bool) -> None:
+    """Refuse log-probs that are NaN or above 1 nat where they count."""
+    if not plausible(logprobs, HIGHEST_LOGPROB):
+        refuse_high_logprobs(name, logprobs, counted, packed)
+        refuse_nan(name, logprobs, counted, packed, "log-probs in nats")
+
+
+@operator
+def checked_rows(values: Tensor, counted: Tensor, packed: bool, name: str, logprobs: bool) -> Tensor:
+    """Check tokens in rows, or [B], which may not be NaN where they count; return a copy in ``exact_dtype``.
+    If they are ``logprobs``, they may not be above 1 nat either.
+    """
+    if checked_values(values.device) and logprobs:
+        check_logprobs(name, values, counted, packed)
+    elif checked_values(values.device) and not plausible(values):
+        refuse_nan(name, values, counted, packed)
+    return values.to(exact_dtype(values.device), copy=True)
+
+
+@checked_rows.register_fake
+def _(values: Tensor, counted: Tensor, packed: bool, name: str, logprobs: bool) -> Tensor:
+    return torch.empty_like(values, dtype=exact_dtype(values.device))
+
+
+def check_ids(name: str, ids: Tensor, vocabulary: int, counted: Tensor | None = None) -> None:
+    """Check that every id is ``bits.NO_ID`` or in the vocabulary; a vocabulary of 0 has an unknown size.
+
+    Ids [..., K] of tokens [...] that aren't ``counted`` may be anything; None: all count.
+    """
     if not checked_values(ids.device):
         return
     most = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
     wrong = (ids != bits.NO_ID) & ((ids < 0) | (ids > most))
+    wrong = wrong if counted is None else wrong & counted.unsqueeze(-1)
     if bool(wrong.any()):
         size = vocabulary or "the vocabulary's size"
         raise ValueError(
@@ -122,8 +184,18 @@ def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
 
 
 @operator
-def mask_of_shard(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: int) -> Tensor:
-    """Return the bitmask of this process's ``width`` columns, from ids or a mask of the whole vocabulary."""
+def mask_of_shard(
+    labels: Tensor,
+    ignore_index: int,
+    kept_ids: Tensor | None,
+    kept_mask: Tensor | None,
+    shard: Shard,
+    width: int,
+) -> Tensor:
+    """Return the bitmask of this process's ``width`` columns, from ids or a mask of the whole vocabulary.
+
+    Where labels are ``ignore_index``, ids may be anything.
+    """
     first, total = columns_of(shard, width)
     if kept_mask is not None:
         if total and kept_mask.shape[-1] != bits.words(total):
@@ -133,12 +205,19 @@ def mask_of_shard(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shar
             )
         return bits.part(kept_mask, first, width)
     assert kept_ids is not None
-    check_ids("kept_ids", kept_ids, total)
+    check_ids("kept_ids", kept_ids, total, labels != ignore_index)
     return bits.packed_ids(torch.where(kept_ids >= 0, kept_ids - first, -1), width)
 
 
 @mask_of_shard.register_fake
-def _(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: int) -> Tensor:
+def _(
+    labels: Tensor,
+    ignore_index: int,
+    kept_ids: Tensor | None,
+    kept_mask: Tensor | None,
+    shard: Shard,
+    width: int,
+) -> Tensor:
     given = kept_mask if kept_ids is None else kept_ids
     assert given is not None
     return given.new_empty((*given.shape[:-1], bits.words(width)), dtype=torch.int32)
