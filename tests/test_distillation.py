@@ -186,6 +186,25 @@ def test_a_sure_engine_leaves_a_little(backend):
         torch.testing.assert_close(out.divergence.cpu().double(), exact, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("beta", BETAS)
+def test_ids_that_are_the_whole_vocabulary(beta, backend):
+    """No other id is left, whatever the rounded log-probs of all seem to leave."""
+    device, rng = device_of(backend), generator(7)
+    start, theirs = (2 * torch.randn(2, 4, 33, generator=rng) for _ in range(2))
+    ids = torch.rand(2, 4, 33, generator=rng).argsort(-1)
+    scored, exact = theirs.log_softmax(-1), start.double().requires_grad_()
+    want = oracle.divergence(exact.log_softmax(-1), scored.double(), beta)
+    want.mean().backward()
+    logits = start.to(device).requires_grad_()
+    given = {"ids": ids, "teacher_logprobs": scored.gather(-1, ids)}
+    out = gk.distillation_loss(
+        logits, **{name: value.to(device) for name, value in given.items()}, beta=beta, backend=backend
+    )
+    out.loss.backward()
+    torch.testing.assert_close(out.divergence.cpu().double(), want.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits.grad.cpu().double(), exact.grad, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_aggregations(aggregation):
     """They are those of the objectives: the loss is Linear's, with divergences in place of log-probs."""

@@ -613,6 +613,30 @@ def test_weights_beside_the_losses_are_looked_at_where_they_count(packed):
         assert function(**arguments(function, packed, **wrong, loss_mask=mask)).loss.isfinite()
 
 
+@pytest.mark.parametrize("function", [token, linear, fused, fused_linear, *OF_IDS])
+def test_ids_may_be_anything_where_no_token_counts(function):
+    right = torch.arange(V).expand(B, T, V)
+    wrong = with_value(with_value(right, 10**9, 2, 1), -7, 0, 0)
+    calls = arguments(function)
+    if function in (taught, linear_taught):
+        name, calls = "ids", calls | {k: v for k, v in TEACHER.items() if k in calls}
+        calls["teacher_logprobs"] = torch.full((B, T, V), -math.log(V))
+    else:
+        name = "kept_ids"
+    if "labels" in calls and function in (token, linear):
+        calls["labels"] = with_value(with_value(calls["labels"], -100, 2, 1), -100, 0, 0)
+    elif function in (chosen, linear_chosen):
+        calls["ids"] = with_value(with_value(calls["ids"], -100, 2, 1), -100, 0, 0)
+    else:
+        calls["loss_mask"] = with_value(with_value(one(B, T), 0.0, 2, 1), 0.0, 0, 0)
+    for got, expected in zip(
+        function(**calls | {name: wrong}), function(**calls | {name: right}), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    with value_error(match=f"^{name}: got 1000000000, expected 0 <= id < 11"):
+        function(**calls | {name: with_value(wrong, 10**9, 1, 1)})
+
+
 def test_log_probs_of_skipped_sequences_come_back():
     call, advantages = Call(fused_linear, gk.GSPO()), torch.tensor([1.0, 0.0, 0.5])
     plain = arguments(fused_linear, old_logprobs=None, advantages=advantages, skip_inactive="all")

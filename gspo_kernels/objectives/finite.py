@@ -57,6 +57,21 @@ class _K3(torch.autograd.Function):
         return _product(grad, -torch.expm1(-d))
 
 
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, result = ctx.saved_tensors
+        infinite = (x == torch.inf).to(x.dtype)
+        shares = infinite / infinite.sum(-1, keepdim=True).clamp(min=1.0)
+        return _product(grad, torch.where(result == torch.inf, shares, (x - result).exp()))
+
+
 class _ZeroWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -88,6 +103,13 @@ def exp(x: Tensor) -> Tensor:
 def k3(d: Tensor) -> Tensor:
     """``exp(-d) + d - 1``, without cancelling for small d; its gradient is 0 where d or grad is."""
     return _K3.apply(d)
+
+
+def logsumexp(x: Tensor) -> Tensor:
+    """``x.logsumexp(-1, keepdim=True)``; values of +inf share the gradient equally. A row needs a value above
+    -inf.
+    """
+    return _LogSumExp.apply(x)
 
 
 def zero_with_gradient(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.groups import Groups
 
@@ -51,7 +52,7 @@ class REAL(Objective):
         def classified(chosen: Tensor, logits: Tensor) -> Tensor:
             logits = torch.where(chosen & both, logits, -torch.inf)
             anchor = logits.new_zeros(logits.shape[0], 1)
-            return torch.cat([logits, anchor], 1).logsumexp(1, keepdim=True)
+            return finite.logsumexp(torch.cat([logits, anchor], 1))
 
         loss = classified(success, -scores) + classified(failure, scores)
         return ObjectiveLoss(batch.weighted(groups.flat(loss.expand_as(scores))), log_ratio)

@@ -15,7 +15,7 @@ from gspo_kernels import bits, divergences
 from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.ops.backends import rows_of
 from gspo_kernels.ops.selected import SelectedGradients, first_places, score, write_gradient
-from gspo_kernels.ops.shards import leading_of_all
+from gspo_kernels.ops.shards import leading_of_all, vocabulary_of
 from gspo_kernels.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
 
 LEAST_LOG_MASS = -(2.0**-24)
@@ -123,7 +123,13 @@ def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor 
     if form.tail:
         log_p = torch.cat([log_p, exact(student.tail).unsqueeze(-1)], -1)
         log_q = torch.cat([log_q, left.unsqueeze(-1)], -1)
-        counts = torch.cat([counts, counts.any(-1, keepdim=True)], -1)
+        some_left = counts.any(-1, keepdim=True)
+        if (
+            pair.teacher.logprobs is not None
+        ):  # whose rounding seems to leave mass, even if they are all there are
+            total = vocabulary_of(options.shard, pair.logits.shape[-1], ids.device)
+            some_left = some_left & (counts.sum(-1, keepdim=True) < total)
+        counts = torch.cat([counts, some_left], -1)
         log_p, log_q = (torch.where(counts, each, -torch.inf) for each in (log_p, log_q))
     value, slope = divergences.of_columns(log_p, log_q, form.beta)
     broken = torch.stack([(each.isnan() & counts).any(-1) for each in (log_p, log_q)]).any(0)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.parallel.groups import gathered, rank_and_size
+from gspo_kernels.parallel.groups import gathered, rank_and_size, sum_
 from gspo_kernels.types import LogitRows, Normalizers, PairStats, RowGradients, RowPair, RowStats, Shard
 
 if TYPE_CHECKING:  # which has these rows in its table
@@ -46,6 +46,12 @@ def columns_of(shard: Shard, width: int) -> tuple[int, int]:
         return 0, width
     total = 0 if shard.start >= 0 else width * rank_and_size(shard.group)[1]
     return first_column(shard, width), total
+
+
+def vocabulary_of(shard: Shard, width: int, device: torch.device) -> int | Tensor:
+    """Return the size of the whole vocabulary; where ranks have to be asked, one number is summed."""
+    total = columns_of(shard, width)[1]
+    return total or sum_(shard.group, torch.full((), width, dtype=torch.int64, device=device))
 
 
 class ShardedRows:

@@ -26,6 +26,22 @@ def test_vespo_clamps_each_log_ratio_before_they_add_up():
     assert got[0, 0].item() == pytest.approx(-math.exp(2 + 3 - 3 * math.exp(1)) / 2, rel=1e-12)
 
 
+def test_real_has_its_full_gradient_where_a_ratio_is_infinite():
+    """``w_i / (tau |y_i|)`` with ``w_i`` = 1, which infinitely wrong sequences of one group share."""
+    infinite, logprobs = float("inf"), torch.full((6, 2), -20.0, dtype=torch.float64)
+    wrong = fp64([-infinite, 0.0], [0.0, 0.0], [0.0, 0.0], [infinite, 0.0], [0.0, infinite], [0.0, 0.0])
+    logprobs[wrong == -infinite] = -infinite
+    old = torch.where(wrong == infinite, -infinite, torch.where(wrong == 0, logprobs, -20.0))
+    got = gk.policy_coefficients(
+        logprobs, old, fp64(1.0, 0.0, 1.0, 0.0, 0.0, 0.0), objective=gk.REAL(tau=0.5),
+        group_ids=torch.tensor([0, 0, 1, 1, 1, 1]), normalizer=1,
+    )  # fmt: skip
+    # a sequence's value is its group's loss: a group of n counts n times; exp(0) / (1 + exp(0)) = 1 / 2
+    groups = fp64(2.0, 2.0, 4.0, 4.0, 4.0, 4.0)
+    shares = fp64(-1.0, 0.5, -0.5, 0.5, 0.5, 0.0)
+    torch.testing.assert_close(got, (groups * shares / (0.5 * 2)).unsqueeze(1).expand(6, 2))
+
+
 def test_m2po_leaves_out_all_of_equal_tokens_or_none():
     got = coefficients(fp64([0.2, 0.2, 0.1]), fp64(1.0), gk.M2PO(threshold=0.026))
     assert got.tolist() == [[0.0, 0.0, pytest.approx(-math.exp(0.1) / 3, rel=1e-12)]]
