@@ -65,7 +65,7 @@ class Padded(Layout):
             return _Sum.apply(tokens, self)
         if not tokens.is_cpu or not tokens.numel():
             return exact_sum(tokens)
-        offsets = torch.arange(0, tokens.numel() + 1, self.length)
+        offsets = torch.arange(0, tokens.numel() + 1, self.length, device=tokens.device)
         return segment_reduce(tokens.flatten(), "sum", offsets)
 
     def expand(self, values: Tensor) -> Tensor:

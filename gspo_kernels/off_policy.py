@@ -101,7 +101,7 @@ def rollout_weights(
         inside = torch.ones_like(measured, dtype=torch.bool)
         inside = inside if low is None else inside & (measured >= low)
         inside = inside if high is None else inside & (measured <= high)
-        weights = torch.where(inside, 1.0 if divergence else weights, 0.0)
+        weights = torch.where(inside, torch.ones_like(weights) if divergence else weights, 0.0)
     weights = torch.where(counted, weights, 1.0).to(stats_dtype(old_logprobs.dtype))
     return weights.view_as(old_logprobs) if by_token else weights
 

@@ -161,6 +161,28 @@ def test_the_map_shows_every_folder_and_module():
     assert {name for name in shown if name.endswith("/")} <= {f"{path.name}/" for path in folders}
 
 
+INTEGERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
+"""Functions whose results are integers for integers, whatever the default dtype is."""
+ALLOCATIONS = {
+    "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace",
+    "nested_tensor", "ones", "rand", "randn", "range", "scalar_tensor", "tensor", "zeros", *INTEGERS,
+}  # fmt: skip
+
+
+def test_no_allocation_leaves_dtype_or_device_to_pytorchs_defaults():
+    """Scripts set them: ``torch.set_default_dtype(torch.bfloat16)``, ``torch.set_default_device("cuda")``."""
+    found, open_ones = 0, []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name.startswith("torch.") and name.removeprefix("torch.") in ALLOCATIONS:
+                found += 1
+                needed = {"device"} if name.removeprefix("torch.") in INTEGERS else {"device", "dtype"}
+                if not needed <= {keyword.arg for keyword in node.keywords}:
+                    open_ones.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert found > 50 and not open_ones, "\n".join(open_ones)
+
+
 def test_csrc_leaves_the_importing_thread_alone():
     setup = (ROOT / "setup.py").read_text()
     assert not re.search(r'"(-ffast-math|-Ofast|-fopenmp|-funsafe-math-optimizations)"', setup)

@@ -29,7 +29,7 @@ class Folds:
         self._labels, self._ignore_index = labels.to(torch.int64).contiguous(), ignore_index
         self._options = _row_options(transform, ignore_index, self._dtype)
         blocks = -(-vocabulary // BLOCK)
-        self._folds = torch.zeros(labels.numel(), 2 + 3 * blocks, dtype=torch.float64)
+        self._folds = torch.zeros(labels.numel(), 2 + 3 * blocks, dtype=torch.float64, device=labels.device)
 
     def add(self, logits: Tensor, first: int) -> None:
         """Fold logits [n, k] of the columns from ``first`` on: whole blocks, or all up to the last column."""
@@ -62,11 +62,11 @@ class Folds:
 
     def statistics(self) -> RowStats:
         """Return the statistics [1, n] of the rows, with the same bits as from stored logits."""
-        shape = self._labels.shape
+        shape, device = self._labels.shape, self._labels.device
         stats = RowStats(
-            torch.empty(shape, dtype=self._dtype),
-            torch.empty(shape, dtype=torch.float64),
-            torch.empty(shape, dtype=self._dtype) if self._entropy else None,
+            torch.empty(shape, dtype=self._dtype, device=device),
+            torch.empty(shape, dtype=torch.float64, device=device),
+            torch.empty(shape, dtype=self._dtype, device=device) if self._entropy else None,
         )
         _operators().folded_statistics(self._folds, self._labels, self._ignore_index, *stats)
         return stats

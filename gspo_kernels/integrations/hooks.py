@@ -141,7 +141,8 @@ class RolloutCorrection:
     high: float | None = None
 
     def __post_init__(self) -> None:
-        self.weights(torch.zeros(1, 1), torch.zeros(1, 1))
+        zero = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
+        self.weights(zero, zero)
 
     def weights(
         self,

@@ -88,7 +88,7 @@ def pack(sequences: Sequence[Tensor]) -> PackedTokens:
                 f"the dtype, device and trailing shape of number 0, {first.dtype} {tuple(first.shape)} on "
                 f"{first.device}"
             )
-    lengths = torch.tensor([each.shape[0] for each in sequences])
+    lengths = torch.tensor([each.shape[0] for each in sequences], dtype=torch.int64, device="cpu")
     return PackedTokens(torch.cat(list(sequences)), offsets_of(lengths).to(first.device))
 
 
@@ -243,7 +243,7 @@ def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "z
     sequence = segment_ids(cu_seqlens, tokens)
     # run k of a sequence begins at length * k // (number of runs)
     run = ((positions - cu_seqlens[sequence] + 1) * len(runs) * ranks - 1) // cu_seqlens.diff()[sequence]
-    here = torch.isin(run, torch.tensor(runs, device=run.device)).nonzero().squeeze(1)
+    here = torch.isin(run, run.new_tensor(runs)).nonzero().squeeze(1)
     return PackedTokens(here, offsets_of(torch.bincount(sequence[here], minlength=len(cu_seqlens) - 1)))
 
 

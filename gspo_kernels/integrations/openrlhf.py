@@ -126,7 +126,7 @@ def _corrected(
     if correction.mode == "sequence_mask":
         bounded = (bounded & counts).any(dim=1)
     if bounded.ndim == 1:
-        share = bounded.sum() / max(len(bounded), 1)
+        share = bounded.sum().float() / max(len(bounded), 1)
     else:
-        share = (bounded & counts).sum() / counts.sum().clamp(min=1)
+        share = (bounded & counts).sum().float() / counts.sum().clamp(min=1)
     return weights, torch.where(counts, rollout - old, 0.0).sum() / counts.sum().clamp(min=1), share

@@ -186,7 +186,8 @@ class PolicyLoss:
         if self.objective.aggregation != "sequence_mean" or batch.get("rollout_mask_sums") is None:
             return None
         layout = layout_of(mask[None], cu_seqlens)
-        totals = torch.stack([torch.as_tensor(each) for each in batch["rollout_mask_sums"]]).to(mask)
+        sums = batch["rollout_mask_sums"]
+        totals = torch.stack([torch.as_tensor(each, dtype=mask.dtype, device=mask.device) for each in sums])
         return layout.sum(mask[None]) / torch.cat([totals.clamp(min=1.0), totals.new_ones(1)])
 
 
@@ -195,10 +196,14 @@ def _positions(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows that predict response tokens, and ``cu_seqlens`` with the padding as last sequence."""
     checks.floats("logits", logits, (1, *logits.shape[1:]), "[1, T, V]", None)
-    offsets, rows = offsets_of(torch.tensor(total_lengths, dtype=torch.int64)), logits.shape[1]
+    offsets, response_offsets = (
+        offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
+        for lengths in (total_lengths, response_lengths)
+    )
+    rows = logits.shape[1]
     if offsets[-1] > rows:
         raise ValueError(f"logits: got {rows} rows for {int(offsets[-1])} tokens in total_lengths")
-    where = response_predictions(offsets, offsets_of(torch.tensor(response_lengths, dtype=torch.int64)))
+    where = response_predictions(offsets, response_offsets)
     padding = offsets.new_tensor([rows])
     return where.to(logits.device), torch.cat([offsets, padding]).to(logits.device)
 
@@ -208,5 +213,5 @@ def _labels(
 ) -> Tensor:
     """Return the response token that each row predicts, [T]; ``IGNORE`` for all other rows."""
     responses = [each[each.numel() - length :] for each, length in zip(tokens, response_lengths, strict=True)]
-    labels = torch.full((logits.shape[1],), IGNORE, device=logits.device)
+    labels = torch.full((logits.shape[1],), IGNORE, dtype=torch.int64, device=logits.device)
     return labels.index_copy(0, where, torch.cat(responses).to(labels))

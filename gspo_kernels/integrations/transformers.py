@@ -410,7 +410,7 @@ def _lay_out_packed(
 def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
     """Raise IntegrationError if packed sequences see each other. All processes use the same few tokens."""
     tokens = torch.arange(1, 7, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], dtype=torch.int64, device=device)
     training = [module for module in model.modules() if module.training]
     for module in training:  # dropout would differ
         module.training = False
@@ -463,8 +463,8 @@ def _run_with_loss(
     Returns:
         The outputs of ``forward``, and by name those of loss, logprobs, entropy and metrics that it computed.
     """
-    head, test_logits = head_module(model), torch.empty(0)
-    head_forward = head.forward
+    head = head_module(model)
+    head_forward, test_logits = head.forward, torch.empty(0, dtype=torch.float32, device="cpu")
     computed: dict[str, Any] = {}
 
     def product(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -481,7 +481,8 @@ def _run_with_loss(
             )
         if compare and not _is_dtensor(head.weight):  # the module's own product takes DTensors
             _compare_product(head, head_forward, hidden, weight, bias, lora)
-        test_logits = torch.linspace(-30.0, 30.0, weight.shape[0], device=hidden.device).view(1, 1, -1)
+        made_up = torch.linspace(-30.0, 30.0, len(weight), dtype=torch.float32, device=hidden.device)
+        test_logits = made_up.view(1, 1, -1)
         if labels.ndim == 1:
             hidden = hidden.squeeze(0)
         device = hidden.device.type

@@ -147,7 +147,7 @@ class CoefficientGroups:
             numbers = list(self._sequences)
             for first, last in ranges:
                 numbers += [end - ends[first] for end in ends[first : last + 1]]
-            table = torch.tensor(numbers, dtype=torch.int32)
+            table = torch.tensor(numbers, dtype=torch.int32, device="cpu")
             # pinned, so that the host doesn't wait for the copy
             pinned = table.pin_memory() if labels.is_cuda else table
             order, *offsets = pinned.to(labels.device, non_blocking=True).split(

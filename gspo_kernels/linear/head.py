@@ -148,7 +148,7 @@ class Head:
                 fixed_product(rows[:, slab], weight[slab].to(rows.dtype), out, accumulate=first > 0)
             return out
         if self.in_blocks:
-            return multiply(rows, weight, torch.empty(shape))
+            return multiply(rows, weight, torch.empty(shape, dtype=torch.float32, device=rows.device))
         if rows.dtype == weight.dtype:
             if rows.is_cuda and rows.dtype in (torch.float16, torch.bfloat16):
                 return torch.mm(rows, weight, out_dtype=torch.float32)

@@ -153,7 +153,9 @@ def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: S
     drawn = engine.generate(prompts, sampling)
     logprobs = torch.cat([each.logprobs for each in drawn if each.logprobs is not None])
     return Samples(
-        [torch.tensor(prompt) for prompt in prompts], [each.ids for each in drawn], logprobs.double()
+        [torch.tensor(prompt, dtype=torch.int64, device="cpu") for prompt in prompts],
+        [each.ids for each in drawn],
+        logprobs.double(),
     )
 
 

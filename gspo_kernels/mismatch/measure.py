@@ -86,7 +86,7 @@ class Comparison:
     def corrections(self) -> dict[str, dict[str, float]]:
         """Return for each correction what its weights would leave of a batch with equal advantages."""
         counted, seqlens = self.possible, self.cu_seqlens
-        advantages = torch.ones(len(seqlens) - 1, dtype=torch.float64)
+        advantages = torch.ones(len(seqlens) - 1, dtype=torch.float64, device=counted.device)
         effects = {}
         for name, options in CORRECTIONS.items():
             weights = gk.rollout_weights(

@@ -217,7 +217,8 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
     sizes = comparison.difference[comparison.possible].abs()
     if positive := sizes[sizes > 0].tolist():
         low, high = math.log10(min(positive)), math.log10(max(positive))
-        edges = torch.logspace(max(low, high - 8), high + 1e-6, 41, dtype=torch.float64)
+        ends = max(low, high - 8), high + 1e-6
+        edges = torch.logspace(*ends, 41, dtype=torch.float64, device="cpu")
         tokens.hist(positive, bins=edges.tolist(), color=BLUE)
         tokens.set_xscale("log")
     tokens.set_ylabel(f"tokens ({len(sizes) - len(positive):,} of {len(sizes):,} are equal)", color=INK)

@@ -35,7 +35,8 @@ class Samples:
     @property
     def cu_seqlens(self) -> Tensor:
         """Offsets of the completions among the N tokens, int32 [B + 1]."""
-        return offsets_of(torch.tensor([len(each) for each in self.completions], dtype=torch.int64))
+        lengths = [len(each) for each in self.completions]
+        return offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
 
 def read_samples(path: Path, tokenizer: Any, most: int, tell: Callable[[str], None]) -> Samples:
@@ -55,8 +56,9 @@ def read_samples(path: Path, tokenizer: Any, most: int, tell: Callable[[str], No
             again = "its prompts are tokenized again, and may become other tokens than the sampler had"
             tell(f"{path} has no prompt_ids: {again}")
         prompts = [_prompt_of(row, tokenizer, f"{path}, row {n}") for n, row in enumerate(rows, start=1)]
-    completions = [torch.tensor(row["token_ids"], dtype=torch.int64) for row in rows]
-    logprobs = torch.tensor([value for row in rows for value in row["logprobs"]], dtype=torch.float64)
+    completions = [torch.tensor(row["token_ids"], dtype=torch.int64, device="cpu") for row in rows]
+    values = [value for row in rows for value in row["logprobs"]]
+    logprobs = torch.tensor(values, dtype=torch.float64, device="cpu")
     masks = [SamplingMask.of(each) for row in rows if (each := row.get("sampling_mask")) is not None]
     return Samples(prompts, completions, logprobs, masks if len(masks) == len(rows) else None)
 
@@ -225,7 +227,8 @@ def _head_logprobs(
     if not half:  # logits stay in fp32, also with 16-bit weights
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     parts = []
-    for rows in torch.arange(len(labels)).split(max(1, _LOGIT_BYTES // (4 * weight.shape[0]))):
+    most = max(1, _LOGIT_BYTES // (4 * weight.shape[0]))
+    for rows in torch.arange(len(labels), device=labels.device).split(most):
         logits = head.transform(torch.nn.functional.linear(hidden[rows], weight, bias).float())
         logits = logits / setting.temperature
         mask = None if kept is None else kept[rows]

@@ -72,7 +72,9 @@ class ClipCov(Objective):
     def _draw(self, covariance: Tensor, candidates: Tensor, tokens: int) -> Tensor:
         where = candidates.flatten().nonzero().squeeze(1)
         where = where[covariance.flatten()[where].argsort(stable=True)]
-        shuffled = torch.randperm(where.numel(), generator=torch.Generator().manual_seed(self.seed))
+        # on the CPU, so that every device draws the same
+        generator = torch.Generator().manual_seed(self.seed)
+        shuffled = torch.randperm(where.numel(), generator=generator, device="cpu")
         count = max(1, int(self.clip_cov_ratio * tokens))
         drawn = torch.zeros_like(candidates).flatten()
         drawn[where[shuffled[:count].to(where.device)]] = True

@@ -66,7 +66,8 @@ def transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
         return torch.mm(rows.t(), operand)
     operand = operand.to(rows.dtype)
     if rows.is_cpu:
-        return multiply(rows.t(), operand, torch.empty(rows.shape[1], operand.shape[1]))
+        shape = rows.shape[1], operand.shape[1]
+        return multiply(rows.t(), operand, torch.empty(shape, dtype=torch.float32, device=rows.device))
     return torch.mm(rows.t(), operand, out_dtype=torch.float32)
 
 

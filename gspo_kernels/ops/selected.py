@@ -209,7 +209,7 @@ def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Sel
     logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
     return SelectedRows(
-        torch.where(unique.present, logprobs, torch.where(ids == bits.NO_ID, 0.0, torch.nan)).to(dtype),
+        torch.where(unique.present, logprobs, torch.nan).masked_fill(ids == bits.NO_ID, 0.0).to(dtype),
         torch.where(unique.present.any(-1), tail, 0.0).to(dtype),
         rest,
     )

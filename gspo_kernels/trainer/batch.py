@@ -132,7 +132,7 @@ class Batch:
 
     def by_token(self, values: Tensor) -> Tensor:
         """Repeat one value per row, [B], for each of its tokens, [N]."""
-        return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
+        return values.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64, device=values.device))
 
 
 def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: torch.device) -> Batch:
@@ -148,7 +148,7 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
     masks = [completion.mask for completion in completions]
     counted = [c.counted(truncated) & known for c, known in zip(completions, applies, strict=True)]
     return Batch(
-        prompts=[torch.tensor(sample.prompt, device=device) for sample in samples],
+        prompts=[torch.tensor(sample.prompt, dtype=torch.int64, device=device) for sample in samples],
         completions=[completion.ids.to(device) for completion in completions],
         advantages=advantages.nan_to_num(0.0).to(device),
         loss_mask=torch.cat(counted).to(device),
@@ -239,7 +239,7 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
     if len(lengths) == 1:
         return inputs
     if "flash" in implementation:
-        ends = offsets_of(torch.tensor(lengths, device=device))
+        ends = offsets_of(torch.tensor(lengths, dtype=torch.int64, device=device))
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     else:
@@ -269,7 +269,7 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     device, lengths = prompts[0].device, [len(p) + len(c) - 1 for p, c in pairs]
     left = iter(torch.cat([part for p, c in pairs for part in (p, c[:-1])]).tolist())
     tree = Tree(list(itertools.islice(left, length)) for length in lengths)
-    row = torch.tensor([tree.tokens, tree.positions], device=device)
+    row = torch.tensor([tree.tokens, tree.positions], dtype=torch.int64, device=device)
     inputs = {"input_ids": row[:1], "position_ids": row[1:]}
     if len(tree.tokens) > 1:  # transformers takes a single token for a step of decoding
         inputs["attention_mask"] = attention_mask(model, tree.segments, device)
@@ -277,7 +277,8 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     # a prompt's last token predicts the first token of every completion
     paths = zip(tree.paths, prompts, strict=True)
     predicting = [place for path, prompt in paths for place in path[len(prompt) - 1 :]]
-    return CompletionRows(hidden[0, torch.tensor(predicting, device=device)], *pack(completions))
+    rows = torch.tensor(predicting, dtype=torch.int64, device=device)
+    return CompletionRows(hidden[0, rows], *pack(completions))
 
 
 class Tree:
@@ -372,9 +373,9 @@ def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[
 
 def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Return start, ..., start + length - 1 for each start and its length, one after the other, int64."""
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    firsts = torch.tensor(starts, dtype=torch.int64) - (sizes.cumsum(0) - sizes)
-    return (torch.arange(sum(lengths)) + firsts.repeat_interleave(sizes)).to(device)
+    sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    firsts = torch.tensor(starts, dtype=torch.int64, device="cpu") - (sizes.cumsum(0) - sizes)
+    return (torch.arange(sum(lengths), device="cpu") + firsts.repeat_interleave(sizes)).to(device)
 
 
 # Attention: transformers recognizes packed sequences by position_ids that restart, but not in every model and

@@ -89,7 +89,7 @@ def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: in
     model.train()
     for _ in range(steps):
         texts = [row["prompt"] + row["answer"] + tokenizer.eos_token for row in generator.sample(rows, 64)]
-        ids = torch.tensor(tokenizer(texts)["input_ids"])
+        ids = torch.tensor(tokenizer(texts)["input_ids"], dtype=torch.int64, device="cpu")
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[:, DIGITS:-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, DIGITS + 1 :].flatten())

@@ -204,7 +204,8 @@ class GSPOTrainer:
         else:
             counted = [int(s.completion.counted(config.rollout.truncated).sum()) for s in rollout.samples]
             how = {"method": config.advantages, "scale": config.advantage_scale}
-            advantages = advantages_of(rewards, group_size=size, lengths=torch.tensor(counted), **how)
+            lengths = torch.tensor(counted, dtype=torch.int64, device="cpu")
+            advantages = advantages_of(rewards, group_size=size, lengths=lengths, **how)
         return make_batch(rollout, advantages, config.rollout.truncated, self.accelerator.device)
 
     def update(self, batch: Batch) -> Metrics:

@@ -179,7 +179,9 @@ class RewardSet:
             reason = "only the main thread can set signal handlers, and others tried to"
             warnings.warn(f"rewards may be wrong: {reason}: {', '.join(sorted(threads))}", stacklevel=2)
         by_name = {
-            name: torch.tensor([math.nan if v is None else float(v) for v in values[name]])
+            name: torch.tensor(
+                [math.nan if v is None else float(v) for v in values[name]], dtype=torch.float32, device="cpu"
+            )
             for name in self.names
         }
         weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])

@@ -55,7 +55,11 @@ class SamplingMask(NamedTuple):
     def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
         """Return the mask of one list of ids for each place, as vLLM returns it."""
         ids = [token for each in sets for token in each]
-        return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor([len(each) for each in sets]))
+        counts = [len(each) for each in sets]
+        return cls(
+            torch.tensor(ids, dtype=torch.int32, device="cpu"),
+            torch.tensor(counts, dtype=torch.int64, device="cpu"),
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
@@ -154,14 +158,17 @@ class ModelEngine:
 
         device, B, C = self.model.device, len(prompts), sampling.max_new_tokens
         places: dict[tuple[int, ...], int] = {}
-        owners = torch.tensor([places.setdefault(tuple(ids), len(places)) for ids in prompts], device=device)
+        prompt_of = [places.setdefault(tuple(ids), len(places)) for ids in prompts]
+        owners = torch.tensor(prompt_of, dtype=torch.int64, device=device)
         padding = [max(map(len, places)) - len(ids) for ids in places]
         filled = [[self.pad_id] * n + list(ids) for n, ids in zip(padding, places, strict=True)]
-        tokens = torch.tensor(filled, device=device)  # [prompts, P], padded on the left
-        mask = (torch.arange(tokens.shape[1]) >= torch.tensor(padding).unsqueeze(1)).long().to(device)
+        tokens = torch.tensor(filled, dtype=torch.int64, device=device)  # [prompts, P], padded on the left
+        left_out = torch.tensor(padding, dtype=torch.int64, device=device).unsqueeze(1)
+        mask = (torch.arange(tokens.shape[1], device=device) >= left_out).long()
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         rows, going = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
-        end_ids, cache = torch.tensor(self.end_ids, device=device), DynamicCache(config=self.model.config)
+        end_ids = torch.tensor(self.end_ids, dtype=torch.int64, device=device)
+        cache = DynamicCache(config=self.model.config)
         draws: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = []
         for place in range(C):
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
@@ -170,7 +177,8 @@ class ModelEngine:
             if place == 0:  # a row for each prompt becomes a row for each completion
                 cache.reorder_cache(owners)
                 logits, mask, positions = (x[owners] for x in (logits, mask, positions))
-            drawn, probs, kept = draw(logits, sampling, torch.rand(len(rows), 1, device=device))
+            uniforms = torch.rand(len(rows), 1, dtype=torch.float32, device=device)
+            drawn, probs, kept = draw(logits, sampling, uniforms)
             draws.append((rows, drawn, probs, kept))
             going &= ~torch.isin(drawn, end_ids)
             left = int(going.sum())
@@ -190,25 +198,25 @@ class ModelEngine:
         self, draws: Sequence[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]], count: int, sampling: Sampling
     ) -> list[Completion]:
         """Return completions from the draws of each place: rows, tokens, probabilities and kept ids."""
-        ids = torch.zeros(count, len(draws), dtype=torch.int64)
-        logprobs = torch.zeros(count, len(draws))
+        ids = torch.zeros(count, len(draws), dtype=torch.int64, device="cpu")
+        logprobs = torch.zeros(count, len(draws), dtype=torch.float32, device="cpu")
         sets: list[list[Tensor]] = [[] for _ in range(count)]
         for place, (rows, drawn, probs, kept) in enumerate(draws):
             rows = rows.cpu()
             ids[rows, place], logprobs[rows, place] = drawn.cpu(), probs.log().float().cpu()
             for row, each in zip(rows.tolist(), kept, strict=False):
                 sets[row].append(each)
-        ends = torch.isin(ids, torch.tensor(self.end_ids))
+        ends = torch.isin(ids, ids.new_tensor(self.end_ids))
         finished = ends.any(1)
         lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, len(draws))
-        inside = torch.arange(len(draws)) < lengths.unsqueeze(1)
+        inside = torch.arange(len(draws), device="cpu") < lengths.unsqueeze(1)
         if bool((logprobs.isnan() & inside).any()):
             raise InputError("the model's probabilities are NaN: its weights or logits are not finite")
         completions = []
         for row, length in enumerate(lengths.tolist()):
             mask = None
             if sampling.return_mask:
-                counts = torch.tensor([len(each) for each in sets[row][:length]])
+                counts = ids.new_tensor([len(each) for each in sets[row][:length]])
                 mask = SamplingMask(torch.cat(sets[row][:length]), counts)
             # Copies, because a slice would be sent to other processes with the whole tensor.
             logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()

@@ -74,9 +74,10 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
         turns = f"{config.objective.name} compares turns, and plain training has rollouts of one turn"
         raise InputError(f"objective.name: {turns}; train with python -m examples.recipes.turns")
     if config.off_policy.level != "none":
-        one = torch.zeros(1)
+        one = torch.zeros(1, dtype=torch.float32, device="cpu")
+        ends = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
         try:
-            off_policy_weights(config.off_policy, one, one, one == 0, torch.tensor([0, 1]))
+            off_policy_weights(config.off_policy, one, one, one == 0, ends)
         except ValueError as error:
             raise InputError(f"off_policy: {error}") from error
     whole_groups = update.shared_prefix or objective.coefficient_scope == "group"
@@ -241,7 +242,7 @@ class Updater:
         """
         if minibatches is None:
             minibatches = self._minibatches(batch, step)[: self.config.update.minibatches]
-        values = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device)
+        values = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=batch.loss_mask.device)
         for rows, counts in pad_micro_batches([m for each in minibatches for m in each.micro_batches]):
             output = policy(*batch.tokens(rows), None, batch.mask(rows), return_entropy=True)
             if counts:
@@ -300,7 +301,7 @@ class Updater:
             sampled = batch.rollout_logprobs
             if sampled is None:
                 raise InputError("off_policy.level: the engine returns no log-probs of what it sampled")
-            ends, mask = batch.offsets(torch.arange(len(batch.completions))), batch.loss_mask
+            ends, mask = batch.offsets(torch.arange(len(batch.completions), device="cpu")), batch.loss_mask
             terms["rollout_weights"] = off_policy_weights(config.off_policy, old, sampled, mask, ends)
         if "group_ids" in self.objective.needs:
             terms["group_ids"] = batch.group_ids
@@ -364,7 +365,7 @@ class Updater:
         output = gk.policy_loss(logprobs, entropy=entropy, **whole)
         gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)
         # Gradients are averaged over the processes, but each has only its part of the sum: hence the factor.
-        token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
+        token_weights, entropy_coef = current.logprobs.new_zeros(2, len(current.logprobs))
         token_weights[places], entropy_coef[places] = world * gradients[0], -world * gradients[1]
         micro_terms: dict[str, Any] = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
         micro_terms |= {"loss_mask": terms["loss_mask"], "token_weights": token_weights}
@@ -381,7 +382,8 @@ class Updater:
         Returns:
             Log-probs and entropy as `score` returns them, and the loss of this process's last micro-batch.
         """
-        values, output = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device), None
+        values = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=batch.loss_mask.device)
+        output = None
         for number, (rows, counts) in enumerate(pad_micro_batches(micros), start=1):
             local = batch.pick(terms, rows)
             local["loss_mask"] &= counts
@@ -429,7 +431,9 @@ class Updater:
             """Make a tensor of the optimizer's state to load into: a new optimizer has none."""
             _, key, name = name.split("/", 2)
             p = trained[name]
-            like = p.detach() if shape == p.shape else torch.zeros(shape)  # else it is the number of steps
+            like = p.detach()
+            if shape != p.shape:  # the number of steps
+                like = torch.zeros(shape, dtype=torch.float32, device=p.device)
             self.optimizer.state[p][key] = torch.zeros_like(like, device=p.device)
             state: Tensor = self.optimizer.state[p][key]
             return state

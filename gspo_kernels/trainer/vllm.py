@@ -228,7 +228,7 @@ class VLLMEngine:
         }
         each = [options] * len(prompts)
         if sampling.temperature > 0.0:
-            seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist()
+            seeds = torch.randint(2**63 - 1, (len(prompts),), device="cpu").tolist()
             each = [options | {"seed": seed, "logprobs": 0} for seed in seeds]  # 0: only the sampled token's
         responses = self.vllm.complete(prompts, each, sampling.return_mask)
         return [self._completion(response, sampling) for response in responses]
@@ -255,9 +255,9 @@ class VLLMEngine:
         if fault:
             raise InputError(f"{self.vllm.name} {fault}")
         return Completion(
-            torch.tensor(tokens),
+            torch.tensor(tokens, dtype=torch.int64, device="cpu"),
             ended[-1],
-            None if logprobs is None else torch.tensor(logprobs),
+            None if logprobs is None else torch.tensor(logprobs, dtype=torch.float32, device="cpu"),
             mask=SamplingMask.of(mask or ()) if sampling.return_mask else None,
         )
 
