@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 from typing import Any
 
 from gspo_kernels import checks
 
-_enabled = False
+_switches: list[set_batch_invariant] = []
+"""What all threads have switched, in the order of the calls. Each list operation below is atomic."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.switches: list[set_batch_invariant] = []
+
+
+_thread = _Thread()
+"""What the current thread has switched."""
 
 
 class set_batch_invariant:
     """Switch batch-invariant mode: results of a token keep their bits, whatever is computed along with it.
 
     The mode holds from this call on, in all threads of the process; as a context manager, until the context
-    ends. Functions over hidden states also take ``batch_invariant=`` for a single call. A backward runs in
+    ends. Contexts of several threads may overlap: a thread inside contexts of its own has the mode of the
+    innermost one, and all other threads, such as autograd's, have the mode of the last context that has not
+    ended. Functions over hidden states also take ``batch_invariant=`` for a single call. A backward runs in
     the mode of its forward, also if it is compiled or repeated.
 
     These keep their bits for any chunk size (``max_chunk_bytes``), schedule, order of rows, padding or
@@ -46,29 +59,47 @@ class set_batch_invariant:
     """
 
     def __init__(self, mode: bool) -> None:
-        global _enabled
-        self._before = _enabled
-        _enabled = checks.flag("mode", mode)
+        self._mode, self._entered, self._own = checks.flag("mode", mode), False, _thread.switches
+        # The last call without a context counts. The one before is what this one, as a context, ends in.
+        if len(self._own) > 1 and not (self._own[-1]._entered or self._own[-2]._entered):
+            self._own[-2]._undo()
+        self._do()
+
+    def _do(self) -> None:
+        self._own.append(self)
+        _switches.append(self)
+
+    def _undo(self) -> None:
+        self._own.remove(self)
+        _switches.remove(self)
 
     def __enter__(self) -> None:
-        """Keep the mode that the call has set."""
+        """Keep the mode that the call has set until the context ends."""
+        if self not in self._own:  # the object has been a context before
+            self._do()
+        self._entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore the mode from before the call."""
-        global _enabled
-        _enabled = self._before
+        inside = self._own[self._own.index(self) + 1 :]
+        for each in [self, *[call for call in inside if not call._entered]]:
+            each._undo()
 
 
 def is_batch_invariant() -> bool:
     """Return whether calls are batch-invariant, unless they pass ``batch_invariant=``."""
-    return _enabled
+    return in_force(None)
 
 
 def in_force(asked: bool | None) -> bool:
-    """Return whether a call is batch-invariant: its argument or, if that is None, the process's mode."""
-    return _enabled if asked is None else checks.flag("batch_invariant", asked)
+    """Return whether a call is batch-invariant: its argument or, if that is None, the current mode."""
+    if asked is not None:
+        return checks.flag("batch_invariant", asked)
+    own = _thread.switches
+    switches = own if any(each._entered for each in own) else _switches
+    return [False, *[each._mode for each in switches]][-1]
 
 
 def refuse_groups(invariant: bool, **groups: Any) -> None:

@@ -1,5 +1,6 @@
 """Compiled calls are whole graphs, and equal eager ones."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -173,7 +174,7 @@ def test_objectives_made_in_compiled_code_keep_their_options():
 
 
 def test_compiled_calls_follow_the_switch_of_batch_invariance():
-    """In either mode a compiled call has the bits of the eager one."""
+    """In either mode a compiled call has the eager one's bits, while another thread is in the other mode."""
     rng = generator(0)
     leaves = [torch.randn(*shape, 90, generator=rng).requires_grad_() for shape in ((3, 60), (70,))]
     labels, old = torch.randint(70, (3, 60), generator=rng), torch.randn(3, 60, generator=rng) - 5
@@ -186,7 +187,11 @@ def test_compiled_calls_follow_the_switch_of_batch_invariance():
     torch._dynamo.reset()
     compiled, found = torch.compile(loss, fullgraph=True, backend="aot_eager"), {}
     for mode in (False, True, False):
-        with gk.set_batch_invariant(mode):
+        with (
+            gk.set_batch_invariant(mode),
+            ThreadPoolExecutor(1) as other,
+            other.submit(gk.set_batch_invariant, not mode).result(),
+        ):
             found[mode], eager = (
                 torch.autograd.grad(function(*leaves), leaves) for function in (compiled, loss)
             )
