@@ -342,10 +342,9 @@ def may_move(tokens: Tensor, terms: Terms) -> Tensor:
     if any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
         return moving
     scope, layout = objective.coefficient_scope, terms.layout(tokens)
-    factors = [terms.advantages] if objective.zero_advantage_is_inactive else []
-    if scope in ("token", "sequence"):
-        factors.append(terms.rollout_weights)
-    for factor in factors:
+    # where a zero advantage leaves a gradient, rollout weights may not multiply the whole loss, either
+    factors = (terms.advantages, terms.rollout_weights if scope in ("token", "sequence") else None)
+    for factor in factors if objective.zero_advantage_is_inactive else ():
         if factor is None:
             continue
         if factor.ndim == 1:

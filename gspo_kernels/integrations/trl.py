@@ -75,6 +75,9 @@ class _SequenceRatio:
     """A mixin that gives an objective GSPO's ratio: TRL's ``importance_sampling_level="sequence"``."""
 
     coefficient_scope: ClassVar[Any] = "sequence"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
     factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
@@ -102,6 +105,12 @@ class _TrlVESPO(VESPO):
     """
 
     ratio_level: str = "token"
+
+    coefficient_scope = "sequence"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
+    factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

@@ -26,6 +26,7 @@ from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.objectives.luspo import LUSPO
 from gspo_kernels.objectives.m2po import M2PO
 from gspo_kernels.objectives.prime_ipo import PrimeIPO
+from gspo_kernels.objectives.promises import check as check
 from gspo_kernels.objectives.real import REAL
 from gspo_kernels.objectives.rebel import REBEL
 from gspo_kernels.objectives.sapo import SAPO

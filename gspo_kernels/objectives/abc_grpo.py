@@ -28,6 +28,9 @@ class ABCGRPO(Objective):
     negative_high: float = 0.2
 
     coefficient_scope = "token"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -199,6 +199,11 @@ def log_bounds(low: float, high: float, dual: float | None) -> tuple[float, floa
 
 
 _REGISTRY: dict[str, type[Objective]] = {}
+_PROMISES = (
+    "coefficient_scope", "needs_token_order", "zero_advantage_is_inactive", "ratio_only", "factorizes",
+    "ratio_form",
+)  # fmt: skip
+"""What a class that replaces ``evaluate`` does not inherit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +214,9 @@ class Objective(ABC):
     and may be passed by position, in the order of ``clip(r, 1 - low, 1 + high)``; all other fields are
     keyword-only. A class's declarations hold for its default options; an instance with other options may
     ``_declare`` others.
+
+    Declarations promise what schedules then rely on. Without one, calls rely on nothing: they take the whole
+    batch at once and skip no work. ``check`` finds out by trying whether they are true.
 
     Args:
         aggregation: how values become one loss; |y_i| is the number of counted tokens or ``lengths[i]``.
@@ -225,7 +233,7 @@ class Objective(ABC):
     aggregation: str = "sequence_mean"
     aggregation_constant: float | None = None
 
-    coefficient_scope: ClassVar[Scope]
+    coefficient_scope: ClassVar[Scope] = "batch"
     """What dLoss/dlogprob of one token depends on besides masks, lengths, weights and advantages."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
@@ -243,13 +251,13 @@ class Objective(ABC):
     takes_token_advantages: ClassVar[bool] = True
     """False: advantages must be [B]."""
 
-    needs_token_order: ClassVar[bool] = False
+    needs_token_order: ClassVar[bool] = True
     """The objective depends on the order of a sequence's tokens; ranks that share sequences don't know it."""
 
-    zero_advantage_is_inactive: ClassVar[bool] = True
+    zero_advantage_is_inactive: ClassVar[bool] = False
     """A zero advantage means a zero gradient, whatever the log-probs."""
 
-    ratio_only: ClassVar[bool] = True
+    ratio_only: ClassVar[bool] = False
     """The gradient depends on log-probs only through their difference from ``old_logprobs``."""
 
     factorizes: ClassVar[bool] = False
@@ -258,6 +266,11 @@ class Objective(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # what the classes below promise is true of their ``evaluate``, not of one that replaces it
+        evaluates = next(i for i, each in enumerate(cls.__mro__) if "evaluate" in vars(each))
+        for name in _PROMISES:
+            if not any(name in vars(each) for each in cls.__mro__[: evaluates + 1]):
+                setattr(cls, name, vars(Objective)[name])
         _REGISTRY[f"{cls.__module__}:{cls.__qualname__}"] = cls
 
     def __post_init__(self) -> None:

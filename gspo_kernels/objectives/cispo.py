@@ -31,6 +31,9 @@ class CISPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

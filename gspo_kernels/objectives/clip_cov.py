@@ -45,6 +45,7 @@ class ClipCov(Objective):
     seed: int = 0
 
     coefficient_scope = "batch"
+    needs_token_order = False
     # a token without advantage still enters the covariance of the others
     zero_advantage_is_inactive = False
     ratio_only = False

@@ -42,6 +42,9 @@ class DHPO(Objective):
     sequence_clip_high: float = 4e-4
 
     coefficient_scope = "sequence"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,6 +39,8 @@ class DPPO(Objective):
 
     coefficient_scope = "token"
     ratio_only = False
+    needs_token_order = False
+    zero_advantage_is_inactive = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,6 +26,8 @@ class DRO(Objective):
 
     coefficient_scope = "token"
     zero_advantage_is_inactive = False
+    needs_token_order = False
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ class EGSW(GRPO):
 
     coefficient_scope = "group"
     needs = ("entropy", "group_ids")
+    needs_token_order = False
     # a sequence without advantage still enters the weights of the others
     zero_advantage_is_inactive = False
     ratio_only = False

@@ -30,9 +30,12 @@ class ESPO(GSPO):
     _: KW_ONLY
     elbo_kl_beta: float = 0.01
 
+    coefficient_scope = "sequence"
     needs = ("token_weights", "lengths", "ref_logprobs")
+    needs_token_order = False
     zero_advantage_is_inactive = False
     ratio_only = False
+    factorizes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

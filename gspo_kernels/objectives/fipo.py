@@ -39,6 +39,8 @@ class FIPO(DAPO):
 
     coefficient_scope = "sequence"
     needs_token_order = True
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

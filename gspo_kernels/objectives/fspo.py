@@ -30,6 +30,9 @@ class FSPO(Objective):
     level = "sequence"
     takes_token_advantages = False
     factorizes = True
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,9 @@ class GPG(Objective):
 
     coefficient_scope = "nothing"
     factorizes = True
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

@@ -79,6 +79,7 @@ class Pairwise(Objective):
     takes_token_advantages = False
     zero_advantage_is_inactive = False
     ratio_only = False
+    needs_token_order = False
 
     @abstractmethod
     def score(self, batch: PolicyBatch) -> Tensor:

@@ -29,6 +29,9 @@ class GSPO(ClippedRatio):
     level = "sequence"
     takes_token_advantages = False
     factorizes = True
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per sequence."""

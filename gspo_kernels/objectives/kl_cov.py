@@ -32,6 +32,7 @@ class KLCov(Objective):
     coefficient_scope = "batch"
     zero_advantage_is_inactive = False
     ratio_only = False
+    needs_token_order = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,6 +23,8 @@ class Linear(Objective):
     needs = ("token_weights",)
     needs_advantages = False
     zero_advantage_is_inactive = False
+    needs_token_order = False
+    ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

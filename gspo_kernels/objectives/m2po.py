@@ -32,6 +32,9 @@ class M2PO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "batch"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

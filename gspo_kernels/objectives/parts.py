@@ -38,6 +38,9 @@ class ClippedRatio(Objective):
     dual_clip: float | None = None
 
     ratio_level: ClassVar[Literal["token", "turn", "sequence"]]
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

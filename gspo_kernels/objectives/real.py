@@ -35,6 +35,8 @@ class REAL(Objective):
     needs = ("group_ids",)
     takes_token_advantages = False
     zero_advantage_is_inactive = False
+    needs_token_order = False
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

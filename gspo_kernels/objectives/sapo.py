@@ -25,6 +25,9 @@ class SAPO(Objective):
     tau_negative: float = 1.05
 
     coefficient_scope = "token"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

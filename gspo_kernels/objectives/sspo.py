@@ -46,6 +46,9 @@ class SSPO(Objective):
     coefficient_scope = "sequence"
     level = "sequence"
     takes_token_advantages = False
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,6 +28,9 @@ class TOPR(Objective):
 
     coefficient_scope = "sequence"
     factorizes = True
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

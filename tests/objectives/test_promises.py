@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import generator
-from tests.objectives.sample_batches import close, coefficients, every, make_batch
+from tests.cases import generator, run
+from tests.objectives.sample_batches import close, coefficients, every, from_hidden_states, make_batch
 
 
 @every
@@ -107,7 +108,9 @@ def test_nothing_counted(objective):
 
 
 @every
-def test_what_is_declared_of_coefficients(objective):
+def test_what_is_declared_is_true_and_nothing_less(objective):
+    """What isn't declared doesn't hold, so that no objective does work that it could skip."""
+    gk.objectives.check(objective)
     batch = make_batch(objective, everything=True)
     if objective.coefficient_scope == "sequence":
         each = coefficients(batch, objective) / batch.terms["token_weights"]
@@ -115,18 +118,112 @@ def test_what_is_declared_of_coefficients(objective):
         alike = all(torch.allclose(row, row[:1], rtol=1e-9, atol=1e-12) for row in rows)
         identity = getattr(objective, "gate", None) == "identity"  # SSPO declares what holds for any gate
         assert alike == (objective.factorizes or identity)
-    if objective.needs_advantages:
+    if objective.needs_advantages and objective.coefficient_scope not in ("group", "batch"):
         zero = coefficients(batch, objective, advantages=torch.zeros_like(batch.advantages))
-        # within a group or a batch a zero may matter to others
-        if objective.zero_advantage_is_inactive or objective.coefficient_scope not in ("group", "batch"):
-            assert bool((zero == 0).all()) == objective.zero_advantage_is_inactive
-    if objective.ratio_only or objective.coefficient_scope == "nothing":
-        moved = {"logprobs": batch.logprobs - 0.75, "old_logprobs": batch.old_logprobs - 0.75}
-        close(coefficients(batch, objective, **moved), coefficients(batch, objective))
-    if objective.ratio_only:  # on-policy, coefficients are known beforehand
-        anywhere = torch.full_like(batch.logprobs, -1.0)
-        here = coefficients(batch, objective, old_logprobs=None)
-        assert torch.equal(here, coefficients(batch, objective, old_logprobs=None, logprobs=anywhere))
+        assert bool((zero == 0).all()) == objective.zero_advantage_is_inactive
+
+
+class Unweighted(gk.GRPO):
+    """Forgets rollout weights."""
+
+    coefficient_scope = "token"
+
+    def evaluate(self, batch):
+        return super().evaluate(dataclasses.replace(batch, rollout_weights=None))
+
+
+class SumsOfRows(gk.GRPO):
+    """Adds up the tokens of a row, which may hold several sequences."""
+
+    def evaluate(self, batch):
+        loss = super().evaluate(batch)
+        return loss._replace(loss=loss.loss * batch.logprobs.sum(1, keepdim=True))
+
+
+class OtherForm(gk.GRPO):
+    """Is fused with other bounds than its own."""
+
+    def ratio_form(self):
+        return super().ratio_form()._replace(log_high=0.5)
+
+
+PLANTED = [
+    *((gk.GRPO(), "coefficient_scope", "nothing"), (gk.GSPO(0.1, 0.1), "coefficient_scope", "token")),
+    *((gk.GSPO(0.1, 0.1), "coefficient_scope", "turn"), (gk.REAL(), "coefficient_scope", "sequence")),
+    *((gk.TLGRPO(), "coefficient_scope", "token"), (gk.KLCov(), "coefficient_scope", "group")),
+    *((gk.DPPO(), "ratio_only", True), (gk.DHPO(mix="entropy"), "ratio_only", True)),
+    *((gk.AGRO(), "ratio_only", True), (gk.DRO(), "zero_advantage_is_inactive", True)),
+    *((gk.ESPO(), "zero_advantage_is_inactive", True), (gk.ClipCov(), "zero_advantage_is_inactive", True)),
+    *((gk.GRPO(), "factorizes", True), (gk.TOPR(ratio_level="token"), "factorizes", True)),
+    *((gk.FIPO(), "needs_token_order", False), (gk.CTPO(), "needs_token_order", False)),
+    *((gk.GSPO(), "level", "token"), (gk.GRPO(), "level", "sequence"), (gk.DPO(), "needs", ("group_ids",))),
+    *(
+        (gk.GSPO(), "takes_token_advantages", True),
+        (gk.Linear(), "needs", ()),
+        (OtherForm(), "ratio_form", None),
+    ),
+    *((Unweighted(), "rollout_weights", None), (SumsOfRows(), "packed", None)),
+]
+
+
+@pytest.mark.parametrize(("objective", "name", "value"), PLANTED, ids=lambda each: str(each).split("(")[0])
+def test_a_wrong_declaration_is_found(objective, name, value):
+    objective = dataclasses.replace(objective)  # a copy
+    if value is not None:
+        objective._declare(**{name: value})
+    with pytest.raises(ValueError, match=rf"^objective: .*\n- .*\b{name}\b"):
+        gk.objectives.check(objective)
+
+
+def test_only_objectives_are_checked():
+    with pytest.raises(TypeError, match=r"objective: got <class .*GRPO'>, expected an instance"):
+        gk.objectives.check(gk.GRPO)
+
+
+def squares(batch):
+    """Return a loss whose coefficient depends on the log-probs of the whole batch, for any advantage."""
+    total = torch.where(batch.mask, batch.logprobs, 0.0).sum()
+    values = batch.weighted(batch.logprobs**2 * total)
+    return gk.objectives.base.ObjectiveLoss(values, batch.log_ratio)
+
+
+class DeclaresNothing(gk.objectives.base.Objective):
+    def evaluate(self, batch):
+        return squares(batch)
+
+
+class ReplacesTheLoss(gk.GSPOToken):
+    def evaluate(self, batch):
+        return squares(batch)
+
+
+@pytest.mark.parametrize("cls", [DeclaresNothing, ReplacesTheLoss])
+def test_an_objective_that_declares_nothing_has_the_gradient_of_its_loss(cls):
+    """Neither what it leaves out nor what its base class says of another loss makes a promise."""
+    objective = cls()
+    gk.objectives.check(objective)
+    batch = make_batch(objective)
+    case = replace(from_hidden_states(batch, objective, 23), advantages=torch.zeros(6), old_logprobs=None)
+    leaf = {name: value.clone().requires_grad_() for name, value in case.inputs.items()}
+    logprobs = gk.token_logprobs(leaf["hidden"] @ leaf["weight"].T, case.labels).logprobs
+    counted = torch.where(case.loss_mask, logprobs, 0.0)
+    means = (counted**2 * counted.sum()).sum(1) / case.loss_mask.sum(1).clamp(min=1)
+    (means.sum() / case.loss_mask.any(1).sum()).backward()
+    for skip in ("backward", "none"):
+        got = run(case, "fused_linear_policy_loss", objective, skip_inactive=skip)
+        for name, value in leaf.items():
+            close(got.grads[name], value.grad)
+    with pytest.raises(ValueError, match=r"skip_inactive"):
+        run(case, "fused_linear_policy_loss", objective, skip_inactive="all")
+
+
+def test_a_rollout_weight_of_zero_leaves_a_penalty_of_the_objectives_own():
+    """NaN among old log-probs used to take the gradient of all sequences whose rollout weight is 0."""
+    batch = make_batch(objective := gk.ESPO())
+    old = batch.old_logprobs.clone()
+    old[2] = math.nan
+    with pytest.raises(ValueError, match="old_logprobs: got NaN at position"):
+        coefficients(batch, objective, old_logprobs=old, rollout_weights=torch.zeros(6, dtype=torch.float64))
 
 
 @every

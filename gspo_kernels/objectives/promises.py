@@ -1,0 +1,235 @@
+"""Whether what an objective declares about itself is true, found out by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.layout import layout_of
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import Objective, PolicyBatch, log_clip
+
+_GROUP_IDS = (0, 0, 1, 1, 0, 1)
+_ADVANTAGES = (1.0, -0.7, 0.3, -1.3, 2.0, 0.4)
+_TOKENS = 7
+_SPREADS = (0.0, 1e-4, 0.02, 0.2, 2.0)
+"""Sizes of log-ratios: within and beyond every clip range, and on-policy."""
+_DRAWS = 2
+_TERMS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "token_weights")
+"""What a batch has per token, besides its mask and ``turn_ids``."""
+
+
+def check(objective: Objective) -> None:
+    """Find out by trying whether an objective's declarations are true.
+
+    A wrong declaration is a wrong gradient without a word in the calls that rely on it. This draws batches
+    with log-ratios of several sizes, and changes in each what the declarations say that a coefficient
+    dLoss/dlogprob does not depend on. A declaration that it finds no fault with may still be wrong for
+    batches that it does not draw.
+
+    Args:
+        objective: with the options to check.
+
+    Raises:
+        TypeError: ``objective`` is no instance of ``Objective``.
+        ValueError: declarations are not true; the message says which, and what contradicts each.
+    """
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective: got {objective!r}, expected an instance of Objective")
+    for seed in range(_DRAWS):
+        rng = torch.Generator().manual_seed(seed)
+        for spread in _SPREADS:
+            if faults := list(_faults(objective, spread, rng)):
+                name = type(objective).__name__
+                raise ValueError("\n- ".join([f"objective: {name} is not what it declares:", *faults]))
+
+
+def _faults(objective: Objective, spread: float, rng: torch.Generator) -> Iterator[str]:
+    """Yield what a drawn batch contradicts, a sentence for each declaration."""
+    scope, values = objective.coefficient_scope, _draw(spread, rng)
+    mask, sequences = values["mask"], len(_ADVANTAGES)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(*size, generator=rng, dtype=torch.float64, device="cpu")
+
+    def changed(**changes: Tensor) -> Tensor:
+        return _coefficients(objective, values | changes)
+
+    try:
+        plain = changed()
+    except Exception as error:  # whatever the formula raises
+        yield f"evaluate, called with what needs={objective.needs} names, raises {_text(error)}"
+        return
+    if not bool(plain.isfinite().all()):
+        yield f"its gradient is not finite for log-ratios around {spread}"
+        return
+    everything = _coefficients(objective, values, terms=("token_weights", "rollout_weights"))
+
+    # what a coefficient depends on
+    even = torch.arange(sequences, device="cpu") % 2 == 0
+    if scope != "batch":
+        rows = values["group_ids"] == 0 if scope == "group" else even
+        some = _coefficients(objective, {name: each[rows] for name, each in values.items()})
+        if not _equal(some, plain[rows]):
+            others = "groups" if scope == "group" else "sequences"
+            yield f"coefficient_scope is {scope!r}, but coefficients change without other {others}"
+    if scope in ("nothing", "token", "turn"):
+        kept = {"nothing": mask & False, "token": uniform(*mask.shape) < 0.5, "turn": values["turn_ids"] == 0}
+        other, stays = _draw(spread or 0.3, rng), kept[scope]
+        redrawn = {
+            name: torch.where(stays, values[name], other[name]) for name in _TERMS if name != "token_weights"
+        }
+        where = mask if scope == "nothing" else mask & stays
+        if not _equal(changed(**redrawn)[where], plain[where]):
+            whose = "any token" if scope == "nothing" else f"tokens outside of its {scope}"
+            yield f"coefficient_scope is {scope!r}, but a coefficient changes with log-probs of {whose}"
+    if objective.ratio_only:
+        shift = 2 * uniform(*mask.shape)
+        moved = {name: values[name] - shift for name in ("logprobs", "old_logprobs")}
+        if not _equal(changed(**moved, entropy=uniform(*mask.shape)), plain):
+            yield (
+                "ratio_only is True, but coefficients change with the entropy, or where logprobs and "
+                "old_logprobs move by the same amount"
+            )
+    if not objective.needs_token_order:
+        order = torch.randperm(_TOKENS, generator=rng, device="cpu")
+        swapped = changed(**{name: values[name][:, order] for name in ("mask", "turn_ids", *_TERMS)})
+        if not _equal(swapped, plain[:, order]):
+            yield "needs_token_order is False, but coefficients change with the order of a sequence's tokens"
+
+    # which coefficients are zero or alike
+    if objective.needs_advantages and objective.zero_advantage_is_inactive:
+        some = values["advantages"] * (torch.arange(sequences, device="cpu") % 3 != 0)
+        ways = [some, torch.zeros_like(some)]
+        if scope == "token" and objective.takes_token_advantages:
+            ways.append(some.unsqueeze(1) * (uniform(*mask.shape) < 0.5))
+        for advantages in ways:
+            zero = (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)) == 0
+            if bool((changed(advantages=advantages) * zero).any()):
+                yield "zero_advantage_is_inactive is True, but a zero advantage leaves a gradient"
+                break
+        remaining = {name: each[some != 0] for name, each in values.items()}
+        if not _equal(_coefficients(objective, remaining), changed(advantages=some)[some != 0]):
+            yield "zero_advantage_is_inactive is True, but sequences without one change others' coefficients"
+        weights = values["rollout_weights"] * even
+        left = _coefficients(objective, values | {"rollout_weights": weights}, terms=("rollout_weights",))
+        if scope in ("token", "sequence") and bool(left[weights == 0].any()):
+            yield "zero_advantage_is_inactive is True, but a rollout weight of 0 leaves a gradient"
+    if objective.factorizes:
+        each = (everything / values["token_weights"]).masked_fill(~mask, -torch.inf)
+        if not _equal(torch.where(mask, each.amax(1, keepdim=True), 0.0), torch.where(mask, each, 0.0)):
+            yield "factorizes is True, but coefficients of a sequence are not one number times token_weights"
+
+    # what is passed, and the layout
+    if objective.needs_advantages and objective.takes_token_advantages:
+        try:
+            changed(advantages=values["advantages"].unsqueeze(1) * uniform(*mask.shape))
+        except Exception as error:
+            yield f"takes_token_advantages is True, but with those evaluate raises {_text(error)}"
+    weighted = _coefficients(objective, values, terms=("rollout_weights",))
+    if bool(plain.any()) and _equal(weighted, plain):
+        yield "rollout_weights change nothing: evaluate returns batch.weighted(loss)"
+    if not _equal(_coefficients(objective, values, packed=True), plain):
+        yield "coefficients change if sequences are packed: combine tokens through batch.layout alone"
+    form = objective.ratio_form()
+    if form is not None:
+        how = objective.aggregation != "sequence_mean", *objective.outer_divisor(), objective.level
+        clip = form.log_low, form.log_high, form.log_dual
+        if how != form[3:] or not _equal(_coefficients(objective, values, clip=clip), plain):
+            yield "ratio_form is another loss than that of evaluate and its aggregation"
+
+
+def _draw(spread: float, rng: torch.Generator) -> dict[str, Tensor]:
+    """Draw six sequences, the last one empty, with holes in their masks and all terms."""
+    shape = len(_ADVANTAGES), _TOKENS
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(*size, generator=rng, dtype=torch.float64, device="cpu")
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=rng, dtype=torch.float64, device="cpu")
+
+    mask = uniform(*shape) < 0.75
+    mask[:, 0], mask[-1] = True, False
+    logprobs = -normal(*shape).abs() - 1e-3
+    log_ratio = spread * (normal(shape[0], 1) + normal(*shape))
+    return {
+        "mask": mask,
+        "logprobs": logprobs,
+        "old_logprobs": (logprobs - log_ratio).clamp(max=-1e-3),
+        "advantages": torch.tensor(_ADVANTAGES, dtype=torch.float64, device="cpu"),
+        "lengths": mask.sum(1).double() + 2.5,
+        "ref_logprobs": logprobs + 0.3 * normal(*shape),
+        "entropy": 0.5 + uniform(*shape),
+        "token_weights": 0.5 + uniform(*shape),
+        "rollout_weights": 0.5 + uniform(shape[0]),
+        "group_ids": torch.tensor(_GROUP_IDS, dtype=torch.int64, device="cpu"),
+        "turn_ids": torch.randint(-1, 2, shape, generator=rng, device="cpu"),
+    }
+
+
+def _coefficients(
+    objective: Objective,
+    values: dict[str, Tensor],
+    *,
+    terms: tuple[str, ...] = (),
+    packed: bool = False,
+    clip: tuple[float, float, float] | None = None,
+) -> Tensor:
+    """Return the gradient of the sum of a batch's losses with respect to its log-probs, [B, T].
+
+    Args:
+        objective: whose ``evaluate`` is called, with the terms that it needs.
+        values: the batch, [B, T] and [B].
+        terms: passed besides those that the objective needs.
+        packed: lay out all tokens as [1, B * T].
+        clip: take ``log_clip`` with these bounds in the place of ``evaluate``.
+    """
+    shape, rows = values["mask"].shape, values["mask"].shape[0]
+    ends = torch.arange(rows + 1, device="cpu") * shape[1] if packed else None
+    laid_out = {name: x.reshape(1, -1) if packed and x.ndim == 2 else x for name, x in values.items()}
+    mask = laid_out["mask"]
+    layout = layout_of(mask, ends)
+    usable: dict[str, Any] = {
+        name: torch.where(mask, each, 0.0) if name in _TERMS else each for name, each in laid_out.items()
+    }
+    leaf = usable["logprobs"].clone().requires_grad_()
+    optional = {name: usable[name] for name in {*objective.needs, *terms} - {"lengths"}}
+    log_ratio = finite.difference(leaf, usable["old_logprobs"])
+    if "token_weights" in optional:
+        log_ratio = finite.mul(optional["token_weights"], log_ratio)
+    counts = layout.sum(mask.double())
+    batch = PolicyBatch(
+        layout=layout,
+        mask=mask,
+        lengths=usable["lengths"] if "lengths" in objective.needs else counts.clamp(min=1.0),
+        logprobs=leaf,
+        old_logprobs=usable["old_logprobs"],
+        log_ratio=log_ratio,
+        advantages=usable["advantages"] if objective.needs_advantages else None,
+        **optional,
+    )
+    if clip is None:
+        loss = objective.evaluate(batch).loss
+    elif objective.level == "sequence":
+        loss, *_ = log_clip(batch.sequence_log_ratio(), usable["advantages"], *clip)
+    else:
+        loss, *_ = log_clip(batch.log_ratio, batch.token_advantages(), *clip)
+    counted = mask if objective.level == "token" else counts > 0
+    if loss.shape != counted.shape:
+        raise ValueError(f"level={objective.level!r}, but the loss has shape {tuple(loss.shape)}")
+    (gradient,) = torch.autograd.grad(torch.where(counted, loss, 0.0).sum(), leaf)
+    return torch.where(mask, gradient, 0.0).view(shape)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two gradients are equal up to the rounding of fp64."""
+    largest = max([each.abs().max().item() for each in (one, other) if each.numel()], default=0.0)
+    return torch.allclose(one, other, rtol=0.0, atol=1e-9 * largest)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
