@@ -71,7 +71,7 @@ def _prompt_of(row: Mapping[str, Any], tokenizer: Any, where: str) -> Tensor:
         ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
     if not ids:
         raise InputError(f"{where}: the tokenizer makes no token of the prompt")
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def _check_row(row: Mapping[str, Any], where: str) -> None:
