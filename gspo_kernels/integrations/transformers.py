@@ -98,8 +98,9 @@ def __getattr__(name: str) -> Any:
 def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     """Let ``model(..., labels=, advantages=, ...)`` return the policy loss without building logits.
 
-    This patches ``forward`` of the instance (of the causal LM inside PEFT and DDP wrappers); a second call
-    changes nothing but ``fp32_head``. Calls without the arguments below run the model's own forward.
+    This patches ``forward`` of the instance (of the causal LM inside PEFT and DDP wrappers). A second call
+    sets ``fp32_head``, and patches again if a library has taken the patch off. Calls without the arguments
+    below run the model's own forward.
 
     A call with ``return_logprobs=True`` scores: it takes the options of ``linear_token_logprobs`` and
     ``cu_seqlens``, and returns differentiable ``logprobs`` (and ``entropy`` with ``return_entropy=True``).
@@ -138,8 +139,11 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     head_module(inner)
     check_causal(inner)
     if "_gspo_fused" in inner.__dict__:
-        inner._gspo_fused.fp32_head = fp32_head
-        inner._gspo_fused.virtual_tokens |= virtual_tokens_of(model)
+        fused, forward = inner._gspo_fused, _forward_of(inner)
+        if forward in (None, fused.earlier) or getattr(forward, "__func__", None) is type(inner).forward:
+            inner.forward = fused.patched  # somebody took the patch off
+        fused.fp32_head = fp32_head
+        fused.virtual_tokens |= virtual_tokens_of(model)
         return model
     of_class = type(inner).forward
     taken = _FUSED & {*inspect.signature(of_class).parameters}
@@ -147,13 +151,8 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         raise IntegrationError(
             f"model: {type(inner).__name__}.forward has an argument {min(taken)!r} already"
         )
-
-    @functools.wraps(of_class)  # generate() reads the signature
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, args, kwargs)
-
     earlier = inner.__dict__.get("forward")
-    inner.forward = types.MethodType(forward, inner)
+    inner.forward = bound_forward(inner, _forward)
     inner._gspo_fused = _FusedState(earlier, inner.forward, fp32_head, virtual_tokens_of(model))
     return model
 
@@ -168,7 +167,7 @@ def unfuse_lm_head(model: Any) -> Any:
     fused = inner.__dict__.get("_gspo_fused")
     if fused is None:
         return model
-    if inner.__dict__.get("forward") != fused.patched:
+    if _forward_of(inner) != fused.patched:
         raise IntegrationError(
             f"model: {type(inner).__name__}.forward was patched again after fuse_lm_head; undo that first"
         )
@@ -176,6 +175,33 @@ def unfuse_lm_head(model: Any) -> Any:
     if fused.earlier is not None:
         inner.forward = fused.earlier
     return model
+
+
+def bound_forward(model: Any, function: Callable[..., Any]) -> Any:
+    """Return a method of ``model`` that calls ``function(model, ...)`` and looks like its class's forward.
+
+    generate() reads the signature. ``functools.wraps`` alone would leave ``__wrapped__``, which accelerate's
+    ``unwrap_model(..., keep_fp32_wrapper=False)`` takes for the mark of its own wrappers and follows. It also
+    binds a method a second time where it finds nothing to follow, so the model may be passed twice. A method
+    goes with the model into a deep copy; a closure would keep the original.
+    """
+    of_class = type(model).forward
+
+    @functools.wraps(of_class)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *(args[1:] if args and args[0] is self else args), **kwargs)
+
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(of_class)  # type: ignore[attr-defined]
+    return types.MethodType(forward, model)
+
+
+def _forward_of(model: Any) -> Any:
+    """Return the ``forward`` that the instance itself has, or None; without a second binding."""
+    forward = model.__dict__.get("forward")
+    while isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.MethodType):
+        forward = forward.__func__
+    return forward
 
 
 @dataclass
@@ -199,7 +225,7 @@ class _FusedState:
     packing_checked: bool = False
 
 
-def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own forward; in a fused call, the loss replaces the head's product."""
     state = model._gspo_fused
     forward = state.earlier or functools.partial(type(model).forward, model)

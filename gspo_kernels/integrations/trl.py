@@ -8,10 +8,8 @@ hooks of DDP, FSDP and ZeRO fire.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
-import types
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
 from gspo_kernels.integrations.lm_head import causal_lm_of  # noqa: E402
-from gspo_kernels.integrations.transformers import fuse_lm_head, unrounded  # noqa: E402
+from gspo_kernels.integrations.transformers import bound_forward, fuse_lm_head, unrounded  # noqa: E402
 
 _AGGREGATION = {
     "grpo": "sequence_mean",
@@ -230,16 +228,17 @@ class _Box:
 
 def _take_boxes(model: Any) -> None:
     """Let the forward of a fused causal LM take arguments from a ``_Box`` and store its output there."""
-    fused = model.forward
+    if "_gspo_unboxed" in model.__dict__:
+        return
 
-    @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, boxed: _Box | None = None, **inputs: Any) -> Any:
         if boxed is None:
-            return fused(*args, **inputs)
-        boxed.output = fused(*args, **inputs, **boxed.arguments)
+            return self._gspo_unboxed(*args, **inputs)
+        boxed.output = self._gspo_unboxed(*args, **inputs, **boxed.arguments)
         return boxed.output
 
-    model.forward = types.MethodType(forward, model)
+    model._gspo_unboxed = model.forward
+    model.forward = bound_forward(model, forward)
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]

@@ -228,6 +228,39 @@ def test_copies_and_a_forward_that_the_instance_had_before():
     assert torch.equal(model(**call).logprobs, scores)
 
 
+@pytest.mark.parametrize("fused", ["before", "after"])
+def test_accelerate_may_unwrap_the_model(fused):
+    """``keep_fp32_wrapper=False`` follows ``__wrapped__``, and binds what it has found to the model again."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, model = accelerate.Accelerator(cpu=True, mixed_precision="bf16"), tiny()
+    if fused == "before":
+        accelerator.prepare(fuse_lm_head(model))
+    else:
+        fuse_lm_head(accelerator.prepare(model))
+    inputs, labels = batch()
+    ids, advantages = inputs.pop("input_ids"), torch.tensor([1.0, -0.5, 2.0, 0.7])
+    for each in (model, copy.deepcopy(model)):
+        assert accelerator.unwrap_model(each, keep_fp32_wrapper=False) is each
+        for again in (each, fuse_lm_head(each)):
+            out = again(ids, **inputs, labels=labels, old_logprobs=None, advantages=advantages)
+            assert out.logits is None
+            torch.testing.assert_close(out.loss, -advantages.mean())  # on-policy
+        assert again(ids, **inputs).logits is not None
+    assert "_gspo_fused" not in unfuse_lm_head(model).__dict__
+
+
+def test_a_second_call_patches_a_model_again_that_a_library_has_reset():
+    model = fuse_lm_head(tiny())
+    _, labels = batch()
+    call = {"input_ids": labels.clamp(min=0), "labels": labels, "return_logprobs": True}
+    scores = model(**call).logprobs
+    plain = type(model).forward.__get__(model)
+    for reset in (lambda: delattr(model, "forward"), lambda: setattr(model, "forward", plain)):
+        reset()
+        assert torch.equal(fuse_lm_head(model)(**call).logprobs, scores)
+
+
 def test_logits_are_never_built():
     model = tiny(vocab_size=4096)
     ids = torch.randint(3, 4096, (4, 64), generator=torch.Generator().manual_seed(shifted_seed(0)))

@@ -6,6 +6,7 @@ rollouts, 4 minibatches each. TRL and TRL with a plain log-softmax end 1e-7 apar
 the effect of one wrong coefficient.
 """
 
+import copy
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from tests.forks import in_processes
 
 pytest.importorskip("trl", reason='TRL is missing: pip install "gspo_kernels[trl]"')
 
-from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
@@ -30,8 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
-from gspo_kernels.integrations.trl import FusedGRPOTrainer, objective_of
-from tests.integrations.tiny_models import largest_allocation
+from gspo_kernels.integrations.transformers import fuse_lm_head
+from gspo_kernels.integrations.trl import FusedGRPOTrainer, _Box, _take_boxes, objective_of
+from tests.integrations.tiny_models import largest_allocation, tiny
 from tests.integrations.trl_problem import (
     configuration,
     make_tokenizer,
@@ -401,6 +403,23 @@ def test_options_without_an_equal_are_refused_by_name(options, message, tmp_path
     # Options are checked before the model is loaded.
     with pytest.raises(IntegrationError, match=message):
         make_trainer(FusedGRPOTrainer, "no such model", tmp_path, **options)
+
+
+def test_arguments_reach_copies_and_models_that_accelerate_has_unwrapped():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator, ids = Accelerator(cpu=True, mixed_precision="bf16"), torch.tensor([[3, 4, 5]])
+    model = fuse_lm_head(tiny())
+    for _ in range(2):
+        _take_boxes(model)
+    copied = copy.deepcopy(accelerator.prepare_model(model))
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+        uniform = -torch.tensor(float(model.config.vocab_size)).log()
+        for each in (copied, model) * 2:
+            box = _Box({"labels": ids, "return_logprobs": True})
+            each(ids, boxed=box)
+            assert torch.allclose(box.output.logprobs[0, :2], uniform) == (each is copied)
+            accelerator.unwrap_model(each, keep_fp32_wrapper=False)
 
 
 def test_sequences_in_parts_are_refused_where_trl_does_not_look(tmp_path, monkeypatch):
