@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gspo_kernels import checks
 from gspo_kernels.exact import exact
 from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.hooks import warn_once
 from gspo_kernels.integrations.lm_head import (
     LMHead,
     causal_lm_of,
@@ -31,6 +32,7 @@ from gspo_kernels.integrations.lm_head import (
     virtual_tokens_of,
     weight_of,
 )
+from gspo_kernels.integrations.rope import VaryingRope, own_frequencies, varying_ropes
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
@@ -251,13 +253,18 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         labels = nn.functional.pad(labels, (virtual, 0), value=options.get("ignore_index", -100))
     packed = options.get("cu_seqlens") is not None
     _complete_arguments(model, kwargs, packed, shared)
+    ropes = varying_ropes(model)
+    _check_frequencies(model, ropes, labels, options.get("cu_seqlens"), shared)
     if packed:
         labels = _lay_out_packed(model, forward, labels, options, kwargs, shared, scoring)
     lm_head = lm_head_of(model)
     transform = lm_head.logit_scale, lm_head.softcap
     compare = state.checked_transform != transform
     call = functools.partial(forward, *args, **kwargs)
-    outputs, values = _run_with_loss(model, lm_head, call, labels, options, scoring, state.fp32_head, compare)
+    with own_frequencies(ropes):
+        outputs, values = _run_with_loss(
+            model, lm_head, call, labels, options, scoring, state.fp32_head, compare
+        )
     state.checked_transform = transform
     for name in values.keys() & {"logprobs", "entropy"}:
         per_token = values[name].unsqueeze(0) if packed else values[name]
@@ -378,6 +385,30 @@ def _complete_arguments(model: Any, kwargs: dict[str, Any], packed: bool, shared
         raise IntegrationError(
             "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
             "one row [1, N]"
+        )
+
+
+def _check_frequencies(
+    model: Any, ropes: Sequence[VaryingRope], labels: Tensor, cu_seqlens: Tensor | None, shared: bool
+) -> None:
+    """Refuse packed sequences that would change each other's RoPE frequencies; warn of padded ones."""
+    rope = min(ropes, key=lambda rope: rope.limit, default=None)
+    if rope is None or (labels.shape[1] <= rope.limit and not shared):
+        return
+    reason = (
+        f"the RoPE of {type(model).__name__} ({rope.kind}) takes its frequencies from the largest position "
+        f"of a call, others beyond {rope.limit} tokens"
+    )
+    if shared:
+        raise IntegrationError(f"parallel: {reason}, and ranks of cp_group see different ones")
+    if cu_seqlens is not None and cu_seqlens.shape[0] > 2:
+        raise IntegrationError(
+            f"cu_seqlens: {reason}, so packed sequences change each other; pass one sequence per call, or at "
+            f"most {rope.limit} tokens"
+        )
+    if labels.shape[0] > 1:
+        warn_once(
+            f"{reason}: a row's log-probs depend on padding and on longer rows; pass rows of one length"
         )
 
 

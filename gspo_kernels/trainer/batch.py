@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.integrations.layouts import offsets_of, pack
 from gspo_kernels.integrations.lm_head import causal_lm_of
+from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.rewards import Rewards, differing
 from gspo_kernels.trainer.rollout import Completion, SamplingMask
@@ -247,12 +248,19 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
     return inputs
 
 
+def lengths_by_token(prompts: Tokens, completions: Tokens) -> Tensor:
+    """Return the length P + C of each token's sequence in a packed row, [1, T], on the CPU."""
+    lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
+    return lengths.repeat_interleave(lengths - 1)[None]
+
+
 def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
     """Run the backbone once over all sequences, without padding.
 
     The model's ``__call__`` runs; the model may be plain, have a PEFT adapter, or be wrapped (DDP).
     """
-    hidden = last_hidden_states(model, packed_inputs(model, prompts, completions))
+    inputs, lengths = packed_inputs(model, prompts, completions), lengths_by_token(prompts, completions)
+    hidden = last_hidden_states(model, inputs, lengths)
     counts = [len(completion) for completion in completions]
     ends = itertools.accumulate(len(p) + n - 1 for p, n in zip(prompts, counts, strict=True))
     firsts = [end - count for end, count in zip(ends, counts, strict=True)]
@@ -268,12 +276,17 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     pairs = list(zip(prompts, completions, strict=True))
     device, lengths = prompts[0].device, [len(p) + len(c) - 1 for p, c in pairs]
     left = iter(torch.cat([part for p, c in pairs for part in (p, c[:-1])]).tolist())
-    tree = Tree(list(itertools.islice(left, length)) for length in lengths)
+    ropes = varying_ropes(model)
+    regimes = [tuple(rope.regime(length + 1) for rope in ropes) for length in lengths]
+    tree = Tree((list(itertools.islice(left, length)) for length in lengths), regimes)
+    own = torch.empty(1, len(tree.tokens), dtype=torch.int64, device="cpu")
+    for path, length in zip(tree.paths, lengths, strict=True):
+        own[0, path] = length + 1
     row = torch.tensor([tree.tokens, tree.positions], dtype=torch.int64, device=device)
     inputs = {"input_ids": row[:1], "position_ids": row[1:]}
     if len(tree.tokens) > 1:  # transformers takes a single token for a step of decoding
         inputs["attention_mask"] = attention_mask(model, tree.segments, device)
-    hidden = last_hidden_states(model, inputs)
+    hidden = last_hidden_states(model, inputs, own)
     # a prompt's last token predicts the first token of every completion
     paths = zip(tree.paths, prompts, strict=True)
     predicting = [place for path, prompt in paths for place in path[len(prompt) - 1 :]]
@@ -284,6 +297,8 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
 class Tree:
     """The prefix tree of several sequences, laid out as one row: each shared prefix is in it once.
 
+    Sequences of different ``regimes`` share no prefix, because their tokens have other hidden states.
+
     Attributes:
         tokens: token ids of the row; each token comes after its predecessor.
         positions: position of each token in its sequences.
@@ -291,16 +306,17 @@ class Tree:
         segments: the row, cut into a list of `Segment`.
     """
 
-    def __init__(self, sequences: Iterable[Sequence[int]]):
-        place_of: dict[tuple[int, int], int] = {}
+    def __init__(self, sequences: Iterable[Sequence[int]], regimes: Sequence[tuple[int, ...]]):
+        place_of: dict[tuple[Any, int], int] = {}
         before: list[int] = []  # the place of each token's predecessor, or -1
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.paths: list[list[int]] = []
-        for ids in sequences:
+        for ids, regime in zip(sequences, regimes, strict=True):
             place, path = -1, list[int]()
             for position, token in enumerate(ids):
-                following = place_of.setdefault((place, token), len(self.tokens))
+                after = place if path else regime
+                following = place_of.setdefault((after, token), len(self.tokens))
                 if following == len(self.tokens):
                     before.append(place)
                     self.tokens.append(token)
@@ -318,8 +334,11 @@ class Tree:
         ]
 
 
-def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Call the whole model and return the head's input, [1, T, H]; the head projects only one position."""
+def last_hidden_states(model: Any, inputs: dict[str, Any], lengths: Tensor | None = None) -> Tensor:
+    """Call the whole model and return the head's input, [1, T, H]; the head projects only one position.
+
+    ``lengths`` [1, T] says how long the sequence of each token is; None: the row is one sequence.
+    """
     causal = causal_lm_of(model)
     captured: list[Any] = []
     # Some models call their decoder, others the base model around it; the outermost called one ends last.
@@ -328,7 +347,8 @@ def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
         for module in {causal.base_model, causal.get_decoder()} - {causal}
     ]
     try:
-        model(**(inputs | {"use_cache": False, "logits_to_keep": 1}))
+        with own_frequencies(varying_ropes(model), lengths):
+            model(**(inputs | {"use_cache": False, "logits_to_keep": 1}))
     finally:
         for handle in handles:
             handle.remove()
@@ -354,13 +374,30 @@ def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
         common = layout(model, prompts, completions).hidden
         pairs = zip(prompts, completions, strict=True)
         separate = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
+        far = _effect_of_a_far_neighbour(model)
     bound = torch.finfo(separate.dtype).eps ** 0.5 * separate.abs().max().item()
-    difference = (common - separate).abs().max().item()
+    difference = max((common - separate).abs().max().item(), far)
     if not difference <= bound:
         raise InputError(
             f"{type(causal_lm_of(model)).__name__} cannot hold several sequences in one row: its hidden "
             f"states differ from those of the sequences alone by {difference:.3g} (rounding: < {bound:.3g})"
         )
+
+
+def _effect_of_a_far_neighbour(model: Any) -> float:
+    """Return by how much hidden states differ if the positions of a neighbour end where the context does.
+
+    So a few tokens show what frequencies of RoPE beyond a length do to shorter sequences in the row.
+    """
+    context = getattr(causal_lm_of(model).config.get_text_config(), "max_position_embeddings", None) or 0
+    reach = max((2 * rope.limit for rope in varying_ropes(model)), default=context)
+    prompts, completions = probe(model, [4, 2], [3, 2])
+    inputs, lengths = packed_inputs(model, prompts, completions), lengths_by_token(prompts, completions)
+    near = last_hidden_states(model, inputs, lengths)
+    moved = torch.where(torch.arange(lengths.shape[1]) < 6, 0, max(reach - 4, 0))
+    inputs["position_ids"] = inputs["position_ids"] + moved.to(near.device)
+    far = last_hidden_states(model, inputs, lengths + moved)
+    return (near - far)[:, :6].abs().max().item()
 
 
 def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 
+from gspo_kernels.integrations.rope import varying_ropes
 from gspo_kernels.trainer import data
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
@@ -79,6 +80,16 @@ class GSPOTrainer:
         prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits)
         self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")
         self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
+        for rope in varying_ropes(self.model):
+            ends = (len(ids) + config.rollout.max_new_tokens for ids in self.train_prompts.tokens)
+            if max(ends) > rope.limit:
+                self.report.say(
+                    f"the RoPE of this model ({rope.kind}) has other frequencies beyond {rope.limit} tokens: "
+                    "a completion that crosses this length is sampled with both, and scored with those of "
+                    f"its whole length; let prompt and completion end within {rope.limit} tokens (rollout."
+                    "max_new_tokens), or set off_policy",
+                    warning=True,
+                )
         self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, model, self.accelerator)
         self.step, self.prompts_used = 0, 0
 

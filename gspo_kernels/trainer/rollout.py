@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gspo_kernels import bits
 from gspo_kernels.exact import exact
+from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.sampling import sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
 
@@ -170,10 +171,12 @@ class ModelEngine:
         end_ids = torch.tensor(self.end_ids, dtype=torch.int64, device=device)
         cache = DynamicCache(config=self.model.config)
         draws: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = []
+        ropes = varying_ropes(self.model)
         for place in range(C):
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
             options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-            logits = self.model(**inputs, **options).logits[:, -1].float()
+            with own_frequencies(ropes, (positions[:, -1:] + 1).expand_as(positions)):
+                logits = self.model(**inputs, **options).logits[:, -1].float()
             if place == 0:  # a row for each prompt becomes a row for each completion
                 cache.reorder_cache(owners)
                 logits, mask, positions = (x[owners] for x in (logits, mask, positions))

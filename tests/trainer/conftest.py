@@ -53,6 +53,21 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {"full_attn_idxs": [1]},
 }
+LIMIT = 9
+ROPES = {
+    "longrope": {
+        "original_max_position_embeddings": LIMIT,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        },
+    },
+    "dynamic": {
+        "max_position_embeddings": LIMIT,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+}  # fmt: skip
+"""RoPE, for heads of width 8, whose frequencies depend on the length of a sequence beyond LIMIT tokens."""
 
 
 def tiny_model(family, tokenizer=None, seed=0, **changes):
@@ -65,6 +80,16 @@ def tiny_model(family, tokenizer=None, seed=0, **changes):
         names = ("eos_token_id", "pad_token_id")
         options |= {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options | changes)).eval()
+
+
+def model_of_varying_rope(kind):
+    """Return a model with a kind of ``ROPES``, and weights so large that attention is far from uniform."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = tiny_model("llama" if kind == "dynamic" else "phi3", **heads, **ROPES[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
 
 
 def tiny_qwen3(tokenizer, seed=0, **changes):

@@ -18,12 +18,19 @@ from gspo_kernels.trainer.batch import (
 )
 from gspo_kernels.trainer.config import InputError
 from tests.draws import shifted_seed
-from tests.trainer.conftest import nothing_in_single_precision, tiny_model
+from tests.trainer.conftest import (
+    ROPES,
+    model_of_varying_rope,
+    nothing_in_single_precision,
+    tiny_model,
+)
 
 LAYOUTS = {"packed": packed_hidden_states, "shared prefix": shared_prefix_hidden_states}
 
 
 def build(family):
+    if family in ROPES:
+        return model_of_varying_rope(family)
     name = "qwen3" if family == "adapters" else family
     model = tiny_model(name, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     if family == "adapters":
@@ -58,6 +65,7 @@ def alone(model, prompts, completions):
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     for prompt, completion in zip(prompts, completions, strict=True):
+        model.base_model(input_ids=prompt[None, :1])  # dynamic RoPE forgets the longest sequence so far
         output = model.base_model(input_ids=torch.cat([prompt, completion])[None], use_cache=False)
         hidden.append(output.last_hidden_state[0, len(prompt) - 1 : -1])
     return torch.cat(hidden)
@@ -89,7 +97,7 @@ def assert_as_exact(model, run, reference):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "gpt2", "adapters"]
+    "family", ["qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "gpt2", "adapters", *ROPES]
 )
 def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
     prompts, completions = sequences(layout)
@@ -157,6 +165,15 @@ def test_a_model_that_cannot_be_packed_is_refused():
     for shared_prefix in (False, True):
         with pytest.raises(InputError, match="differ from those of the sequences alone"):
             check_rows_of(model, shared_prefix=shared_prefix)
+    model = build("llama")
+
+    def stretch(module, args, kwargs):  # a RoPE of its own, whose frequencies are others beyond 32 tokens
+        positions = kwargs["position_ids"]
+        return args, kwargs | {"position_ids": positions * (1 + (positions.max() >= 32))}
+
+    model.model.rotary_emb.register_forward_pre_hook(stretch, with_kwargs=True)
+    with pytest.raises(InputError, match="differ from those of the sequences alone"):
+        check_rows_of(model)
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(InputError, match="puts tokens before every row"):

@@ -10,7 +10,15 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
 from tests.draws import shifted_seed
-from tests.trainer.conftest import ids_of, plain_logits, plain_logprobs, tiny_model, tiny_qwen3
+from tests.trainer.conftest import (
+    LIMIT,
+    ids_of,
+    model_of_varying_rope,
+    plain_logits,
+    plain_logprobs,
+    tiny_model,
+    tiny_qwen3,
+)
 
 
 def test_tokens_that_a_loss_counts():
@@ -131,3 +139,14 @@ def test_other_families(tokenizer, family):
         assert (
             torch.equal(plain_logits(model, prompt, each.ids).argmax(-1), each.ids) and each.logprobs is None
         )
+
+
+def test_a_rows_rope_frequencies_are_its_own():
+    """One row is longer than the length beyond which LongRoPE has other frequencies, the others are not."""
+    model = model_of_varying_rope("longrope")
+    prompts = [
+        [n % 60 + 1 for n in range(start, start + length)] for start, length in ((0, 3), (7, 2), (9, 30))
+    ]
+    torch.manual_seed(shifted_seed(0))
+    completions = ModelEngine(model, [], 0, batch_size=3).generate(prompts, Sampling(LIMIT - 3))
+    assert_logprobs_are_exact(model, prompts, completions)

@@ -1,0 +1,97 @@
+"""RoPE frequencies that depend on a sequence's length: LongRoPE (Phi-3), dynamic NTK.
+
+transformers takes them from the largest position of a call, so a sequence's log-probs depend on its
+neighbours there. Dynamic NTK also keeps those of the longest call so far.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.integrations.lm_head import causal_lm_of
+
+
+class VaryingRope(NamedTuple):
+    """A rotary embedding whose frequencies are the original ones up to a length, and others beyond it."""
+
+    module: Any
+    layers: dict[str, Any]  # {"layer_type": the type of layers that it serves}, if it serves several
+    kind: str  # "longrope": one other set of frequencies; "dynamic": others for each length
+    limit: int  # longest sequence, in tokens, that has the original frequencies
+
+    def regime(self, length: int) -> int:
+        """Return a number that is equal for sequences with equal frequencies; 0: the original ones."""
+        return 0 if length <= self.limit else length if self.kind == "dynamic" else self.limit + 1
+
+    def rotate(self, positions: Tensor, **arguments: Any) -> Any:
+        """Call the module with ``positions``, as if it had never been called before."""
+        if self.kind == "dynamic":  # a position of 0 restores the original frequencies
+            self.module.forward(**arguments, position_ids=torch.zeros_like(positions[..., :1]))
+        return self.module.forward(**arguments, position_ids=positions)
+
+
+def varying_ropes(model: Any) -> list[VaryingRope]:
+    """Return the rotary embeddings of a model whose frequencies depend on lengths; most models have none."""
+    ropes = []
+    for module in causal_lm_of(model).modules():
+        kinds = vars(module).get("rope_type")
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            layers = {} if layer_type is None else {"layer_type": layer_type}
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                limit = parameters["original_max_position_embeddings"]
+                ropes.append(VaryingRope(module, layers, kind, limit))
+            elif kind is not None and "dynamic" in kind:
+                ropes.append(VaryingRope(module, layers, "dynamic", module.original_max_seq_len))
+    return ropes
+
+
+@contextmanager
+def own_frequencies(ropes: Sequence[VaryingRope], lengths: Tensor | None = None) -> Iterator[None]:
+    """Rotate each token, in calls of a model in this context, as in a call with its sequence alone.
+
+    Args:
+        ropes: the model's ``varying_ropes``.
+        lengths: integers like the calls' ``position_ids``, [B, T]: how long the sequence of each token is.
+            None: the frequencies of a call depend on its largest position, and on no earlier call.
+    """
+    with ExitStack() as stack:
+        for rope in ropes:
+            hook = partial(_rotated_alone, rope, lengths)
+            stack.callback(rope.module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
+    for rope in ropes:
+        x = next(rope.module.buffers()).new_zeros(1, 1)
+        rope.rotate(x.long(), x=x, **rope.layers)
+
+
+def _rotated_alone(
+    rope: VaryingRope, lengths: Tensor | None, module: Any, args: Any, kwargs: Any, output: Any
+) -> Any:
+    """Compute a rotary embedding's output, [B, T, D] each, anew: one call for each set of frequencies."""
+    passed = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+    if passed.get("layer_type") != rope.layers.get("layer_type"):
+        return output
+    positions = passed.pop("position_ids")
+    if lengths is None:
+        return rope.rotate(positions, **passed)
+    lengths = lengths.to(positions.device)
+    rotated = output if isinstance(output, tuple) else (output,)
+    for regime, equal in groupby(sorted({*lengths.flatten().tolist()}), rope.regime):
+        here = torch.isin(lengths, lengths.new_tensor([*equal]))
+        # positions of other sequences don't count, and the last one of a sequence does
+        last = torch.full_like(positions[..., :1], max(regime - 1, 0))
+        own = rope.rotate(torch.cat([torch.where(here, positions, 0), last], -1), **passed)
+        own = own if isinstance(own, tuple) else (own,)
+        pairs = zip(own, rotated, strict=True)
+        rotated = tuple(torch.where(here.unsqueeze(-1), new[..., :-1, :], old) for new, old in pairs)
+    return rotated if isinstance(output, tuple) else rotated[0]
