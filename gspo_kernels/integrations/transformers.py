@@ -119,6 +119,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
 
     A packed batch is one row [1, N] with ``cu_seqlens`` and no 2-D ``attention_mask``. Its ``position_ids``
     restart with every sequence, so transformers keeps the sequences apart; if missing, they are made here.
+    Models with M-RoPE take them for each axis, too: [3, B, T], or [3, 1, N] with ``cu_seqlens``.
 
     With PEFT's prompt learning pass ``shift_labels`` and padded rows. Labels and values per token belong to
     the model's own tokens; the virtual tokens before these have none.
@@ -381,7 +382,11 @@ def _complete_arguments(model: Any, kwargs: dict[str, Any], packed: bool, shared
         )
     if packed or positions is None or kwargs.get("attention_mask") is not None:
         return
-    if checked_values(positions.device) and bool((positions.diff() < 0).any()):
+    counted = _text_positions(model, positions)
+    if counted is None:  # rows and columns of images count back, too; only sequences begin at 0 on all axes
+        counted = positions.amax(0).clamp(max=1)
+    restart = counted.diff() < 0
+    if checked_values(positions.device) and bool(restart.any()):
         raise IntegrationError(
             "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
             "one row [1, N]"
@@ -407,9 +412,7 @@ def _check_frequencies(
             f"most {rope.limit} tokens"
         )
     if labels.shape[0] > 1:
-        warn_once(
-            f"{reason}: a row's log-probs depend on padding and on longer rows; pass rows of one length"
-        )
+        warn_once(f"{reason}: log-probs depend on padding and on longer rows; pass rows of one length")
 
 
 def _lay_out_packed(
@@ -438,15 +441,25 @@ def _lay_out_packed(
             "cu_seqlens: with a 2-D attention_mask or use_cache=True packed sequences attend to each other; "
             "pass neither"
         )
-    N = labels.shape[1]
+    N, axes = labels.shape[1], _rope_axes(model)
     segments, positions = segment_ids(cu_seqlens, N), kwargs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(N, device=labels.device) - cu_seqlens.long()[segments]
-        kwargs["position_ids"] = positions.unsqueeze(0)
-    elif not shared and checked_values(labels.device):
-        same_shape, inside = positions.shape == labels.shape, segments.diff().unsqueeze(0) == 0
-        if not same_shape or not torch.equal(positions.diff() == 1, inside):
+    places = (torch.arange(N, device=labels.device) - cu_seqlens.long()[segments]).unsqueeze(0)
+    positions = places if positions is None else positions
+    shapes = [tuple(labels.shape), *((n, *labels.shape) for n in (axes, axes + 1) if axes)]
+    if tuple(positions.shape) not in shapes:
+        raise IntegrationError(
+            f"position_ids: got shape {tuple(positions.shape)}, expected {' or '.join(map(str, shapes))}"
+        )
+    counted = _text_positions(model, positions)
+    if counted is not None and not shared and checked_values(labels.device):
+        inside = segments.diff().unsqueeze(0) == 0
+        if not torch.equal(counted.diff() == 1, inside):
             raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
+    if axes and positions.shape[0] != axes + 1:
+        # transformers keeps sequences apart by the places of their tokens, before the positions on each axis
+        counted = places if counted is None else counted
+        positions = torch.cat([counted.unsqueeze(0), positions.expand(axes, -1, -1)])
+    kwargs["position_ids"] = positions
     separated = shared or mask is not None or "cu_seq_lens_q" in kwargs
     if not separated and not model._gspo_fused.packing_checked:
         _check_packing(model, forward, labels.device)
@@ -463,23 +476,48 @@ def _lay_out_packed(
     return labels.squeeze(0)
 
 
+def _rope_axes(model: Any) -> int:
+    """Return the number of axes of a model's M-RoPE (Qwen-VL: time, row, column), or 0 for other models."""
+    sections = (getattr(module, "mrope_section", None) for module in model.modules())
+    return next((len(each) for each in sections if each), 0)
+
+
+def _text_positions(model: Any, positions: Tensor) -> Tensor | None:
+    """Return the positions that count tokens, [B, T]; None for M-RoPE's [axes, B, T], which have none.
+
+    transformers takes [1 + axes, B, T] too, where those that count tokens come first.
+    """
+    if positions.ndim < 3:
+        return positions
+    return positions[0] if positions.shape[0] == _rope_axes(model) + 1 else None
+
+
 @torch.no_grad()
 def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
     """Raise IntegrationError if packed sequences see each other. All processes use the same few tokens."""
-    tokens = torch.arange(1, 7, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], dtype=torch.int64, device=device)
+    config, ropes = model.config.get_text_config(), varying_ropes(model)
+    tokens = torch.arange(1, 7, device=device).unsqueeze(0) % config.vocab_size
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    context = getattr(config, "max_position_embeddings", None) or 0
+    reach = min((rope.limit for rope in ropes), default=context)
+    far = positions + torch.tensor([3 * [0] + 3 * [max(reach - 3, 0)]], device=device)
+    axes = _rope_axes(model)
+    if axes:
+        positions, far = (each.expand(axes + 1, -1, -1) for each in (positions, far))
     training = [module for module in model.modules() if module.training]
     for module in training:  # dropout would differ
         module.training = False
     try:
         with _replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
-            for part in (slice(0, 6), slice(3, 6)):
-                inputs = {"input_ids": tokens[:, part], "position_ids": positions[:, part]}
+            for where, part in ((positions, slice(6)), (positions, slice(3, 6)), (far, slice(6))):
+                inputs = {"input_ids": tokens[:, part], "position_ids": where[..., part]}
                 forward(**inputs, use_cache=False, return_dict=True)
     finally:
         for module in training:
             module.training = True
-    packed, alone = (exact(x) for x in (hidden[0][:, 3:], hidden[1]))
+    # the second sequence beside the first and alone, the first beside a near and a far one
+    packed = exact(torch.cat([hidden[0][:, 3:], hidden[0][:, :3]]))
+    alone = exact(torch.cat([hidden[1], hidden[2][:, :3]]))
     # allow rounding; at 16 bits it may make a router send a token to another expert
     tolerance = 0.1 if hidden[0].dtype in _LOW_PRECISION else 1e-3
     difference = float((packed - alone).norm() / alone.norm())

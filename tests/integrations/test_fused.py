@@ -9,14 +9,20 @@ import torch
 from torch import nn
 
 import gspo_kernels as gk
-from gspo_kernels.integrations import transformers
+from gspo_kernels.integrations import hooks, transformers
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head, unfuse_lm_head
 from gspo_kernels.parallel.groups import Parallel
 from tests import oracle
 from tests.draws import shifted_seed
 from tests.integrations.tiny_models import MODELS, largest_allocation, tiny
-from tests.trainer.conftest import nothing_in_single_precision
+from tests.trainer.conftest import (
+    LIMIT,
+    ROPES,
+    model_of_varying_rope,
+    nothing_in_single_precision,
+    stretch_rope,
+)
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -361,6 +367,88 @@ def test_packed_rows_equal_padded_ones(name, attention):
         torch.testing.assert_close(of_packed.loss, of_padded.loss)
         grads = [gradients(model, each.loss) for each in (of_packed, of_padded)]
         torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
+def test_positions_on_several_axes(family):
+    """M-RoPE: an image of four patches has rows and columns, whose positions count back within a sequence."""
+    import transformers as library
+
+    head = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, **head}
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    vision |= {} if family == "Qwen2_5_VL" else {"deepstack_visual_indexes": []}
+    config = {"text_config": text | tokens | {"rope_parameters": rope}, "vision_config": vision}
+    torch.manual_seed(shifted_seed(0))
+    model = getattr(library, f"{family}ForConditionalGeneration")(
+        getattr(library, f"{family}Config")(**config)
+    ).eval()
+    image = torch.tensor([[2, 2, 2, 2], [2, 2, 3, 3], [2, 3, 2, 3]])
+    axes = torch.cat([torch.arange(2).expand(3, 2), image, torch.arange(4, 8).expand(3, 4)], 1).unsqueeze(1)
+    counted = torch.arange(10).view(1, 1, 10)
+    ids = torch.randint(3, 90, (2, 1, 10), generator=torch.Generator().manual_seed(shifted_seed(0)))
+    with torch.no_grad():
+        want = torch.cat(
+            [
+                oracle.token_logprobs(model(x, position_ids=axes).logits, shifted(x), shifted(x) > 0)[0]
+                for x in ids
+            ],
+            1,
+        )
+        fuse_lm_head(model)
+        row = {"input_ids": torch.cat([*ids], 1), "return_logprobs": True}
+        row["labels"] = row["input_ids"]
+        got = [model(x, position_ids=axes, labels=x, **SCORE).logprobs for x in ids]
+        torch.testing.assert_close(torch.cat(got, 1).double(), want.double(), rtol=0, atol=1e-5)
+        row["cu_seqlens"] = torch.tensor([0, 10, 20], dtype=torch.int32)
+        for positions in (axes, torch.cat([counted, axes])):
+            got = model(**row, position_ids=torch.cat([positions] * 2, -1)).logprobs
+            torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=1e-5)
+        as_text = model(**row).logprobs
+        assert torch.equal(model(**row, position_ids=torch.cat([counted[0]] * 2, -1)).logprobs, as_text)
+        assert not torch.allclose(as_text, got)
+        with pytest.raises(
+            IntegrationError, match=r"got shape \(2, 1, 20\), expected \(1, 20\) or \(3, 1, 20\)"
+        ):
+            model(**row, position_ids=torch.cat([axes[:2]] * 2, -1))
+        del row["cu_seqlens"]
+        with pytest.raises(IntegrationError, match="position_ids: restart within a row"):
+            model(**row, position_ids=torch.cat([axes] * 2, -1))
+
+
+@pytest.mark.parametrize("kind", list(ROPES))
+def test_rope_frequencies_that_depend_on_the_longest_sequence(kind, group_of_one):
+    """Such sequences are not packed, padded rows are warned about, and no earlier call counts."""
+    model = fuse_lm_head(model_of_varying_rope(kind))
+    long = torch.randint(3, 60, (1, 3 * LIMIT), generator=torch.Generator().manual_seed(shifted_seed(0)))
+    call = {"input_ids": long[:, : 2 * LIMIT], "labels": long[:, : 2 * LIMIT], **SCORE}
+    scores = model(**call).logprobs
+    model(long, labels=long, **SCORE)
+    assert torch.equal(model(**call).logprobs, scores)
+    for lengths in ((LIMIT - 2, 2), (2 * LIMIT,)):  # too short to matter, and one sequence
+        row = long[:, : sum(lengths)]
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        got = model(row, labels=row, cu_seqlens=cu_seqlens, **SCORE).logprobs
+        want = [model(each, labels=each, **SCORE).logprobs for each in row.split(lengths, 1)]
+        torch.testing.assert_close(got, torch.cat(want, 1), rtol=0, atol=1e-5)
+    refused = rf"the RoPE of \w+ \({kind}\) takes its frequencies from the largest.*beyond {LIMIT} tokens"
+    with pytest.raises(IntegrationError, match=f"cu_seqlens: {refused}"):
+        model(long, labels=long, cu_seqlens=torch.tensor([0, 5, 3 * LIMIT]), **SCORE)
+    shared = {**UPDATE, "advantages": torch.ones(1), "parallel": Parallel(cp_group=group_of_one)}
+    with pytest.raises(IntegrationError, match=f"parallel: {refused}"):
+        model(long, shift_labels=long, position_ids=torch.arange(3 * LIMIT)[None], **shared)
+    hooks.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="log-probs depend on padding"):
+        model(long.expand(2, -1), labels=long.expand(2, -1), **SCORE)
+
+
+def test_the_check_of_packing_looks_at_far_positions():
+    model = fuse_lm_head(stretch_rope(tiny()))
+    ids, cu_seqlens, *_ = packed_batch()
+    with pytest.raises(IntegrationError, match="packed sequences see each other"):
+        model(ids, labels=ids, cu_seqlens=cu_seqlens, **SCORE)
 
 
 @pytest.mark.parametrize(

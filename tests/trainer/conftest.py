@@ -92,6 +92,15 @@ def model_of_varying_rope(kind):
     return model
 
 
+def stretch_rope(model):
+    """Give a model a RoPE of its own, whose frequencies are others in calls with positions beyond 32."""
+    rotate = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: rotate(
+        x, position_ids * (1 + (position_ids.max() >= 32))
+    )
+    return model
+
+
 def tiny_qwen3(tokenizer, seed=0, **changes):
     return tiny_model("qwen3", tokenizer, seed, **changes)
 

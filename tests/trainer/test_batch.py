@@ -22,6 +22,7 @@ from tests.trainer.conftest import (
     ROPES,
     model_of_varying_rope,
     nothing_in_single_precision,
+    stretch_rope,
     tiny_model,
 )
 
@@ -165,13 +166,7 @@ def test_a_model_that_cannot_be_packed_is_refused():
     for shared_prefix in (False, True):
         with pytest.raises(InputError, match="differ from those of the sequences alone"):
             check_rows_of(model, shared_prefix=shared_prefix)
-    model = build("llama")
-
-    def stretch(module, args, kwargs):  # a RoPE of its own, whose frequencies are others beyond 32 tokens
-        positions = kwargs["position_ids"]
-        return args, kwargs | {"position_ids": positions * (1 + (positions.max() >= 32))}
-
-    model.model.rotary_emb.register_forward_pre_hook(stretch, with_kwargs=True)
+    model = stretch_rope(build("llama"))
     with pytest.raises(InputError, match="differ from those of the sequences alone"):
         check_rows_of(model)
     peft = pytest.importorskip("peft")

@@ -144,6 +144,7 @@ def test_other_families(tokenizer, family):
 def test_a_rows_rope_frequencies_are_its_own():
     """One row is longer than the length beyond which LongRoPE has other frequencies, the others are not."""
     model = model_of_varying_rope("longrope")
+    model.lm_head.weight.data.mul_(4.0)
     prompts = [
         [n % 60 + 1 for n in range(start, start + length)] for start, length in ((0, 3), (7, 2), (9, 30))
     ]
