@@ -82,10 +82,10 @@ def tiny_model(family, tokenizer=None, seed=0, **changes):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options | changes)).eval()
 
 
-def model_of_varying_rope(kind):
+def model_of_varying_rope(kind, tokenizer=None):
     """Return a model with a kind of ``ROPES``, and weights so large that attention is far from uniform."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model = tiny_model("llama" if kind == "dynamic" else "phi3", **heads, **ROPES[kind])
+    model = tiny_model("llama" if kind == "dynamic" else "phi3", tokenizer, **heads, **ROPES[kind])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)

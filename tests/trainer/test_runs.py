@@ -23,10 +23,12 @@ from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.report import PATIENCE, read_metrics
 from gspo_kernels.trainer.rollout import Completion
 from tests.trainer.conftest import (
+    LIMIT,
     ROWS,
     batch_of,
     make_accelerator,
     make_trainer,
+    model_of_varying_rope,
     odd_share,
     same,
     small_config,
@@ -352,3 +354,12 @@ def test_warnings_when_nothing_can_be_learned_or_sampling_cuts(tmp_path, tokeniz
         records = read_metrics(tmp_path / str(keep) / "metrics.jsonl")[1:]
         assert capsys.readouterr().out.count("sampling cuts off") == (0 if keep else 1)
         assert (max(each["mismatch/mean"] for each in records) < 1e-5) == keep
+
+
+def test_a_warning_where_completions_can_outgrow_rope_frequencies(tmp_path, tokenizer, capsys):
+    longest = max(len(row["prompt"]) for row in ROWS)  # a byte is a token
+    for room, count in ((LIMIT - longest, 0), (LIMIT - longest + 1, 1)):
+        model = model_of_varying_rope("longrope", tokenizer)
+        config = small_config(tmp_path / str(room), rollout={"max_new_tokens": room})
+        make_trainer(tokenizer, ROWS, odd_share, config, model=model)
+        assert capsys.readouterr().out.count(f"other frequencies beyond {LIMIT} tokens") == count
