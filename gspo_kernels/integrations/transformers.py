@@ -478,7 +478,7 @@ def _lay_out_packed(
 
 def _rope_axes(model: Any) -> int:
     """Return the number of axes of a model's M-RoPE (Qwen-VL: time, row, column), or 0 for other models."""
-    sections = (getattr(module, "mrope_section", None) for module in model.modules())
+    sections = (vars(module).get("mrope_section") for module in model.modules())
     return next((len(each) for each in sections if each), 0)
 
 
