@@ -497,10 +497,10 @@ def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
     """Raise IntegrationError if packed sequences see each other. All processes use the same few tokens."""
     config, ropes = model.config.get_text_config(), varying_ropes(model)
     tokens = torch.arange(1, 7, device=device).unsqueeze(0) % config.vocab_size
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], dtype=torch.int64, device=device)
     context = getattr(config, "max_position_embeddings", None) or 0
     reach = min((rope.limit for rope in ropes), default=context)
-    far = positions + torch.tensor([3 * [0] + 3 * [max(reach - 3, 0)]], device=device)
+    far = positions + torch.tensor([3 * [0] + 3 * [max(reach - 3, 0)]], dtype=torch.int64, device=device)
     axes = _rope_axes(model)
     if axes:
         positions, far = (each.expand(axes + 1, -1, -1) for each in (positions, far))

@@ -250,7 +250,8 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
 
 def lengths_by_token(prompts: Tokens, completions: Tokens) -> Tensor:
     """Return the length P + C of each token's sequence in a packed row, [1, T], on the CPU."""
-    lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
+    sums = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    lengths = torch.tensor(sums, dtype=torch.int64, device="cpu")
     return lengths.repeat_interleave(lengths - 1)[None]
 
 
@@ -394,7 +395,8 @@ def _effect_of_a_far_neighbour(model: Any) -> float:
     prompts, completions = probe(model, [4, 2], [3, 2])
     inputs, lengths = packed_inputs(model, prompts, completions), lengths_by_token(prompts, completions)
     near = last_hidden_states(model, inputs, lengths)
-    moved = torch.where(torch.arange(lengths.shape[1]) < 6, 0, max(reach - 4, 0))
+    places = torch.arange(lengths.shape[1], dtype=torch.int64, device="cpu")
+    moved = torch.where(places < 6, 0, max(reach - 4, 0))
     inputs["position_ids"] = inputs["position_ids"] + moved.to(near.device)
     far = last_hidden_states(model, inputs, lengths + moved)
     return (near - far)[:, :6].abs().max().item()
