@@ -97,7 +97,7 @@ Train a causal language model with GSPO on prompts and reward functions.
 - config.yaml comes first. It has the keys below, nested by section; options come
   on top of it.
 - --resume goes on from the last checkpoint in --output, with --force although
-  settings were changed; --overwrite replaces the run in --output.
+  settings or data were changed; --overwrite replaces the run in --output.
 - A reward is a function f(completions, **columns) -> list[float | None].
 - Several devices: accelerate launch [...] {launched} config.yaml
 """
@@ -167,6 +167,7 @@ def _demo(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of every random choice")
     parser.add_argument("--steps", type=int, default=300, help="rollouts")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    parser.add_argument("--force", action="store_true", help="go on with other --steps, too")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     chosen = parser.parse_args(arguments)
     import torch
@@ -182,7 +183,7 @@ def _demo(arguments: list[str]) -> None:
             print(f"making a tiny model, its tokenizer and its tasks in {chosen.output}", flush=True)
             _quiet_transformers()
             demo.prepare(chosen.output, seed=chosen.seed)
-    _run(config, resume=chosen.resume, overwrite=chosen.overwrite)
+    _run(config, resume=chosen.resume, overwrite=chosen.overwrite, force=chosen.force)
 
 
 def _export(arguments: list[str]) -> None:
@@ -216,9 +217,7 @@ def _mismatch(arguments: list[str]) -> None:
     command_line.run(arguments)
 
 
-def _run(
-    config: TrainConfig, trainer: Any = None, *, resume: bool, overwrite: bool, force: bool = False
-) -> None:
+def _run(config: TrainConfig, trainer: Any = None, *, resume: bool, overwrite: bool, force: bool) -> None:
     from gspo_kernels.trainer.config import InputError, check_model_path
     from gspo_kernels.trainer.data import load_prompts
     from gspo_kernels.trainer.rewards import load_reward

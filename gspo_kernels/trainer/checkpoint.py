@@ -17,7 +17,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +36,6 @@ from gspo_kernels.trainer.config import (
     changed_settings,
     from_mapping,
     load_config,
-    to_mapping,
 )
 from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
 from gspo_kernels.trainer.processes import ALONE, on_all, on_main
@@ -102,9 +101,16 @@ class RunDirectory:
             self._lock = None
 
     def open(
-        self, config: TrainConfig, accelerator: Any, *, resume: bool, overwrite: bool, force: bool
+        self,
+        config: TrainConfig,
+        accelerator: Any,
+        *,
+        resume: bool,
+        overwrite: bool,
+        force: bool,
+        dataset: str | None = None,
     ) -> tuple[Path | None, list[str]]:
-        """Prepare the directory for a run, or raise before anything is lost.
+        """Prepare the directory for a run on a dataset with this digest, or raise before anything is lost.
 
         Returns the checkpoint to resume from, or None; and the changed settings, which ``force`` allowed.
         """
@@ -114,10 +120,14 @@ class RunDirectory:
             changed: list[str] = []
             if resume and self.config.exists():
                 changed = changed_settings(load_config(self.config, cls=type(config)), config)
+            if resume and dataset is not None and (checkpoint := self.latest_checkpoint()):
+                before = load_state(checkpoint).get("dataset", dataset)  # older checkpoints do not say
+                if before != dataset:
+                    changed.append(f"rows of the dataset, or their order: {before} -> {dataset}")
             if changed and not force:
                 what = "; ".join(changed)
                 raise InputError(
-                    f"the run was started with other settings ({what}); --force goes on with these"
+                    f"the run was started with other settings or data ({what}); --force goes on with these"
                 )
             for path in () if resume else self.written:
                 if path.exists():  # renamed before it is deleted, so that a kill leaves no half of it
@@ -134,8 +144,6 @@ class RunDirectory:
         if step >= config.update.steps and self.model.exists() and self.plot.exists():
             finished = f"the run in {self.path} is finished ({step} steps)"
             raise InputError(f"{finished}; raise update.steps to train on")
-        text = yaml.safe_dump(to_mapping(config), sort_keys=False)
-        on_main(accelerator, lambda: write_text(self.config, text))
         return checkpoint, changed
 
     def latest_checkpoint(self) -> Path | None:
@@ -166,7 +174,7 @@ class RunDirectory:
         """Save the state if the body raises, which it must in all processes, so that nothing gets lost."""
         try:
             yield
-        except Exception:
+        except (Exception, SystemExit):
             latest = self.latest_checkpoint()
             if latest is None or latest.name != f"step_{state['step']:06d}":
                 save(state)
@@ -306,21 +314,26 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[list[int]]:
-    """Yield a list that gets SIGTERM and a first SIGINT, which do not end the run; main thread only."""
+    """Yield a list that gets SIGTERM, SIGHUP and a first SIGINT, which do not end the run; main thread only.
+
+    A closed terminal sends SIGHUP. Where it is ignored already, as under nohup, it stays ignored.
+    """
     caught: list[int] = []
 
     def note(number: int, _: object) -> None:
         if number == signal.SIGINT:
             if caught:
                 raise KeyboardInterrupt
-            # not print, which the signal may have interrupted
-            os.write(2, b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n")
+            with suppress(OSError):  # not print, which the signal may have interrupted
+                os.write(2, b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n")
         caught.append(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    heard = [signal.SIGTERM, signal.SIGINT]
+    heard += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield caught
     finally:

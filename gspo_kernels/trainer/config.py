@@ -293,17 +293,21 @@ def near_matches(key: str, known: Iterable[str]) -> str:
 
 FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "trackers", "save_rollouts", "reward_timeout"}
 FREE_ON_RESUME |= {"update.steps", "update.micro_batch_tokens", "rollout.batch_size"}
-"""Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``."""
+"""Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``.
+Under a decay of the learning rate ``update.steps`` may not."""
 
 
 def changed_settings(saved: TrainConfig, current: TrainConfig) -> list[str]:
     """Return ``"key: before -> now"`` for the settings that matter to a run that goes on."""
     before, now = flat(saved.model_dump(mode="json")), flat(current.model_dump(mode="json"))
+    decay = saved.update.learning_rate_decay  # with other steps it would have been another one until now
+    free = FREE_ON_RESUME - (set() if decay == "none" else {"update.steps"})
+    why = {"update.steps": f", where the {decay} decay ends"}
     return [
-        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        f"{key}: {before.get(key)!r} -> {now.get(key)!r}{why.get(key, '')}"
         for key in {**before, **now}
         if before.get(key) != now.get(key)
-        and key not in FREE_ON_RESUME
+        and key not in free
         and not key.startswith(("evaluation.", "checkpoint.", "engine."))
     ]
 

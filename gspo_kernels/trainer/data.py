@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,22 @@ class Prompts:
     rows: Rows
     tokens: list[list[int]]
     columns: list[str]
+
+    @cached_property
+    def digest(self) -> str:
+        """The number of rows and a hash of what is in them, in their order, wherever they came from."""
+        found = sha256()
+        for row in self.rows:
+            items = sorted(row.items(), key=lambda item: item[0])
+            found.update(json.dumps(items, skipkeys=True, default=_plain).encode() + b"\n")
+        return f"{len(self.rows)} rows {found.hexdigest()[:12]}"
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON lacks as something that is equal for equal values, in every process."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return value.tolist() if hasattr(value, "tolist") else re.sub(r" at 0x\w+", "", repr(value))
 
 
 def prepare_prompts(

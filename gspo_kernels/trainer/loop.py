@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_st
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
 from gspo_kernels.trainer.processes import check_processes, make_accelerator, map_shares, seed_everything
-from gspo_kernels.trainer.report import Metrics, Report
+from gspo_kernels.trainer.report import Metrics, Report, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, sampling_of
 from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
@@ -91,17 +92,22 @@ class GSPOTrainer:
                     warning=True,
                 )
         self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, model, self.accelerator)
+        files = {Path(spec.partition("(")[0].rpartition(":")[0]) for spec in config.reward}
+        self.reward_files = {str(f): sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
         self.step, self.prompts_used = 0, 0
 
+    @lenient_output()
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
-        SIGTERM, or Ctrl-C once, ends the run after the step with a checkpoint and `SystemExit`. An error in a
-        reward or an engine leaves a checkpoint. ``resume`` with changed settings needs ``force``.
+        SIGTERM, SIGHUP, or Ctrl-C once, ends the run after the step with a checkpoint and `SystemExit`. An
+        error in a reward or an engine leaves a checkpoint. ``resume`` with changed settings or rows needs
+        ``force``.
         """
         with self.directory:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
-            checkpoint, changed = self.directory.open(self.config, self.accelerator, **flags)
+            dataset = self.train_prompts.digest
+            checkpoint, changed = self.directory.open(self.config, self.accelerator, dataset=dataset, **flags)
             if checkpoint is not None:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
             step = None if checkpoint is None else self.step
@@ -130,7 +136,7 @@ class GSPOTrainer:
         if evaluates := last or self.step % config.evaluation.every == 0:
             try:
                 metrics |= self.evaluate()
-            except Exception:
+            except (Exception, SystemExit):
                 self.report.step(self.step, metrics)
                 self.save(self.state_dict())
                 raise
@@ -245,8 +251,9 @@ class GSPOTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs, except the updater's tensors: numbers, containers, CPU tensors."""
         counts = {"step": self.step, "prompts_used": self.prompts_used, "updates": self.updater.updates}
+        inputs = {"dataset": self.train_prompts.digest, "reward_files": self.reward_files}
         streaks = dict(self.report.health.streaks)
-        return {**counts, "streaks": streaks, "processes": self.accelerator.num_processes}
+        return {**counts, **inputs, "streaks": streaks, "processes": self.accelerator.num_processes}
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         """Restore the state that `state_dict` returned, and the tensors of a checkpoint."""
@@ -255,6 +262,9 @@ class GSPOTrainer:
         self.report.health.streaks = dict(state["streaks"])
         if state["processes"] != self.accelerator.num_processes:
             self.report.say("another number of processes than before: sampling has new seeds")
+        before = state.get("reward_files", {})
+        for name in (name for name, now in self.reward_files.items() if before.get(name, now) != now):
+            self.report.say(f"{name} has changed: rewards may differ from those before", warning=True)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a state; all processes must call."""

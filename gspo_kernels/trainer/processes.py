@@ -95,7 +95,7 @@ def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
     outcome: Any
     try:
         outcome = work()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         known = isinstance(error, InputError | OSError)
         outcome = error if known else RuntimeError(f"{type(error).__name__}: {error}")
     outcomes: list[Any] = gather_object([outcome])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import resource
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate.utils import gather_object
 from rich.console import Console, Group
 from rich.live import Live
@@ -73,7 +77,7 @@ class Report:
         self.console.print(prefix + escape(text), soft_wrap=True, highlight=False)
 
     def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> None:
-        """Start trackers, print notes, and drop metrics after ``step``; None: a new run drops all."""
+        """Start trackers, print notes, write the configuration, drop metrics after ``step`` (None: all)."""
         if step is not None:
             self.say(f"resuming {self.directory.path} after step {step}")
         if changed:
@@ -96,6 +100,7 @@ class Report:
             records = [] if step is None else read_metrics(self.directory.metrics)
             kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
             write_text(self.directory.metrics, "".join(kept))
+            write_text(self.directory.config, yaml.safe_dump(to_mapping(self.config), sort_keys=False))
         self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -163,6 +168,50 @@ class Report:
             self.say(f"before: {first}\nafter {step} steps of {self.config.objective.name}: {last}")
         self.say(f"trained model: {directory.model}   plot: {directory.plot}")
         return evaluations[-1] if evaluations else records[-1]
+
+
+class _LenientStream:
+    """A text stream that drops or escapes what the stream below it cannot write."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            try:
+                self.stream.write(text)
+            except UnicodeEncodeError:
+                self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self.stream.flush()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # nobody will ever read it
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+
+
+@contextmanager
+def lenient_output() -> Iterator[None]:
+    """Let no stdout or stderr end the body: without a reader, on a closed terminal, without a character."""
+    streams = sys.stdout, sys.stderr
+    lenient: list[Any] = [stream and _LenientStream(stream) for stream in streams]
+    sys.stdout, sys.stderr = lenient
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream in filter(None, lenient):
+            stream.flush()
 
 
 def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:

@@ -5,6 +5,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import time
 from functools import partial
 
@@ -118,16 +119,16 @@ def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
 STEPS = 6
 
 
-def run(output, tokenizer, *, resume=True, steps=STEPS, slow=0.0):
+def run(output, tokenizer, *, resume=True, force=False, steps=STEPS, during=lambda: None):
     def reward(completion_ids):
         """Add numbers from Python's generator, which every step seeds anew."""
-        time.sleep(slow)
+        during()
         return [sum(ids) % 7 + random.random() for ids in completion_ids]
 
     options = {"checkpoint": {"every": 1}, "evaluation": {"every": 3, "prompts": 2}}
     update = {"steps": steps, "learning_rate_decay": "cosine"}
     config = small_config(output, update=update, **options)
-    make_trainer(tokenizer, ROWS, reward, config, eval_dataset=ROWS[:2]).train(resume=resume)
+    make_trainer(tokenizer, ROWS, reward, config, eval_dataset=ROWS[:2]).train(resume=resume, force=force)
 
 
 def outcome(output):
@@ -175,7 +176,7 @@ def test_signals_save_and_exit(tmp_path, tokenizer, straight):
     """The run stops at SIGTERM, goes on, and stops at Ctrl-C."""
     reached = 0
     for number in (signal.SIGTERM, signal.SIGINT):
-        child = forked(partial(run, tmp_path, tokenizer, resume=reached > 0, slow=0.1))
+        child = forked(partial(run, tmp_path, tokenizer, resume=reached > 0, during=partial(time.sleep, 0.1)))
         while len(read_metrics(tmp_path / "metrics.jsonl")) < reached + 2:
             time.sleep(0.01)
         os.kill(child, number)
@@ -195,6 +196,46 @@ def test_a_second_interrupt_does_not_wait():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_ends_a_run_as_a_termination_does_unless_it_is_ignored(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with defer_signals() as caught:
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+        assert caught == [signal.SIGHUP, signal.SIGTERM][ignored:]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal", "ascii"])
+def test_output_never_ends_a_run(tmp_path, tokenizer, kind):
+    """The reader leaves or the terminal closes during the first reward; or the stream takes ASCII only."""
+
+    log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+    reader, writer = {"pipe": os.pipe, "terminal": os.openpty, "ascii": lambda: (log, os.dup(log))}[kind]()
+    left = []
+
+    def during():
+        if not left:
+            left.append(os.close(reader))
+        print("\u2713 a reward prints", flush=True)
+
+    def unheard():
+        sys.stdout = sys.stderr = os.fdopen(writer, "w", encoding="ascii" if kind == "ascii" else "utf-8")
+        run(tmp_path / "run", tokenizer, resume=False, steps=2, during=during)
+
+    child = forked(unheard)  # which at its end flushes both streams
+    for number in {reader, writer, log}:
+        os.close(number)
+    assert exit_code(child) == 0
+    assert RunDirectory(tmp_path / "run").latest_checkpoint().name == "step_000002"
+    written = (tmp_path / "log").read_text()
+    assert all(
+        (words in written) == (kind == "ascii") for words in ("\\u2713 a reward prints", "after 2 steps")
+    )
 
 
 def test_a_full_disk_loses_nothing(tmp_path, tokenizer, straight):
@@ -227,7 +268,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, token
         for damaged in (content[: len(content) // 2], None):
             (last / name).unlink() if damaged is None else (last / name).write_bytes(damaged)
             with pytest.raises(InputError, match=r"step_000006 is damaged.*remove it"):
-                run(directory.path, tokenizer, steps=7)
+                run(directory.path, tokenizer, steps=7, force=True)
         (last / name).write_bytes(content)
     for path in (last, directory.model):
         shutil.rmtree(path)

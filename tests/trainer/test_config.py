@@ -7,7 +7,15 @@ import pytest
 
 import gspo_kernels as gk
 from gspo_kernels.cli import parse_arguments
-from gspo_kernels.trainer.config import InputError, TrainConfig, from_mapping, keys, load_config, to_mapping
+from gspo_kernels.trainer.config import (
+    InputError,
+    TrainConfig,
+    changed_settings,
+    from_mapping,
+    keys,
+    load_config,
+    to_mapping,
+)
 from gspo_kernels.trainer.update import check_config, make_objective
 
 MINIBATCHES = {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}}
@@ -92,6 +100,15 @@ def test_saved_configuration_reads_back_equal_and_is_short():
     assert from_mapping(to_mapping(config)) == config
     assert "objective" in to_mapping(config) and "lora" not in to_mapping(config)
     assert from_mapping(to_mapping(TrainConfig())) == TrainConfig()
+
+
+@pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
+def test_a_run_may_become_longer_unless_its_learning_rate_decays_to_the_end(decay):
+    before, after = (TrainConfig(update={"steps": n, "learning_rate_decay": decay}) for n in (2, 4))
+    expected = [] if decay == "none" else [f"update.steps: 2 -> 4, where the {decay} decay ends"]
+    assert changed_settings(before, after) == expected
+    other = TrainConfig(update={"steps": 4, "learning_rate_decay": "linear" if decay == "none" else "none"})
+    assert any("learning_rate_decay" in each for each in changed_settings(before, other))
 
 
 def test_unreadable_files(tmp_path):

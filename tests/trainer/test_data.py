@@ -1,11 +1,14 @@
 """Prompts: how they are read and ordered, and which are refused."""
 
+import json
+
 import datasets
+import numpy as np
 import pytest
 
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.data import columns_of, load_prompts, prepare_prompts, prompt_order
+from gspo_kernels.trainer.data import Prompts, columns_of, load_prompts, prepare_prompts, prompt_order
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -93,6 +96,34 @@ def test_datasets_of_every_kind(tmp_path, monkeypatch):
     for name in ("no/such/file", "prompts.jsonl", "./name"):
         with pytest.raises(InputError, match=f"there is no dataset file {name}"):
             load_prompts(name)
+
+
+def test_a_digest_is_of_what_the_rows_hold_in_their_order(tmp_path):
+    class Opaque:
+        """A value whose ``repr`` has an address."""
+
+    def digest(rows):
+        return Prompts(rows, [], []).digest
+
+    (tmp_path / "moved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    expected = digest(ROWS)
+    assert expected.startswith("2 rows ")
+    for same in (datasets.Dataset.from_list(ROWS), load_prompts(tmp_path / "moved.jsonl")):
+        assert digest(same) == expected
+    assert digest([dict(reversed(row.items())) for row in ROWS]) == expected
+    others = [ROWS[::-1], ROWS[:1], ROWS + ROWS[:1]]
+    others += [[ROWS[0] | changed, ROWS[1]] for changed in ({"prompt": "b"}, {"answer": 2}, {"more": None})]
+    assert len({expected, *map(digest, others)}) == 7
+    # What JSON does not have: objects at any address, arrays in full, sets in any order (0 and 8 collide).
+    long = np.arange(5000)
+    for one, other, equal in (
+        (Opaque(), Opaque(), True),
+        (long, long.copy(), True),
+        (long, np.where(long == 2500, 0, long), False),
+        ({0, 8}, {8, 0}, True),
+        ({0, 8}, {0, 9}, False),
+    ):
+        assert (digest([{"value": one}]) == digest([{"value": other}])) == equal
 
 
 def test_order_is_a_new_permutation_in_every_epoch_and_needs_only_the_position():

@@ -123,7 +123,7 @@ def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tok
 
         def generate(prompts, sampling):
             if fails == "engine" and trainer.step == 4:
-                raise InputError("the engine is gone")
+                raise SystemExit("the engine is gone")
             return inner(prompts, sampling)
 
         # A run that resumes takes the weights of its checkpoint, not these.
@@ -138,7 +138,7 @@ def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tok
         ("engine", "the engine is gone", 3),
     ):
         trainer = trainer_that(fails)
-        with pytest.raises(InputError, match=words):
+        with pytest.raises((InputError, SystemExit), match=words):
             trainer.train(resume=fails != "evaluation")
         assert trainer.directory.latest_checkpoint().name == f"step_00000{reached}"
         records = read_metrics(trainer.directory.metrics)
@@ -153,26 +153,37 @@ def test_a_run_goes_on_longer_or_with_other_settings_by_force(tmp_path, tokenize
     path = shutil.copytree(straight.directory.path, tmp_path / "run")
     finished = (path / "metrics.jsonl").read_text()
 
-    def trainer(model=None, **sections):
+    def trainer(model=None, rows=ROWS, **sections):
         config = small_config(path, save_rollouts=True, **sections)
-        return make_trainer(tokenizer, ROWS, some, config, model=model)
+        return make_trainer(tokenizer, rows, some, config, model=model)
 
     other = tiny_qwen3(tokenizer, num_hidden_layers=3)
     for words, changes in (
         (r"finished \(4 steps\)", {}),
         (r"update\.learning_rate: 0\.001 -> 0\.1.*--force", {"update": {"learning_rate": 0.1}}),
         (r"checkpoint is of another model: it has .*layers", {"update": {"steps": 5}, "model": other}),
+        (r"dataset, or their order: 6 rows \w+ -> 6 rows \w+\); --force", {"rows": ROWS[::-1]}),
+        (r"dataset, or their order: 6 rows \w+ -> 5 rows \w+\); --force", {"rows": ROWS[:5]}),
     ):
         with pytest.raises(InputError, match=words):
             trainer(**changes).train(resume=True)
     assert (path / "metrics.jsonl").read_text() == finished
     capsys.readouterr()
-    changed = trainer(update={"steps": 5, "learning_rate": 0.1}, reward_weights=[2.0])
+    changed = trainer(update={"steps": 5, "learning_rate": 0.1}, reward_weights=[2.0], rows=ROWS[::-1])
     changed.train(resume=True, force=True)
     printed = " ".join(capsys.readouterr().out.split())
     assert "update.learning_rate: 0.001 -> 0.1" in printed and "reward_weights: None -> [2.0]" in printed
+    assert "rows of the dataset, or their order: 6 rows" in printed
     assert changed.updater.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     assert [record["step"] for record in read_metrics(path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+    # Checkpoints did not always know their rows; and now these are those of the run.
+    update = {"steps": 6, "learning_rate": 0.1}
+    state = changed.directory.latest_checkpoint() / "state.pt"
+    kept = torch.load(state)
+    for known, rows in ((False, ROWS), (True, [dict(row) for row in ROWS[::-1]])):
+        torch.save({k: v for k, v in kept.items() if known or k not in ("dataset", "reward_files")}, state)
+        trainer(update=update, reward_weights=[2.0], rows=rows).train(resume=True)
+        shutil.rmtree(changed.directory.latest_checkpoint())
 
 
 def test_adapters_are_trained_alone_and_resume_bit_for_bit(tmp_path, tokenizer):
