@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -116,6 +117,7 @@ def parse_arguments(
     from gspo_kernels.trainer.config import (
         InputError,
         TrainConfig,
+        flat,
         from_mapping,
         keys,
         load_config,
@@ -125,10 +127,20 @@ def parse_arguments(
     cls = cls or TrainConfig
     arguments = list(arguments)
     path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    flags = {name: f"--{name}" in arguments for name in ("resume", "overwrite", "force")}
-    arguments = [word for word in arguments if word not in ("--resume", "--overwrite", "--force")]
-    if path is None and flags["resume"] and "--output" in arguments[:-1]:
-        path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
+    names = ("resume", "overwrite", "force")
+    booleans = [*names, *(key for key, value in flat(cls().model_dump()).items() if isinstance(value, bool))]
+    # --name, --name true and --name=true mean the same, as in the file; tyro takes --name=True
+    pattern = (
+        rf"(?<![^\0])(--(?:{'|'.join(booleans).replace('_', '[-_]')}))(?:[=\0]((?i:true|false)))?(?![^\0])"
+    )
+    line = re.sub(pattern, lambda m: f"{m[1]}={(m[2] or 'true').title()}", "\0".join(arguments))
+    arguments = line.split("\0") if line else []
+    flags = {name: f"--{name}=True" in arguments for name in names}
+    given = [f"--{name}={value}" for name in names for value in (True, False)]
+    arguments = [word for word in arguments if word not in given]
+    output = re.findall(r"(?<![^\0])--output[=\0]([^\0]+)", line)
+    if path is None and flags["resume"] and output:
+        path = str(Path(output[-1]) / "config.yaml")
     start = load_config(path, cls=cls)
     launched = "-m gspo_kernels.cli train" if prog == "gspo train" else prog.removeprefix("python ")
     chosen, unknown = tyro.cli(
@@ -139,7 +151,7 @@ def parse_arguments(
         args=arguments,
         use_underscores=True,
         return_unknown_args=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
+        config=(tyro.conf.FlagConversionOff,),
     )
     # Options of an objective are unknown here: its class has the fields, and importing the class needs torch.
     objective = {**start.objective.model_dump(), "name": chosen.objective.name}

@@ -40,6 +40,7 @@ def exact_match(
         column: the column that holds the answer; where it is None, the reward is None: it does not apply.
         ignore_case: compare without regard to case.
     """
+    _refuse_columns(column=column, ignore_case=ignore_case)
 
     def normal(value: object) -> str:
         text = str(value).strip()
@@ -66,6 +67,7 @@ def regex_format(
         pattern: a regular expression for `re.fullmatch`; ``.`` also matches the end of a line. Nested
             repetitions (``(a+)+``) can take forever on a text that a model makes up.
     """
+    _refuse_columns(pattern=pattern)
     form = re.compile(pattern, re.DOTALL)
     return [float(form.fullmatch(_text(completion)) is not None) for completion in completions]
 
@@ -96,6 +98,7 @@ def math_answer(
         ModuleNotFoundError: math-verify is not installed.
         RuntimeError: the process that compares answers cannot be started.
     """
+    _refuse_columns(column=column, seconds=seconds)
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "math_answer needs math-verify: pip install math-verify", name="math_verify"
@@ -169,6 +172,15 @@ def _verify() -> None:
 
 def _text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def _refuse_columns(**options: object) -> None:
+    """Raise a `ValueError` for an option that a dataset's column of the same name has replaced."""
+    for name, value in options.items():
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                f"{name} is an option, and the dataset has a column of that name: rename the column"
+            )
 
 
 def _column(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:

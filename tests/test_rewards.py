@@ -29,6 +29,15 @@ def test_exact_match_and_regex_format():
     assert function(NONE[:2], ["Straße", "b"], NONE[:2], **columns) == [1, 0]
     with pytest.raises(KeyError, match=r"no column 'solution'; there are answer"):
         function(NONE[:1], ["a"], NONE[:1], answer=["a"])
+    # A column of a dataset may have the name of an option, and is passed in its place.
+    for function, option in (
+        (exact_match, "column"),
+        (exact_match, "ignore_case"),
+        (regex_format, "pattern"),
+    ):
+        columns = {"answer": ["a"], option: ["x"]}
+        with pytest.raises(ValueError, match=f"{option} is an option, and the dataset has a column"):
+            function(NONE[:1], ["a"], NONE[:1], **columns)
     pattern = r"<think>.*</think>\s*\d+"
     completions = ["<think>a\nb</think> 3", "so: <think>a</think> 3", "<think></think>3.", "3"]
     assert regex_format(NONE, completions, NONE, pattern=pattern, answer=NONE) == [1.0, 0.0, 0.0, 0.0]

@@ -313,7 +313,10 @@ def changed_settings(saved: TrainConfig, current: TrainConfig) -> list[str]:
 
 
 def check_model_path(path: str) -> None:
-    """Refuse what is neither a directory nor looks like a model's name on the Hub."""
+    """Refuse what is neither a directory nor looks like a model's name on the Hub, and adapters alone."""
+    if (Path(path) / "adapter_config.json").is_file():
+        whole = "expected a whole model, as peft's merge_and_unload() makes one"
+        raise InputError(f"model {path!r} cannot be loaded: the directory has adapters; {whole}")
     if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
         missing = "there is no such directory, and a model on the Hub is called 'organization/name'"
         raise InputError(f"model {path!r} cannot be loaded: {missing}")

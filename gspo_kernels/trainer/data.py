@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +63,7 @@ def load_prompts(
 def _read_jsonl(path: Path) -> Rows:
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        line = line.removeprefix(BOM_UTF8)
         if not line.strip():
             continue
         try:
@@ -167,7 +170,8 @@ def prepare_prompts(
     """
     if longest is not None and longest < 1:
         raise InputError(f"{name}: rollout.max_new_tokens leaves no room for a prompt in the model's context")
-    tokens = encode_prompts(tokenizer, [row["prompt"] for row in rows], name, template_options or {})
+    prompts = [row["prompt"] for row in rows]
+    tokens = encode_prompts(tokenizer, prompts, name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         place = f"{name}, row {number}: the prompt has"
         if not ids:
@@ -178,6 +182,11 @@ def prepare_prompts(
         if longest is not None and len(ids) > longest:
             room = f"rollout.max_new_tokens leaves room for {longest} in the model's context"
             raise InputError(f"{place} {len(ids)} tokens, but {room}")
+    texts = [(prompt, ids) for prompt, ids in zip(prompts, tokens, strict=True) if isinstance(prompt, str)]
+    end = tokenizer.eos_token
+    if any(ids[-1] == tokenizer.eos_token_id and not text.endswith(end) for text, ids in texts):
+        why = "so completions begin after the end; set add_eos_token to false in tokenizer_config.json"
+        warnings.warn(f"{name}: the tokenizer appends its end token {end} to prompts, {why}", stacklevel=2)
     return Prompts(rows, tokens, column_names(rows))
 
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -63,7 +64,10 @@ def load_tokenizer(path: Any) -> Any:
 
     if not isinstance(path, str | Path):
         raise InputError("tokenizer: got None with a model that is already loaded; expected its tokenizer")
-    return _loaded(AutoTokenizer, str(path), "the tokenizer of")
+    tokenizer = _loaded(AutoTokenizer, str(path), "the tokenizer of")
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes some without any file
+        raise InputError(f"the tokenizer of {str(path)!r} has only special tokens: its files are missing")
+    return tokenizer
 
 
 def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
@@ -71,8 +75,10 @@ def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(path, **options)
     except Exception as error:  # transformers passes on whatever its readers raise
-        lines = str(error).strip().splitlines() or [repr(error)]
-        raise InputError(f"{what} {path!r} cannot be loaded: {lines[0]}") from error
+        said = shorten(str(error).strip() or repr(error), 500).rstrip(".")
+        has = ", ".join(sorted(file.name for file in Path(path).glob("*")))
+        has = shorten(f"; the directory has {has or 'no files'}", 200) if Path(path).is_dir() else ""
+        raise InputError(f"{what} {path!r} cannot be loaded: {said}{has}") from error
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -145,10 +151,16 @@ class Policy(nn.Module):
     @torch.no_grad()
     def check(self) -> None:
         """Run a few tokens; refuse a model with an unknown head, or one that common rows would change."""
-        check_head(self.model)
-        check_rows_of(self.model)
-        if self.shared_prefix:
-            check_rows_of(self.model, shared_prefix=True)
+        try:
+            check_head(self.model)
+            check_rows_of(self.model)
+            if self.shared_prefix:
+                check_rows_of(self.model, shared_prefix=True)
+        except Exception as error:  # of the model's own code
+            if isinstance(error, InputError | torch.OutOfMemoryError):
+                raise
+            tried = "cannot be trained: its forward, tried on a few tokens in one row, raised"
+            raise InputError(f"{type(self.model).__name__} {tried} {error!r}") from error
 
     def forward(
         self,
@@ -240,6 +252,8 @@ def make_policies(
         if config.engine.url is not None and model.config.tie_word_embeddings and not is_tied(model):
             one = "the model's embedding and head are one weight, and vLLM cannot load them as two"
             raise InputError(f"lora.target_modules: got {config.lora.target_modules!r} and engine.url; {one}")
+    elif not any(p.requires_grad for p in model.parameters()):
+        raise InputError(f"{type(model).__name__} has no weights that require gradients: all are frozen")
     elif needs_reference:
         reference = _prepared(copy.deepcopy(model), config, accelerator, frozen=True)
     return model, _prepared(model, config, accelerator), reference, reference_mode

@@ -180,21 +180,16 @@ class _LenientStream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self._dropping():
-            try:
-                self.stream.write(text)
-            except UnicodeEncodeError:
-                self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        encoding = self.encoding or "utf-8"
+        self._try(self.stream.write, text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
-        with self._dropping():
-            self.stream.flush()
+        self._try(self.stream.flush)
 
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
+    def _try(self, method: Callable[..., object], *arguments: str) -> None:
         try:
-            yield
+            method(*arguments)
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO):  # nobody will ever read it
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())

@@ -300,6 +300,8 @@ class _Call:
             raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.inner)}") from error
         if hasattr(values, "tolist"):  # a tensor or a NumPy array
             values = values.tolist()
+        elif isinstance(values, Sequence) and not isinstance(values, str):  # or a list of their scalars
+            values = [v.item() if getattr(v, "ndim", None) == 0 else v for v in values]
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")
         if len(values) != len(completions):

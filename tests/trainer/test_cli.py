@@ -74,8 +74,10 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     assert cli.main(["train", *line]) == 1
     assert "--resume" in capsys.readouterr().err
     # The run resumes with its saved configuration.
-    longer = ["train", "--resume", "--output", str(run), "--update.steps", "3"]
+    reward_file.write_text(reward_file.read_text() + "\n")
+    longer = ["train", "--resume", f"--output={run}", "--update.steps", "3"]
     assert cli.main([*longer, "--update.learning_rate", "1e-2", "--force"]) == 0
+    assert "my_rewards.py has changed" in "".join(capsys.readouterr().out.split("\n"))
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
     for name, flags in (("newest", []), ("first", ["--step", "2"]), ("half", ["--dtype", "bf16"])):
         assert cli.main(["export", str(run), "--to", str(tmp_path / name), *flags]) == 0
@@ -104,9 +106,17 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
 
 
-def test_errors_are_one_line_that_says_what_to_change(tmp_path, llama, jsonl, reward_file, capsys):
+def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama, jsonl, reward_file, capsys):
+    for name, file in (("adapters", "adapter_config.json"), ("gguf", "model.gguf")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    tiny_model("qwen3", tokenizer).config.save_pretrained(tmp_path / "bare")
     for key, value, words in (
         ("--model", "no/such/model", "no/such/model' cannot be loaded"),
+        ("--model", str(tmp_path / "adapters"), "the directory has adapters; expected a whole model"),
+        ("--model", str(tmp_path / "gguf"), "`tokenizers` library serialization file"),
+        ("--model", str(tmp_path / "gguf"), "; the directory has model.gguf"),
+        ("--model", str(tmp_path / "bare"), "has only special tokens: its files are missing"),
         ("--eval_dataset", "no/such/file.jsonl", "there is no dataset file no/such/file.jsonl"),
         ("--reward", "math:sqrt", "reward function sqrt cannot be called"),
         ("--update.minibatches", "9", "update.minibatches must be at most the 8"),

@@ -138,8 +138,28 @@ def test_the_command_line_comes_on_top_of_the_file(tmp_path):
     assert config.data.template_options == {"enable_thinking": False}
     assert make_objective(config) == gk.GSPO(clip_high=5e-4)
     # A run that resumes has the configuration in its directory.
-    config, flags = parse_arguments(["--resume", "--force", "--output", str(tmp_path)])
-    assert flags["resume"] and flags["force"] and (config.seed, config.output) == (5, str(tmp_path))
+    for output in (["--output", str(tmp_path)], [f"--output={tmp_path}"]):
+        config, flags = parse_arguments(["--resume", "--force=true", *output])
+        assert flags["resume"] and flags["force"] and (config.seed, config.output) == (5, str(tmp_path))
+
+
+def test_an_option_that_is_true_or_false_is_written_as_in_the_file_or_alone(tmp_path):
+    for value in (True, False):
+        path = tmp_path / "config.yaml"
+        path.write_text(f"save_rollouts: {value}\nupdate: {{shared_prefix: {value}}}\n")
+        for words, expected in (
+            (["--save_rollouts"], True),
+            (["--save-rollouts", "true"], True),
+            (["--save_rollouts=True"], True),
+            (["--save_rollouts", "false"], False),
+            (["--save_rollouts=false"], False),
+            ([], value),
+        ):
+            line = [str(path), *words, "--update.shared-prefix", "--resume", "false"]
+            config, flags = parse_arguments(line)
+            assert config.save_rollouts == expected and config.update.shared_prefix and not flags["resume"]
+    with pytest.raises(InputError, match="'perhaps'"):
+        parse_arguments(["--save_rollouts", "perhaps"])
 
 
 def test_help_documents_every_option_on_four_screens(capsys, monkeypatch):

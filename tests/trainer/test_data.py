@@ -5,6 +5,7 @@ import json
 import datasets
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.config import InputError
@@ -24,6 +25,10 @@ def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
     assert rows == [{"prompt": "a", "answer": 1}, {"prompt": "é\n", "answer": [2], "level": 3}]
     assert columns_of(rows) == {"answer": [1, [2]], "level": [None, 3]}
     assert columns_of(rows[:1], ["level"]) == {"level": [None]}  # a batch may lack columns of the dataset
+    path.write_bytes(
+        2 * ("\ufeff" + '{"prompt": "a"}\n\ufeff\n').encode()
+    )  # two files of an editor that writes marks
+    assert load_prompts(path) == [{"prompt": "a"}] * 2
     path.write_text('{"prompt": "old", "question": "a"}\n{"prompt": "older", "question": "b"}\n')
     assert load_prompts(path, prompt_column="question") == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(InputError, match=r"no 'answer' among the columns.*question"):
@@ -152,6 +157,22 @@ def test_conversations_go_through_the_chat_template(tokenizer):
     chat.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(InputError, match=r"data, row 2: .*no system role"):
         prepare_prompts(chat, [rows[1], rows[0]], "data", longest=None)
+
+
+@pytest.mark.parametrize("prompt", ["ab", "ab<end>", [{"role": "user", "content": "ab"}]])
+@pytest.mark.parametrize("appends", [False, True])
+def test_an_end_token_that_the_tokenizer_appends_is_warned_about(recwarn, prompt, appends):
+    own = demo.make_tokenizer()
+    own.chat_template = "{{ messages[0].content }}" + own.eos_token
+    if appends:
+        end = (own.eos_token, own.eos_token_id)
+        template = TemplateProcessing(single=f"$A {own.eos_token}", special_tokens=[end])
+        own.backend_tokenizer.post_processor = template
+    prompt = prompt.replace("<end>", own.eos_token) if isinstance(prompt, str) else prompt
+    ids = prepare_prompts(own, [{"prompt": prompt}], "data", longest=None).tokens[0]
+    assert (ids[-1] == own.eos_token_id) == (appends or prompt != "ab")
+    found = [str(each.message) for each in recwarn if "appends its end token" in str(each.message)]
+    assert len(found) == (appends and prompt == "ab")
 
 
 @pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])

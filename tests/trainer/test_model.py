@@ -4,10 +4,18 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from transformers import FalconConfig, FalconForCausalLM
 
 from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.model import check_head, end_token_ids, head_of, load_model, padding_token_id
+from gspo_kernels.trainer.model import (
+    Policy,
+    check_head,
+    end_token_ids,
+    head_of,
+    load_model,
+    padding_token_id,
+)
 from tests.integrations.tiny_models import tiny
 from tests.trainer.conftest import tiny_qwen3
 
@@ -27,6 +35,13 @@ def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, n
     monkeypatch.setattr(model_module, "head_of", wrong)
     with pytest.raises(InputError, match=type(model).__name__):
         check_head(model)
+
+
+def test_a_model_whose_forward_fails_in_a_trial_is_refused_by_name():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    falcon = FalconForCausalLM(FalconConfig(alibi=True, **sizes)).eval()
+    with pytest.raises(InputError, match=r"FalconForCausalLM cannot be trained: .* raised ValueError"):
+        Policy(falcon, temperature=1.0).check()
 
 
 def test_end_and_padding_tokens(tokenizer, tmp_path):

@@ -55,7 +55,8 @@ def test_a_reward_gets_what_its_signature_takes_and_the_total_is_weighted():
         "as_in_trl": [1.0, 1.0],
     }
     assert found.total.tolist() == [6.25, 3.25]
-    for values in ([1, 0], [True, False], np.array([1.0, 0.0]), (1.0, 0.0), torch.tensor([1, 0])):
+    scalars = [torch.tensor(1.0, dtype=torch.bfloat16), np.bool_(False)]
+    for values in ([1, 0], [True, False], np.array([1.0, 0.0]), (1.0, 0.0), torch.tensor([1, 0]), scalars):
         assert RewardSet([lambda *a, v=values, **k: v])(*ARGUMENTS).total.tolist() == [1.0, 0.0]
 
 
@@ -65,6 +66,8 @@ WRONG = [
     (["a", 1.0], ["'a'", "completion 'x' of prompt 'p'"]),
     ([1.0, math.nan], ["nan", "completion 'yy' of prompt 'q'"]),
     ([1.0, [2.0]], ["[2.0]", "completion 'yy'"]),
+    ([1.0, torch.tensor([2.0])], ["tensor([2.])", "completion 'yy'"]),
+    ([1.0, torch.tensor(math.nan)], ["nan", "completion 'yy' of prompt 'q'"]),
     ([10**400, 1.0], ["completion 'x'", "finite fp32 number"]),
     ([0.0, 1e39], ["1e+39", "completion 'yy'", "finite fp32 number"]),
 ]

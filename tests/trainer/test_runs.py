@@ -320,6 +320,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
     broken = tiny_qwen3(tokenizer)
     with torch.no_grad():
         broken.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    frozen = tiny_qwen3(tokenizer).requires_grad_(False)
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["one more"])
     padded = copy.deepcopy(larger)
@@ -332,6 +333,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
         ("no reward function", {"rewards": []}),
         ("tokenizer", {"tokenizer": None}),
         ("not finite", {"model": broken}),
+        ("all are frozen", {"model": frozen}),
         (embeds, {"tokenizer": larger, "dataset": unknown}),
         ("padding token is 258", {"tokenizer": padded}),
     ):
