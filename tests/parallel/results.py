@@ -385,6 +385,12 @@ FORMS = (
     {"beta": 0.3, "top_k": 5},
     {"beta": 1.0, "top_k": 5, "top_k_of": "student", "add_tail": False},
     {"beta": 0.0, "ids": IDS, "teacher_logprobs": torch.linspace(-3, -2, IDS.numel()).view_as(IDS)},
+    # the whole vocabulary: no rank has a column that is left
+    {
+        "beta": 0.0,
+        "ids": torch.arange(VOCABULARY).expand(2, 3, -1),
+        "teacher_logprobs": torch.linspace(-2, 2, VOCABULARY).log_softmax(-1).expand(2, 3, -1),
+    },
 )
 
 
