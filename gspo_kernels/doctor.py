@@ -14,8 +14,8 @@ from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.exact import exact_dtype
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.invariance import is_batch_invariant
+from gspo_kernels.linear.products import fp32_library
 from gspo_kernels.ops import backends
-from gspo_kernels.ops.products import fp32_library
 
 _PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets", "flash-attn")
 

@@ -1,5 +1,5 @@
 """The precision of numbers per token and per sequence: fp64, or fp32 with compensated sums on a device
-without fp64 (Apple's MPS).
+without fp64 (Apple's MPS); and arithmetic of coefficients that neither overflow nor vanish.
 """
 
 from __future__ import annotations
@@ -62,3 +62,46 @@ def segment_reduce(values: Tensor, how: str, offsets: Tensor) -> Tensor:
     if how == "sum":
         return exact_sum(table)
     return table.amax(1) if how == "max" else table.amin(1)
+
+
+# Arithmetic in which coefficients of any size neither overflow nor vanish on their way into gradients
+
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+"""By dtype: the integer type of the same width, and the bits of the exponent in it."""
+
+
+def largest(values: Tensor, dim: int | None = None) -> Tensor:
+    """Return the largest magnitude, of all values or along a dimension."""
+    if values.is_cpu:
+        # on the CPU a norm takes a hundred times as long
+        return values.abs().amax(() if dim is None else dim)
+    norm: Tensor = torch.linalg.vector_norm(values, float("inf"), dim)
+    return norm
+
+
+def power_of_two(values: Tensor) -> Tensor:
+    """Return the power of two at or below the magnitude of each value, fp32 or fp64. Dividing by it rounds
+    nothing and leaves less than 2. Values that are 0, infinite or NaN get some finite power, too.
+    """
+    integers, exponent = _EXPONENT[values.dtype]
+    limits = torch.finfo(values.dtype)
+    power: Tensor = values.view(integers).bitwise_and(exponent).view(values.dtype)
+    return power.clamp(limits.tiny, 0.25 / limits.tiny)
+
+
+def times(values: Tensor, factor: Tensor) -> Tensor:
+    """Return the product, where an exact zero of either operand beats an overflow of the other."""
+    return torch.where((values == 0) | (factor == 0), 0.0, values * factor)
+
+
+def times_(values: Tensor, factor: Tensor) -> Tensor:
+    """Do what ``times`` does in place, for few factors and many values (checking each is slow on the CPU)."""
+    zero = factor == 0
+    if not (factor.is_cpu and bool(factor.isfinite().all())):
+        zero = zero | (values == 0)
+    values.mul_(factor)
+    return values if factor.is_cpu and not bool(zero.any()) else values.masked_fill_(zero, 0.0)
+
+
+MAX_IN_SUMS = {dtype: torch.finfo(dtype).max * 2.0**-24 for dtype in _EXPONENT}
+"""The bound on coefficients by dtype. It keeps products finite: infinities of both signs would add to NaN."""

@@ -14,8 +14,9 @@ from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.linear.loss import LinearPolicyFunction, SmallLossFunction, small_loss
+from gspo_kernels.linear.loss import LinearPolicyFunction
 from gspo_kernels.linear.schedule import choose, unsupported
+from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective

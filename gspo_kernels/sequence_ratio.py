@@ -58,6 +58,25 @@ def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> Rat
     )
 
 
+def sum_over_tokens(per_token: Terms, ratio: RatioClip) -> tuple[Terms, RatioClip]:
+    """Return the terms and the ratio of a loss that is a sum over tokens, whose terms have a share per token:
+    loss = sum_t w_t f(r_t, A_t), where w_t is the token's share times its rollout weight.
+    """
+    shares, weights, beta = per_token.token_shares, per_token.rollout_weights, per_token.kl_beta
+    assert shares is not None
+    if per_token.token_weights is not None:
+        # Linear, on-policy: coefficients c_t = share_t * token_weights_t. As r = 1 and
+        # dloss/dlogp = -w r A, they are those of w = c and A = -1.
+        weights = per_token.token_weights
+        per_token = per_token._replace(advantages=torch.full_like(shares, -1.0), token_weights=None)
+    per_token = per_token._replace(
+        token_shares=None,
+        rollout_weights=shares if weights is None else shares * weights,
+        kl_beta=None if beta is None else shares * beta,
+    )
+    return per_token, ratio._replace(level="token", count_tokens=True, divisor="one", divisor_scale=1.0)
+
+
 _RATIO_MEAN = METRICS.index("ratio/mean")
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.products import products_of
 from gspo_kernels.linear.sums import GradientRows, HeadSums
 from gspo_kernels.plan import RequiresGrad
+from gspo_kernels.types import LogitTransform, RowOptions
 from tests.cases import generator, make_case, run
 from tests.judging import assert_equals_oracle
 from tests.pretended import PretendedGpu
@@ -93,11 +94,14 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
     weight = torch.zeros(V, width, dtype=dtype)
     exact, budget = torch.zeros(2, V, width, dtype=torch.float64)
     with gpu:
-        sums = HeadSums(Head(weight, None, "float32"), RequiresGrad(False, True, False), "triton")
+        products = products_of(
+            weight, None, None, "float32", False, RowOptions(LogitTransform(), -100, "triton")
+        )
+        sums = HeadSums(products, RequiresGrad(False, True, False), "triton")
         for size in sizes:
             rows, hidden = (torch.randn(n, k, generator=rng).to(dtype) for k in (V, width))
             coefficients = (1 + torch.rand(n, generator=rng)) * size
-            sums.add(GradientRows(rows, coefficients), hidden)
+            sums.add(GradientRows(rows, coefficients), hidden, slice(n), coefficients)
             operand, narrow = hidden.double() * coefficients.double().unsqueeze(1), torch.finfo(dtype)
             exact += rows.double().t() @ operand
             # an operand is rounded once, at worst to a subnormal number in units of the largest coefficient;

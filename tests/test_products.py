@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import cpp, doctor
+from gspo_kernels import doctor
 from gspo_kernels.cpp.products import best_instructions, multiplies
-from gspo_kernels.linear import head
-from gspo_kernels.linear.head import Head
-from gspo_kernels.ops import products
+from gspo_kernels.linear import products
+from gspo_kernels.linear.products import blocks, pytorch
+from gspo_kernels.types import LogitTransform, RowOptions
 from tests.cases import draw_kept, generator, make_case, run
 from tests.judging import assert_equals_oracle
 from tests.kernels.row_calls import same
@@ -30,6 +30,11 @@ def library(request, monkeypatch):
     return request.param
 
 
+def products_of(weight, bias=None, logits_dtype="float32"):
+    options = RowOptions(LogitTransform(), -100, "cpp")
+    return products.products_of(weight, bias, None, logits_dtype, False, options)
+
+
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass", "known"])
 @pytest.mark.parametrize(("dtype", "backend"), [(FP32, "cpp"), (BF16, "cpp"), (BF16, "reference")])
 def test_losses_equal_the_oracle_whoever_multiplies(library, backend, dtype, schedule):
@@ -41,7 +46,7 @@ def test_losses_equal_the_oracle_whoever_multiplies(library, backend, dtype, sch
 
 @pytest.mark.parametrize("logits_dtype", ["float32", "input"])
 def test_bf16_rows_share_the_memory_of_their_logits_where_bf16_is_multiplied(library, logits_dtype):
-    found = Head(torch.empty(50, 8, dtype=BF16), None, logits_dtype)
+    found = products_of(torch.empty(50, 8, dtype=BF16), None, logits_dtype)
     assert found.rows_dtype == (BF16 if library == "cpp" else FP32)
     other = 50 * 4 if library == "torch" and logits_dtype == "input" else 0
     assert found.row_bytes == 50 * found.dtype.itemsize + other
@@ -52,11 +57,11 @@ def test_bf16_rows_share_the_memory_of_their_logits_where_bf16_is_multiplied(lib
 @pytest.mark.parametrize("known", [True, False])
 def test_rounded_logits_where_onednn_knows_their_dtype_and_where_not(library, monkeypatch, dtype, known):
     """Logits are PyTorch's product of that dtype, or else the rounded product of fp32 copies."""
-    monkeypatch.setattr(head, "onednn_multiplies", lambda asked: asked == dtype and known)
+    monkeypatch.setattr(pytorch, "onednn_multiplies", lambda asked: asked == dtype and known)
     rng, V = generator(4), 2048 + 77
     hidden, weight, bias = (torch.randn(*size, generator=rng).to(dtype) for size in ((5, 40), (V, 40), (V,)))
-    wide = Head(weight, bias, "float32").logits(hidden, torch.empty(5, V))
-    rounded = Head(weight, bias, "input").logits(hidden, torch.empty(5, V, dtype=dtype))
+    wide = products_of(weight, bias).logits(hidden, torch.empty(5, V))
+    rounded = products_of(weight, bias, "input").logits(hidden, torch.empty(5, V, dtype=dtype))
     assert torch.equal(rounded, torch.addmm(bias, hidden, weight.t()) if known else wide.to(dtype))
 
 
@@ -68,14 +73,20 @@ def test_who_multiplies_is_a_rule_by_weight_and_vendor(monkeypatch):
     assert f"products of fp32 by {products.fp32_library()}" in text and "products of bf16" in text
     if multiplies(BF16):
         assert f"by cpp with {best_instructions(BF16)}" in text
-        assert Head(torch.empty(50, 8, dtype=BF16), None, "float32").in_blocks
+        assert isinstance(products_of(torch.empty(50, 8, dtype=BF16)), blocks.BlockProducts)
     with monkeypatch.context() as patch:
         patch.setattr(products, "fp32_library", lambda: "cpp")
         patch.setattr(products, "multiplies", lambda dtype: dtype == BF16)
         big, small = torch.empty(products.SMALL, 1), torch.empty(products.SMALL - 1, 1)
-        assert products.in_blocks(big) and not products.in_blocks(small)
-        assert products.in_blocks(small.to(BF16)) and not products.in_blocks(big.to("meta"))
-        assert not products.in_blocks(big.to(torch.float16)) and not products.in_blocks(big.double())
+        for weight, kind in (
+            (big, blocks.BlockProducts),
+            (small, blocks.StreamedProducts),
+            (small.to(BF16), blocks.BlockProducts),
+            (big.to("meta"), pytorch.SlabProducts),
+            (big.to(torch.float16), blocks.StreamedProducts),
+            (big.double(), blocks.StreamedProducts),
+        ):
+            assert type(products_of(weight)) is kind
     for intel, has, expected in ((True, True, "torch"), (False, True, "cpp"), (False, False, "torch")):
         monkeypatch.setattr(products, "on_intel", lambda intel=intel: intel)
         monkeypatch.setattr(products, "multiplies", lambda dtype, has=has: has)
@@ -119,9 +130,9 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     if library == "cpp" and dtype in (FP32, BF16):  # whatever rows are projected together
         assert all(torch.equal(each.logprobs, folded[0].logprobs) for each in folded[1:3])
     with monkeypatch.context() as patch:
-        patch.setattr(Head, "logits", None)
+        patch.setattr(pytorch.Products, "logits", None)
         if library == "cpp" and dtype in (FP32, BF16):
-            patch.setattr(Head, "_slabs", None)  # product and reduction are one operation
+            patch.setattr(pytorch.SlabProducts, "slabs", None)  # product and reduction are one operation
         leaf = hidden.nan_to_num().requires_grad_()
         new = gk.linear_token_logprobs(leaf, weight, labels)
         assert torch.equal(new.logprobs, folded[0].logprobs)
@@ -129,13 +140,14 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     # the backward needs logits
     new.logprobs.sum().backward()
     assert leaf.grad[labels != -100].any(-1).all()
-    monkeypatch.delattr(cpp, "folds")
+    monkeypatch.setattr(blocks.StreamedProducts, "statistics", pytorch.Products.statistics)
     assert all(same(mine, theirs) for mine, theirs in zip(folded, scores(), strict=True))
 
 
 @pytest.mark.parametrize("options", [{"logits_dtype": "input"}, {"backend": "reference"}])
 def test_rounded_logits_and_the_reference_take_chunks(options):
     hidden, weight, _, labels, _ = drawn(BF16)
-    with mock.patch.object(Head, "logits", autospec=True, side_effect=Head.logits) as project:
+    logits = pytorch.Products.logits
+    with mock.patch.object(pytorch.Products, "logits", autospec=True, side_effect=logits) as project:
         gk.linear_token_logprobs(hidden.nan_to_num(), weight, labels, **options)
     assert sum(len(call.args[1]) for call in project.call_args_list) == (labels != -100).sum()

@@ -10,8 +10,10 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear.head import Head
-from gspo_kernels.linear.sums import HeadSums, times, times_
+from gspo_kernels.exact import times, times_
+from gspo_kernels.linear.products import Products
+from gspo_kernels.linear.products.blocks import StreamedProducts
+from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.ops import memory
 from tests import oracle
 from tests.cases import LAYOUTS, for_objective, make_case, run
@@ -152,14 +154,17 @@ def products(monkeypatch):
         product = getattr(owner, name)
 
         def counted(self, operand, *args):
-            values = operand if isinstance(operand, torch.Tensor) else operand.values
-            rows[kind].append(values.shape[0])
+            if name != "statistics" or self.streams:
+                values = {"statistics": "hidden", "add": "values"}.get(name)
+                rows[kind].append((getattr(operand, values) if values else operand).shape[0])
             return product(self, operand, *args)
 
         monkeypatch.setattr(owner, name, counted)
 
-    for owner, name, kind in ((Head, "logits", "forward"), (Head, "fold_logits", "forward"),
-                              (Head, "grad_hidden", "hidden"), (HeadSums, "add", "weight")):  # fmt: skip
+    for owner, name, kind in (
+        (Products, "logits", "forward"), (StreamedProducts, "statistics", "forward"),
+        (Products, "grad_hidden", "hidden"), (HeadSums, "add", "weight"),
+    ):  # fmt: skip
         count(owner, name, kind)
     return rows
 

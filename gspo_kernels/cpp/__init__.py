@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from gspo_kernels.types import (
     allocate_pair_stats,
     stats_dtype,
 )
-
-if TYPE_CHECKING:
-    from gspo_kernels.cpp.folding import Folds
 
 _DIVISORS = ("sequences", "tokens", "one")
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,7 +58,7 @@ def unavailable(device: torch.device) -> str | None:
 def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
     stats = _empty_stats(rows, entropy)
-    _operators().logprobs_forward(*_row_arguments(rows), *stats)
+    operators().logprobs_forward(*_row_arguments(rows), *stats)
     return stats
 
 
@@ -73,7 +70,7 @@ def logprobs_backward(
         raise ValueError("stats.entropy: got None, expected a tensor because grad_entropy is given")
     _check_out(rows.logits, out)
     dtype = stats_dtype(rows.logits.dtype)
-    _operators().logprobs_backward(
+    operators().logprobs_backward(
         *_row_arguments(rows),
         _vector(stats.logprobs, rows.logits),
         stats.lse.contiguous(),
@@ -88,7 +85,7 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> Row
     """See ``ops.backends.RowBackend.logprobs_and_grad``."""
     _check_out(rows.logits, out)
     stats = _empty_stats(rows, entropy=False)
-    _operators().logprobs_and_grad(
+    operators().logprobs_and_grad(
         *_row_arguments(rows), _vector(coefficients, rows.logits), stats.logprobs, stats.lse, out
     )
     return stats
@@ -107,7 +104,7 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor]:
         raise TypeError(f"out: got {out.dtype}, expected {wide}, as the statistics, or bf16 from fp32 ones")
     stats = _empty_stats(rows, entropy=False)
     factors = torch.empty_like(stats.logprobs)
-    _operators().logprobs_and_rows(*_row_arguments(rows), stats.logprobs, stats.lse, factors, out)
+    operators().logprobs_and_rows(*_row_arguments(rows), stats.logprobs, stats.lse, factors, out)
     return stats, factors
 
 
@@ -125,7 +122,7 @@ def divergence(
     if logits.dtype != teacher_logits.dtype:
         return _divergence_of_two_dtypes(rows, known, grad, out)
     stats = allocate_pair_stats(logits, known)
-    _operators().divergence(
+    operators().divergence(
         *_row_arguments(rows),
         teacher_logits.detach(),
         _vector(teacher_transform.row_temperature, logits),
@@ -185,7 +182,7 @@ def ratio_step(
     new = logprobs.new_empty
     step = RatioStep(new(()), new(len(METRICS) + (kl is not None)), torch.empty_like(logprobs))
     beta = None if kl is None or kl.beta is None else kl.beta.to(torch.float64).expand(logprobs.shape)
-    verdict = _operators().ratio_step(
+    verdict = operators().ratio_step(
         logprobs.detach() if logprobs.requires_grad else logprobs,
         mask.contiguous(),
         *_sequence_arguments(operands, form),
@@ -213,7 +210,7 @@ def sequence_ratio_forward(
     stats = _empty_stats(rows, entropy=False)
     new = stats.logprobs.new_empty
     loss, *others = new(()), new(operands.advantages.shape), new(()), new(len(METRICS))
-    plausible = _operators().sequence_ratio_forward(
+    plausible = operators().sequence_ratio_forward(
         *_row_arguments(rows), *_sequence_arguments(operands, form), *stats[:2], loss, *others
     )
     if not plausible and doubt is not None:
@@ -235,22 +232,8 @@ def merge_mask(
     if labels is not None:
         labels = labels.contiguous()
         merged = torch.empty_like(labels)
-    binary = _operators().merge_mask(mask, labels, ignore_index, counted, merged)
+    binary = operators().merge_mask(mask, labels, ignore_index, counted, merged)
     return counted, merged, binary
-
-
-def folds(
-    labels: Tensor,
-    transform: LogitTransform,
-    ignore_index: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    entropy: bool,
-) -> Folds:
-    """See ``ops.backends.FoldingBackend.folds``."""
-    from gspo_kernels.cpp.folding import Folds
-
-    return Folds(labels, transform, ignore_index, vocabulary, dtype, entropy)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
@@ -260,7 +243,12 @@ def scale_(values: Tensor, factor: Tensor) -> None:
 
 
 @functools.cache
-def _operators() -> torch._ops._OpNamespace:
+def operators() -> torch._ops._OpNamespace:
+    """Return the operators of the extension.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
     reason = _why_not_loaded()
     if reason is not None:
         raise RuntimeError(reason)
@@ -305,13 +293,14 @@ def _row_arguments(rows: LogitRows | RowPair) -> tuple[Tensor | float | None, ..
     logits, labels = rows.logits, rows.labels
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}")
-    options = _row_options(rows.transform, rows.ignore_index, stats_dtype(logits.dtype))
+    options = row_options(rows.transform, rows.ignore_index, stats_dtype(logits.dtype))
     return (logits.detach(), labels.to(torch.int64).contiguous(), *options)
 
 
-def _row_options(
+def row_options(
     transform: LogitTransform, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor | float | None, ...]:
+    """Return how logits become log-probs, as the operators take it; ``dtype`` is the statistics'."""
     temperature = transform.row_temperature
     return (
         None if temperature is None else temperature.detach().to(dtype).contiguous(),

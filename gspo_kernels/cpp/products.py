@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.cpp import _operators, unavailable
+from gspo_kernels.cpp import operators, unavailable
 
 PIECE = 128
 """The most values along K that ``ends`` may put in one piece."""
@@ -18,18 +18,18 @@ subnormal bf16 numbers for 0, and "portable" has other bits from fp32. "portable
 def has_instructions(instructions: str, dtype: torch.dtype) -> bool:
     """Return whether this processor has these instructions, and they multiply ``dtype``."""
     return dtype in (torch.float32, torch.bfloat16) and bool(
-        _operators().has_product_instructions(INSTRUCTIONS.index(instructions), dtype == torch.bfloat16)
+        operators().has_product_instructions(INSTRUCTIONS.index(instructions), dtype == torch.bfloat16)
     )
 
 
 def best_instructions(dtype: torch.dtype) -> str:
     """Return what "best" means for fp32 or bf16 on this processor: csrc/products.cpp has the rule."""
-    return INSTRUCTIONS[_operators().product_instructions(dtype == torch.bfloat16)]
+    return INSTRUCTIONS[operators().product_instructions(dtype == torch.bfloat16)]
 
 
 def on_intel() -> bool:
     """Return whether this is an Intel processor, for which MKL is made."""
-    return bool(_operators().on_intel())
+    return bool(operators().on_intel())
 
 
 def values_in_step(dtype: torch.dtype) -> int:
@@ -79,5 +79,5 @@ def multiply(
     if bias is not None:
         bias = bias.detach().to(torch.float32).contiguous()
     level = INSTRUCTIONS.index(instructions)
-    _operators().product(a.detach(), b.detach(), bias, ends, out, accumulate, level)
+    operators().product(a.detach(), b.detach(), bias, ends, out, accumulate, level)
     return out

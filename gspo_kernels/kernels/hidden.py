@@ -115,17 +115,17 @@ def product_operand(
     factors: Tensor | None,
     active: Tensor | None,
     unit: Tensor | None,
-    most: float,
+    bound: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See ``ops.backends.HiddenBackend.product_operand``."""
+    """See ``ops.backends.HiddenKernels.product_operand``."""
     count, width = hidden.shape
     out = torch.empty(count, width, dtype=dtype, device=hidden.device)
     launch(
         product_operand_kernel, triton.cdiv(count, _ROWS), hidden.device, _TILE,
         hidden.contiguous(), coefficients, factors,
         None if active is None else active.contiguous().view(torch.int8),
-        unit, out, count, coefficients.stride(0), width, most,
+        unit, out, count, coefficients.stride(0), width, bound,
         STATS=stats_type(hidden.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
     )  # fmt: skip
     return out
@@ -168,14 +168,14 @@ def sum_unit(
     coefficients: Tensor,
     factors: Tensor | None,
     before: Tensor | None,
-    most: float,
+    bound: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.backends.HiddenBackend.sum_unit``."""
+    """See ``ops.backends.HiddenKernels.sum_unit``."""
     out = torch.empty(2, dtype=dtype, device=coefficients.device)
     launch(
         sum_unit_kernel, 1, out.device, _TILE,
-        coefficients, factors, before, out, len(coefficients), coefficients.stride(0), most,
+        coefficients, factors, before, out, len(coefficients), coefficients.stride(0), bound,
         STATS=stats_type(dtype), BLOCK=_TILE.block,
     )  # fmt: skip
     return out[0], out[1]
@@ -258,7 +258,7 @@ def store_hidden(
     scales: Tensor | None,
     whole_last: bool,
 ) -> None:
-    """See ``ops.backends.HiddenBackend.store_hidden``."""
+    """See ``ops.backends.HiddenKernels.store_hidden``."""
     count, width = values.shape
     launch(
         store_hidden_kernel, triton.cdiv(count, _ROWS), values.device, _TILE,
@@ -297,7 +297,7 @@ def scale_rows_kernel(
 
 
 def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
-    """See ``ops.backends.HiddenBackend.scale_rows_``."""
+    """See ``ops.backends.HiddenKernels.scale_rows_``."""
     width = values.shape[-1]
     count = values.numel() // width
     launch(

@@ -7,22 +7,17 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gspo_kernels.invariance import refuse_backend
-from gspo_kernels.linear.head import Head
-from gspo_kernels.ops.backends import launches_of, rows_of
+from gspo_kernels.linear.chunk import Chunk, as_index
+from gspo_kernels.linear.products import products_of
+from gspo_kernels.ops.backends import hidden_kernels
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.memory import chunk_rows
-from gspo_kernels.ops.products import SEGMENT
 from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.types import LogitRows, RowOptions
-
-FOLDED_ROWS = 4096
-"""How many rows are projected at a time where their logits are never written: enough that reading the weight
-costs nothing compared with its product, and few enough that copies of hidden states stay small."""
+from gspo_kernels.types import RowOptions
 
 
 class Chunking(NamedTuple):
@@ -67,36 +62,6 @@ class LinearOperands(NamedTuple):
         return self.hidden.shape[1] if self.chunking.scattered else None
 
 
-class Chunk(NamedTuple):
-    """Rows that are projected together.
-
-    Attributes:
-        where: the rows' positions among the flattened rows of the call.
-        hidden: [n, H].
-        labels: [1, n].
-        options: the call's options, with the transform of these rows, [1, n].
-        size: n.
-    """
-
-    where: slice | Tensor
-    hidden: Tensor
-    labels: Tensor
-    options: RowOptions
-    size: int
-
-    def rows(self, logits: Tensor) -> LogitRows:
-        """Return logits [n, V] of the chunk as backends take them."""
-        options = self.options
-        return LogitRows(logits.unsqueeze(0), self.labels, options.transform, options.ignore_index)
-
-    def select(self, keep: Tensor) -> Chunk:
-        """Return a chunk of the rows with these indices."""
-        transform = self.options.transform.rows(lambda rows: rows[:, keep])
-        options = self.options._replace(transform=transform)
-        where = as_index(self.where, keep.device)[keep]
-        return Chunk(where, self.hidden[keep], self.labels[:, keep], options, keep.numel())
-
-
 class Call:
     """One call over hidden states, as operators work on it.
 
@@ -104,12 +69,9 @@ class Call:
 
     Attributes:
         hidden, labels, options, chunking: as in ``LinearOperands``.
-        head: this rank's head.
-        backend: the row operations.
-        launches: the backend's launches for the work around the gradient products; None where PyTorch does
-            this work. They read no columns of logits, so they also serve ranks that share the vocabulary.
+        products: the products with this rank's part of the weight, and the row operations between them.
+        hidden_kernels: the steps around the gradient products.
         chunk_rows: the most rows of logits at once, the same on all ranks.
-        folds: whether logits are never written where only their statistics are needed. The bits are the same.
         tokens: which rank has which hidden states; None where they are not scattered.
     """
 
@@ -118,27 +80,26 @@ class Call:
         if chunking.batch_invariant:
             refuse_backend(options.backend)
         self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
-        self.head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant, base)
-        self.backend, self.launches = rows_of(options), launches_of(options.backend)
-        self.chunk_rows = chunk_rows(self.head.row_bytes, chunking.max_chunk_bytes, weight.device)
-        if self.head.fixed and self.chunk_rows > SEGMENT:
-            self.chunk_rows -= self.chunk_rows % SEGMENT
-        wide = self.head.dtype in (torch.float32, torch.float64)
-        self.folds = wide and base is None and hasattr(self.backend, "folds")
+        self.products = products_of(
+            weight, bias, base, chunking.logits_dtype, chunking.batch_invariant, options
+        )
+        self.hidden_kernels = hidden_kernels(options.backend)
+        rows = chunk_rows(self.products.row_bytes, chunking.max_chunk_bytes, weight.device)
+        multiple = self.products.multiple
+        self.chunk_rows = rows - rows % multiple if rows > multiple else rows
         self.tokens: ScatteredTokens | None = None
-        if not checked:
-            return
-        if not options.shard.group:
-            check_rows(labels, self.head.vocabulary, options)
-            return
-        ranges = range_of(labels, self.head.vocabulary, options)
-        numbers = (*ranges, self.chunk_rows, hidden.shape[1])
-        every = gathered_numbers(options.shard.group, labels.device, numbers)
-        check_ranges([each[: len(ranges)] for each in every], options)
-        self.chunk_rows = min(each[-2] for each in every)
-        if chunking.scattered:
-            lengths = [each[-1] for each in every]
-            self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
+        if checked and options.shard.group:
+            ranges = range_of(labels, self.products.vocabulary, options)
+            numbers = (*ranges, self.chunk_rows, hidden.shape[1])
+            every = gathered_numbers(options.shard.group, labels.device, numbers)
+            check_ranges([each[: len(ranges)] for each in every], options)
+            self.chunk_rows = min(each[-2] for each in every)
+            if chunking.scattered:
+                lengths = [each[-1] for each in every]
+                self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
+        elif checked:
+            check_rows(labels, self.products.vocabulary, options)
+        self.products.max_rows = min(self.chunk_rows, labels.numel())
 
     @cached_property
     def counted(self) -> Tensor:
@@ -149,12 +110,6 @@ class Call:
     def projected(self) -> slice | Tensor:
         """The positions of the rows that get logits: counted rows, or all rows without compaction."""
         return self.index(self.counted if self.chunking.compact else None)
-
-    @cached_property
-    def ranks(self) -> Tensor:
-        """For each of the flattened rows, the number of counted rows before it."""
-        counted = self.counted.flatten()
-        return counted.cumsum(0) - counted.to(torch.int64)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
         """Return the positions of the rows where ``keep`` holds; None: of all rows.
@@ -168,26 +123,16 @@ class Call:
             return slice(0, count)
         return keep.flatten().nonzero_static(size=count).squeeze(1)
 
-    def chunks(self, where: slice | Tensor, forward_only: bool = False) -> Iterator[Chunk]:
-        """Yield the rows at some positions in chunks of about the same size.
+    def chunks(self, where: slice | Tensor, most: int | None = None) -> Iterator[Chunk]:
+        """Yield the rows at some positions in chunks of about the same size, ``chunk_rows`` unless passed.
 
-        ``forward_only``: only their statistics are needed. Scattered hidden states are gathered one chunk
-        ahead, while the chunk before is multiplied.
+        Scattered hidden states are gathered one chunk ahead, while the chunk before is multiplied.
         """
-        most = self.chunk_rows
-        if forward_only and self.folds and self.head.in_blocks:
-            # a row's bits don't depend on other rows, and no logits take memory
-            most = max(most, FOLDED_ROWS)
         first, count = (
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
         )
         labels = self.labels.flatten()[where]
-        pieces = -(-count // most)
-        ends = [count * piece // pieces for piece in range(1, pieces + 1)]
-        if self.head.fixed and most % SEGMENT == 0:
-            # sizes are whole segments, so that chunks split few of them
-            size = -(-count // max(pieces * SEGMENT, 1)) * SEGMENT
-            ends = [min(count, end) for end in range(size, count + size, size)] if count else []
+        ends = self.products.cut(count, most or self.chunk_rows)
         begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
             span = slice(first + start, first + end)
@@ -217,17 +162,3 @@ class Call:
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
         options = self.options._replace(transform=transform)
         return Chunk(where, hidden, labels.unsqueeze(0), options, labels.numel())
-
-    def rows_memory(self, logits: Tensor) -> Tensor:
-        """Return memory for the gradient rows of logits [n, V]: the logits' own memory if the rows fit."""
-        dtype = self.head.rows_dtype
-        if logits.dtype == dtype:
-            return logits
-        if logits.element_size() > dtype.itemsize:
-            return logits.view(dtype)[:, : logits.shape[1]]
-        return torch.empty(logits.shape, dtype=dtype, device=logits.device)
-
-
-def as_index(where: slice | Tensor, device: torch.device) -> Tensor:
-    """Return the positions as int64 [n]."""
-    return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import power_of_two
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, save_gradients, take_gradients
-from gspo_kernels.linear.sums import GradientRows, power_of_two
+from gspo_kernels.linear.sums import GradientRows
 from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
@@ -50,7 +51,7 @@ def linear_distillation(
     """
     call, theirs = Call(operands), None
     check_temperature(teacher.transform.row_temperature)
-    head, device = call.head, call.hidden.device
+    products, device = call.products, call.hidden.device
     if teacher_hidden is not None and teacher_weight is not None:
         theirs = Call(
             operands._replace(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, base=None),
@@ -60,22 +61,22 @@ def linear_distillation(
         rows = call.chunk_rows
         if not call.chunking.max_chunk_bytes:
             rows = min(rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
-        both = head.row_bytes + head.vocabulary * theirs.head.dtype.itemsize
-        call.chunk_rows = max(1, rows * head.row_bytes // both)
+        both = products.row_bytes + products.vocabulary * theirs.products.dtype.itemsize
+        call.chunk_rows = max(1, rows * products.row_bytes // both)
     gradients = Gradients(call, needs, normalised=True)
     divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
     # one block of memory where both sides have the same dtype
     rows = min(call.chunk_rows, call.labels.numel())
-    shared = theirs is not None and theirs.head.dtype == head.dtype
-    block = used_memory(torch.Size(((1 + shared) * rows, head.vocabulary)), head.dtype, device)
+    shared = theirs is not None and theirs.products.dtype == products.dtype
+    block = used_memory(torch.Size(((1 + shared) * rows, products.vocabulary)), products.dtype, device)
     teacher_block = block[rows:]
     if theirs is not None and not shared:
-        teacher_block = torch.empty(rows, head.vocabulary, dtype=theirs.head.dtype, device=device)
+        teacher_block = torch.empty(rows, products.vocabulary, dtype=theirs.products.dtype, device=device)
     for chunk in call.chunks(call.projected):
-        logits, teacher_logits = head.logits(chunk.hidden, block[: chunk.size]), None
+        logits, teacher_logits = products.logits(chunk.hidden, block[: chunk.size]), None
         if theirs is not None:
             teacher_logits = teacher_block[: chunk.size]
-            theirs.head.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
+            theirs.products.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
         teacher_rows = teacher.at(chunk.where, teacher_logits)
         pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, form)
         if not any(needs):
@@ -83,7 +84,7 @@ def linear_distillation(
             divergences.view(-1)[chunk.where] = stats.divergences
             continue
         share = shares.flatten()[chunk.where].unsqueeze(0)
-        out, known = call.rows_memory(logits), None
+        out, known = products.rows_memory(logits), None
         units, scale = (share != 0).to(gradients.dtype), share
         if out.dtype == torch.float16:
             known = pair.evaluate(chunk.options)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.groups import CoefficientGroups
+from gspo_kernels.linear.products import SEGMENT
 from gspo_kernels.linear.schedule import Part, plan_parts
-from gspo_kernels.ops.products import SEGMENT
 from gspo_kernels.plan import Plan
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import stats_dtype
@@ -22,6 +22,7 @@ class SchedulePlan:
         reason: why it has this schedule, in words.
         products: matrix products over the counted tokens, in units of the forward's: 3.0 is 6NHV operations.
             Rows that turn out to have no gradient reduce this number.
+        multiplied_by: who multiplies, see ``linear.products.products_of``.
         peak_bytes: memory beyond inputs and gradients.
         parts: counted tokens by schedule; those under "forward" have no gradient.
     """
@@ -31,13 +32,15 @@ class SchedulePlan:
     products: float
     peak_bytes: int
     parts: dict[str, int]
+    multiplied_by: str
 
     def __str__(self) -> str:
-        """Describe the plan in three lines."""
+        """Describe the plan in four lines."""
         tokens = ", ".join(f"{name} {rows}" for name, rows in self.parts.items())
         return (
             f"schedule {self.schedule}, because {self.reason}\n"
             f"  {self.products:.2f} matrix products over the counted tokens ({tokens})\n"
+            f"  multiplied by {self.multiplied_by}\n"
             f"  {self.peak_bytes / 2**20:.1f} MiB of memory beyond inputs and gradients"
         )
 
@@ -45,7 +48,7 @@ class SchedulePlan:
 def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> SchedulePlan:
     """Return the plan of a call with its schedule from ``schedule.choose``; reads lengths from the device."""
     call, needs = Call(operands, checked=False), plan.requires_grad
-    head, groups = call.head, CoefficientGroups(call, terms, plan.depends_on, plan.leaves_out)
+    head, groups = call.products, CoefficientGroups(call, terms, plan.depends_on, plan.leaves_out)
     trained = needs.weight or needs.bias
     total = sum(groups.rows)
     if not any(needs):
@@ -70,7 +73,7 @@ def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> 
         peak += sums  # dWeight's sum is not the gradient itself
     if "deferred" in tokens:
         peak += sums  # the sums of one sequence
-    if head.fixed and trained:
+    if head.segments is not None and trained:
         peak += SEGMENT * head.vocabulary * head.rows_dtype.itemsize  # a segment that is not yet whole
     served_by = used[0] if len(used) == 1 else "mixed"
-    return SchedulePlan(served_by, reason, products / max(total, 1), peak, tokens)
+    return SchedulePlan(served_by, reason, products / max(total, 1), peak, tokens, head.name)

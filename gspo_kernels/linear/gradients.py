@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunk, LinearOperands
-from gspo_kernels.linear.scores import Projected, Scores, compacted
-from gspo_kernels.linear.sums import GradientRows, HeadSums, largest, power_of_two, times, times_
-from gspo_kernels.ops.backends import launches_of
+from gspo_kernels.exact import power_of_two, times
+from gspo_kernels.linear.call import Call, LinearOperands
+from gspo_kernels.linear.chunk import Chunk, Projected, compacted
+from gspo_kernels.linear.scores import Scores
+from gspo_kernels.linear.sums import GradientRows, HeadSums
+from gspo_kernels.ops.backends import hidden_kernels
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.parallel.groups import begin_sum_
@@ -71,7 +73,7 @@ class Gradients:
         )
         self.dtype = stats_dtype(hidden.dtype)
         self.scales = hidden.new_ones(hidden.shape[:-1], dtype=self.dtype) if normalised else None
-        self.sums = HeadSums(call.head, needs, call.options.backend)
+        self.sums = HeadSums(call.products, needs, call.options.backend)
         self.one = hidden.new_ones((), dtype=self.dtype)
 
     def add(
@@ -85,10 +87,9 @@ class Gradients:
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
         """
-        active = None
-        if skip or self.call.launches is None or grad_entropy is not None:
-            active = is_active(grad, grad_entropy)
-        kept = compacted(active, self.call.head.fixed) if active is not None and skip else None
+        active = is_active(grad, grad_entropy) if skip or grad_entropy is not None else None
+        invariant = self.call.chunking.batch_invariant
+        kept = compacted(active, invariant) if active is not None and skip else None
         if active is not None and kept is not None:
             rows, gaps = kept
             if not rows.numel():
@@ -121,9 +122,9 @@ class Gradients:
             scale = power_of_two(both.to(self.dtype))
             of_logprobs, of_entropy = coefficients / scale, (grad_entropy / scale).unsqueeze(0)
             coefficients = scale
-        values = self.call.rows_memory(projected.values)
+        values = self.call.products.rows_memory(projected.values)
         grads, rows = RowGradients(of_logprobs.unsqueeze(0), of_entropy), chunk.rows(projected.values)
-        self.call.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
+        self.call.products.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
         return GradientRows(values, coefficients, None, active)
 
     def add_rows(self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None) -> None:
@@ -132,17 +133,16 @@ class Gradients:
         Ranks sum dHidden while dWeight is multiplied. In batch-invariant calls the whole coefficient
         multiplies dHidden last, as in ``scale``.
         """
-        call, fixed = self.call, self.call.head.fixed
+        call = self.call
         works: list[Work] = []
         if self.hidden is not None:
-            values = call.head.grad_hidden(rows.values)
+            values = call.products.grad_hidden(rows.values)
             group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
             if group and call.tokens is not None:
                 values, works = call.tokens.reduce(values, chunk.where)
             elif group:
                 works = [begin_sum_(group, values)]
-        ranks = call.ranks[chunk.where] if fixed else None
-        (self.sums if sums is None else sums).add(rows, chunk.hidden, ranks)
+        (self.sums if sums is None else sums).add(rows, chunk.hidden, chunk.where, call.labels)
         if self.hidden is None:
             return
         for work in works:
@@ -152,27 +152,11 @@ class Gradients:
             # this rank has the hidden states of only some rows
             local, where = call.tokens.own_rows(where, call.labels.device)
             coefficients, factors = coefficients[local], None if factors is None else factors[local]
-        hidden, scales = self.hidden.view(-1, values.shape[1]), self.scales
-        if call.launches is not None:
-            flat = None if scales is None else scales.view(-1)
-            call.launches.store_hidden(values, coefficients, factors, where, hidden, flat, fixed)
-            return
-        # a coefficient is a power of two, which rounds nothing, times a factor below 2, which multiplies now;
-        # with fixed products the whole coefficient multiplies last
-        coefficients = coefficients.to(self.dtype)
-        last = coefficients if fixed else power_of_two(coefficients)
-        if not fixed:
-            factor = coefficients / last
-            values = times_(values, (factor if factors is None else times(factors, factor)).unsqueeze(1))
-        elif factors is not None:
-            last = times(factors, last)
-        if scales is None:
-            values = times_(values, last.unsqueeze(1))
-        else:
-            power = power_of_two(largest(values, 1))
-            values.div_(power.unsqueeze(1))
-            scales.view(-1)[where] = power * last
-        hidden[where] = values.to(hidden.dtype)
+        hidden = self.hidden.view(-1, values.shape[1])
+        scales = None if self.scales is None else self.scales.view(-1)
+        call.hidden_kernels.store_hidden(
+            values, coefficients, factors, where, hidden, scales, call.chunking.batch_invariant
+        )
 
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
         """Multiply rows of dHidden, at some positions, by coefficients that were not known before."""
@@ -218,14 +202,14 @@ def recompute(
             exp(z - lse) of a peaked row shows the last bit of z.
         grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of these rows, [n], or None.
     """
-    done = 0
+    products, done = scores.call.products, 0
     for chunk in scores.call.chunks(where):
         now = slice(done, done + chunk.size)
-        if new_stats:
-            projected = scores.project(chunk, grad_entropy is not None, True, keep=False)
-        else:
-            projected = Projected(scores.logits(chunk), scores.at(chunk.where))
         entropy = None if grad_entropy is None else grad_entropy[now]
+        if new_stats:
+            projected = products.project(chunk, entropy is not None, all_rows_active=True, compared=False)
+        else:
+            projected = Projected(products.logits_of(chunk), scores.at(chunk.where))
         gradients.add(projected, chunk, grad[now], entropy, skip=False)
         done = now.stop
         del projected
@@ -277,9 +261,6 @@ def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if total.numel():
             scale_(total, upstream, ctx.backend)
         gradients.append(total.to(dtype))
-    launches = launches_of(ctx.backend)
-    if launches is not None and hidden.numel():
-        launches.scale_rows_(hidden, scales, upstream)
-    elif hidden.numel():
-        times_(hidden, (scales * upstream).unsqueeze(-1))
+    if hidden.numel():
+        hidden_kernels(ctx.backend).scale_rows_(hidden, scales, upstream)
     return needs.select(hidden, *gradients)

@@ -12,7 +12,8 @@ from torch import Tensor
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.layout import Padded
-from gspo_kernels.linear.call import Call, as_index
+from gspo_kernels.linear.call import Call
+from gspo_kernels.linear.chunk import as_index
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
@@ -105,7 +106,7 @@ class CoefficientGroups:
         working = [group for group in groups if not all(known["inactive"][i] for i in group)]
         inactive_groups = [group for group in groups if all(known["inactive"][i] for i in group)]
         # groups that fit a chunk go last, next to those that are only projected; segments keep their order
-        if not call.head.fixed:
+        if not call.chunking.batch_invariant:
             fit = [sum(counts[i] for i in group) <= call.chunk_rows for group in working]
             working = [working[i] for i in sorted(range(len(working)), key=fit.__getitem__)]
         groups = working + inactive_groups

@@ -47,9 +47,7 @@ def linear_logprobs_backward(
     keep = call.counted if call.chunking.compact else None
     if skip:
         keep = is_active(grad_logprobs, grad_entropy) & call.counted
-    new_stats = (
-        skip and call.head.shows_other_rows and keep is not None and not torch.equal(keep, call.counted)
-    )
+    new_stats = skip and call.products.varies and keep is not None and not torch.equal(keep, call.counted)
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)
     where = call.index(keep)

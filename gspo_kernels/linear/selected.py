@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import power_of_two
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
-from gspo_kernels.linear.scores import Scores
-from gspo_kernels.linear.sums import GradientRows, power_of_two
+from gspo_kernels.linear.sums import GradientRows
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score, write_gradient
@@ -27,10 +27,9 @@ def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool)
     result = fake_rows(ids, operands.hidden.dtype)
     for values in result:
         values.zero_()
-    scores = Scores(call, False)
     for chunk in call.chunks(call.projected):
         chunk_ids = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
-        logits = scores.logits(chunk).unsqueeze(0)
+        logits = call.products.logits_of(chunk).unsqueeze(0)
         rows = score(logits, chunk_ids, chunk.options, within)
         for all_rows, values in zip(result, rows, strict=True):
             all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
@@ -53,7 +52,7 @@ def linear_selected_backward(
 ) -> HeadGradients:
     """Return the gradients of hidden, weight and bias. The same products recompute logits chunk by chunk."""
     call = Call(operands)
-    scores, gradients = Scores(call, False), Gradients(call, needs, normalised=False)
+    gradients = Gradients(call, needs, normalised=False)
     for chunk in call.chunks(call.projected):
 
         def here(values: Tensor) -> Tensor:
@@ -66,8 +65,8 @@ def linear_selected_backward(
         # the K coefficients of a row go into the row itself, divided so that 16 bits can hold them
         scale = power_of_two(largest.to(gradients.dtype))
         of_tail = None if of_tail is None else of_tail / scale
-        logits = scores.logits(chunk)
-        out = call.rows_memory(logits)
+        logits = call.products.logits_of(chunk)
+        out = call.products.rows_memory(logits)
         write_gradient(
             out.unsqueeze(0),
             logits.unsqueeze(0),

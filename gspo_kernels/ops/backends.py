@@ -9,20 +9,17 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from gspo_kernels.ops.shards import ShardedRows
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
     Doubt,
     KLPenalty,
     LogitRows,
-    LogitTransform,
     Normalizers,
     PairStats,
     RatioClip,
     RatioOperands,
     RatioStep,
     RowGradients,
-    RowOptions,
     RowPair,
     RowStats,
     SequenceRatioStats,
@@ -77,13 +74,9 @@ class RowBackend(Protocol):
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """Multiply contiguous ``values`` in place by a 0-d tensor; a factor of 1 leaves them untouched."""
 
-
-class OnePassBackend(RowBackend, Protocol):
-    """A backend that can write the rows of gradient products along with the statistics."""
-
     def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-        """Return whether one pass serves, and is less work than statistics first, rows later, for contiguous
-        logits.
+        """Return whether ``logprobs_and_rows`` serves, and is less work than statistics first, rows later,
+        for contiguous logits.
 
         Args:
             rows: the logits.
@@ -93,17 +86,22 @@ class OnePassBackend(RowBackend, Protocol):
                 where it gives the bits of ``logprobs_forward``.
         """
 
+
+class OnePassBackend(RowBackend, Protocol):
+    """A backend that can write the rows of gradient products along with the statistics."""
+
     def logprobs_and_rows(self, rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor | None]:
         """Return statistics and a factor per row, [B, T] or None for 1; write d logprob/dlogits, up to these
-        factors, into ``out``.
+        factors, into ``out``. Only where ``one_pass_pays``.
 
         ``out`` is as in ``logprobs_backward``; with factors its dtype is the statistics' or bf16, and its
         elements can be the exponentials that the log-sum-exp needs anyway, each computed once.
         """
 
 
-class HiddenBackend(RowBackend, Protocol):
-    """A backend with one launch for each step around the matrix products of a call over hidden states.
+class HiddenKernels(Protocol):
+    """The steps around the matrix products of a call over hidden states. They read no columns of logits, so
+    they also serve ranks that share the vocabulary.
 
     Arguments [n] have a value for each of a chunk's n rows; coefficients may have any stride. ``factors`` [n]
     multiply along with the coefficients. An exact zero of either beats an overflow of the other.
@@ -116,10 +114,10 @@ class HiddenBackend(RowBackend, Protocol):
         factors: Tensor | None,
         active: Tensor | None,
         unit: Tensor | None,
-        most: float,
+        bound: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return hidden states [n, H] times coefficients, clamped to +-``most``, over ``unit``, a 0-d power
+        """Return hidden states [n, H] times coefficients, clamped to +-``bound``, over ``unit``, a 0-d power
         of two, in ``dtype``. Rows whose coefficient is 0, or that aren't ``active`` [n], become zeros,
         whatever their hidden states are.
         """
@@ -129,11 +127,11 @@ class HiddenBackend(RowBackend, Protocol):
         coefficients: Tensor,
         factors: Tensor | None,
         before: Tensor | None,
-        most: float,
+        bound: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Return the unit of a sum, and ``before`` over this unit. The unit is the power of two at or below
-        the largest coefficient, clamped to +-``most``, or ``before`` if that is larger. Both are 0-d and of
+        the largest coefficient, clamped to +-``bound``, or ``before`` if that is larger. Both are 0-d and of
         ``dtype``, the statistics'.
         """
 
@@ -154,34 +152,6 @@ class HiddenBackend(RowBackend, Protocol):
 
     def scale_rows_(self, values: Tensor, scales: Tensor, factor: Tensor) -> None:
         """Multiply rows of contiguous ``values`` [..., H] in place by ``scales`` [...] times a 0-d tensor."""
-
-
-class OnlineSoftmax(Protocol):
-    """Statistics of rows whose logits come some columns at a time and are never in memory as a whole."""
-
-    def add(self, logits: Tensor, first: int) -> None:
-        """Add columns [n, k] from ``first`` on; k is a multiple of 2,048, except for the last columns."""
-
-    def add_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Add all columns, computed by the backend's own product of [n, H] and [V, H]."""
-
-    def statistics(self) -> RowStats:
-        """Return the statistics, [1, n] each, after all columns: with the bits of ``logprobs_forward``."""
-
-
-class FoldingBackend(RowBackend, Protocol):
-    """A backend that computes the statistics of rows without having their logits in memory as a whole."""
-
-    def folds(
-        self,
-        labels: Tensor,
-        transform: LogitTransform,
-        ignore_index: int,
-        vocabulary: int,
-        dtype: torch.dtype,
-        entropy: bool,
-    ) -> OnlineSoftmax:
-        """Begin the statistics of rows [1, n] whose logits will have ``dtype``."""
 
 
 class MaskBackend(RowBackend, Protocol):
@@ -243,17 +213,11 @@ def load(name: str) -> RowBackend:
     return cast(RowBackend, importlib.import_module(_MODULES[name], __package__))
 
 
-def rows_of(options: RowOptions) -> RowBackend:
-    """Return the row operations of a call: the backend, in ``ShardedRows`` if ranks share the vocabulary."""
-    rows = load(options.backend)
-    return ShardedRows(rows, options.shard) if options.shard.group else rows
-
-
 @functools.cache
-def launches_of(name: str) -> HiddenBackend | None:
-    """Return the backend called ``name`` if it is a ``HiddenBackend``, otherwise None."""
-    backend = load(name)
-    return cast(HiddenBackend, backend) if hasattr(backend, "store_hidden") else None
+def hidden_kernels(name: str) -> HiddenKernels:
+    """Return the steps around products for the backend called ``name``: its own kernels, or PyTorch's."""
+    module = _MODULES["triton"] if name == "triton" else "..reference.hidden"
+    return cast(HiddenKernels, importlib.import_module(module, __package__))
 
 
 def why_not(name: str, device: torch.device) -> str | None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.exact import exact_dtype
-from gspo_kernels.ops.backends import load, rows_of
+from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.memory import used_memory
-from gspo_kernels.ops.shards import columns_of
+from gspo_kernels.ops.shards import columns_of, rows_of
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.torch_internals import copies_to_save, refuse_second_derivatives

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from gspo_kernels import bits, divergences
 from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.ops.backends import rows_of
 from gspo_kernels.ops.selected import SelectedGradients, first_places, score, write_gradient
-from gspo_kernels.ops.shards import leading_of_all, vocabulary_of
+from gspo_kernels.ops.shards import leading_of_all, rows_of, vocabulary_of
 from gspo_kernels.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
 
 LEAST_LOG_MASS = -(2.0**-24)

@@ -13,17 +13,24 @@ shard needs no other shard, only its own columns and the statistics of the whole
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
+from gspo_kernels.ops.backends import RowBackend, load
 from gspo_kernels.parallel.groups import gathered, rank_and_size, sum_
-from gspo_kernels.types import LogitRows, Normalizers, PairStats, RowGradients, RowPair, RowStats, Shard
-
-if TYPE_CHECKING:  # which has these rows in its table
-    from gspo_kernels.ops.backends import RowBackend
+from gspo_kernels.types import (
+    LogitRows,
+    Normalizers,
+    PairStats,
+    RowGradients,
+    RowOptions,
+    RowPair,
+    RowStats,
+    Shard,
+)
 
 Rows = TypeVar("Rows", LogitRows, RowPair)
 IGNORED, ELSEWHERE = -1, -2
@@ -80,6 +87,10 @@ class ShardedRows:
         grads = grads._replace(grad_logprobs=grads.grad_logprobs.masked_fill(constant, 0.0))
         self._inner.logprobs_backward(self._local(rows), stats, grads, out, sharded)
 
+    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+        """Return False: the statistics of all ranks come before the gradient."""
+        return False
+
     def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
         """See ``ops.backends.RowBackend.logprobs_and_grad``; the gather stands between its two halves."""
         stats = self.logprobs_forward(rows, False)
@@ -133,6 +144,12 @@ class ShardedRows:
         ]
         whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
         return whole.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
+
+
+def rows_of(options: RowOptions) -> RowBackend:
+    """Return the row operations of a call: the backend, in ``ShardedRows`` if ranks share the vocabulary."""
+    rows = load(options.backend)
+    return ShardedRows(rows, options.shard) if options.shard.group else rows
 
 
 def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -126,6 +126,11 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         values.mul_(factor)
 
 
+def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+    """Return False: there is no one pass."""
+    return False
+
+
 def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_and_grad``."""
     stats = logprobs_forward(rows, False)

@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 
-from gspo_kernels import bits, cpp
-from gspo_kernels.cpp.folding import BLOCK
+from gspo_kernels import bits
 from gspo_kernels.cpp.products import INSTRUCTIONS, has_instructions, multiply
-from gspo_kernels.types import LogitTransform
+from gspo_kernels.linear.chunk import Chunk
+from gspo_kernels.linear.products.blocks import BLOCK, OnlineSoftmax
+from gspo_kernels.types import LogitTransform, RowOptions
 from tests.kernels.row_calls import DTYPES, IGNORE, NEGATIVE, PLAIN, SOFT, WARM, Rows, same
 
 ROWS = Rows("cpp")
@@ -32,7 +33,8 @@ def transforms(rows, vocabulary):
 
 
 def folds(labels, transform, vocabulary, dtype=torch.float32, entropy=True):
-    return cpp.folds(labels, transform, IGNORE, vocabulary, dtype, entropy)
+    chunk = Chunk(slice(0), labels, labels, RowOptions(transform, IGNORE, "cpp"), labels.numel())
+    return OnlineSoftmax(chunk, vocabulary, dtype, entropy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

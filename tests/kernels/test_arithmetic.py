@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from gspo_kernels import kernels
+from gspo_kernels.exact import MAX_IN_SUMS, power_of_two, times
 from gspo_kernels.kernels.launch import Tile, encode_wide, launch, row_kernel
 from gspo_kernels.kernels.rows import narrowed
 from gspo_kernels.kernels.sequences import sum_sequence
-from gspo_kernels.linear.sums import MOST_IN_SUMS, power_of_two, times
 from gspo_kernels.types import stats_dtype
 from tests.cases import device_of, generator
 from tests.kernels.row_calls import DTYPES, same
@@ -123,7 +123,7 @@ def rows_of(width, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32])
 def test_an_operand_is_hidden_states_times_bounded_coefficients(dtype, width):
     hidden, factors = rows_of(width, dtype)
-    unit, most = torch.tensor(2.0**-3), MOST_IN_SUMS[FP32]
+    unit, most = torch.tensor(2.0**-3), MAX_IN_SUMS[FP32]
     shares = SIZES.clamp(-most, most)
     want = torch.where((SIZES != 0).unsqueeze(1), hidden.float(), 0.0)
     plain = kernels.product_operand(hidden, SIZES, None, None, None, most, dtype)
@@ -180,7 +180,7 @@ def test_rows_are_scaled_by_the_upstream_gradient(dtype):
 
 @interpreted
 def test_a_unit_is_the_largest_power_so_far():
-    factors, chosen, most = rows_of(16, FP32)[1], [1, 3], MOST_IN_SUMS[FP32]
+    factors, chosen, most = rows_of(16, FP32)[1], [1, 3], MAX_IN_SUMS[FP32]
     assert kernels.sum_unit(SIZES[:7], None, None, most, FP32)[0] == power_of_two(SIZES[6])
     assert kernels.sum_unit(SIZES, None, None, most, FP32)[0] == power_of_two(torch.tensor(most))
     for before, expected in ((0.25, power_of_two(3.7 * factors[3])), (64.0, 64.0)):

@@ -271,11 +271,14 @@ def test_limits_that_users_set_are_kept():
     """One process forbids oneDNN AMX; another limits PyTorch to AVX2, as on older processors."""
     code = (
         "import torch; from gspo_kernels.cpp.products import best_instructions\n"
-        "from gspo_kernels.linear.head import Head\n"
+        "from gspo_kernels.linear.products import products_of\n"
+        "from gspo_kernels.types import LogitTransform, RowOptions\n"
+        "options = RowOptions(LogitTransform(), -100, 'cpp')\n"
         "print(best_instructions(torch.bfloat16), torch.ops.gspo_kernels_cpp.amx_unavailable(), sep='; ')\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
-        "    head = Head(torch.empty(2**14, 2**7, dtype=dtype), None, 'float32')\n"
-        "    print(head.in_blocks, head.rows_dtype)"
+        "    weight = torch.empty(2**14, 2**7, dtype=dtype)\n"
+        "    products = products_of(weight, None, None, 'float32', False, options)\n"
+        "    print(type(products).__name__, products.rows_dtype)"
     )
     shown = []
     for limit in ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, {"ATEN_CPU_CAPABILITY": "avx2"}):
@@ -288,7 +291,7 @@ def test_limits_that_users_set_are_kept():
     instructions, reason = shown[0][0].split("; ")
     expected = "ONEDNN_MAX_CPU_ISA leaves it out" if has_instructions("amx", BF16) else "none"
     assert instructions != "amx" and (expected in reason or reason.startswith("this build"))
-    assert shown[1][1:] == ["False torch.float32"] * 2
+    assert shown[1][1:] == ["StreamedProducts torch.float32"] * 2
 
 
 def test_processors_that_pytorch_may_not_use_are_left_alone(monkeypatch):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import gspo_kernels as gk
 from gspo_kernels import step
 from gspo_kernels.integrations.layouts import tokens_of_rank
-from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.products import Products
 from gspo_kernels.linear.sums import HeadSums
 from tests.cases import call, make_case
 from tests.parallel.ranks import (
@@ -141,7 +141,7 @@ def what_is_sent_while_products_run():
         chunks = order.count("begun")
         assert chunks and order == ["begun", "product", "done"] * chunks, (schedule, order)
     options = {"schedule": "two_pass", "max_chunk_bytes": 8 * VOCABULARY, "sequence_parallel": True}
-    order = order_of("broadcast", Head, "logits", **options)
+    order = order_of("broadcast", Products, "logits", **options)
     until = [order[:place] for place, what in enumerate(order) if what == "product"]
     ahead = [before.count("begun") - before.count("done") for before in until]
     for one in (ahead[: len(ahead) // 2], ahead[len(ahead) // 2 :]):

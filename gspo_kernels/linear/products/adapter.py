@@ -1,0 +1,77 @@
+"""A frozen weight with a low-rank adapter, whose products are as exact as sums also beside 16-bit weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.linear.products.pytorch import Products
+
+
+class AdapterProducts(Products):
+    """Products with two matrices. Hidden states are [n, H + r], and an adapter multiplies the last r of them.
+
+    dWeight is the gradient of the adapter. Where rows have 16 bits, an fp32 operand enters in three parts.
+
+    Args:
+        base: the products with the weight.
+        adapter: [V, r], in the dtype of statistics.
+    """
+
+    def __init__(self, base: Products, adapter: Tensor):
+        converts = base.rows_dtype != base.weight.dtype
+        super().__init__(base.weight, base.bias, base.logits_dtype, converts, base.options)
+        self.name, self.base, self.trained = f"{base.name}, with a low-rank adapter", base, adapter
+        self.first_column, self.operand_dtype = base.weight.shape[1], adapter.dtype
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Project hidden states [n, H + r] to logits [n, V] in ``out``."""
+        hidden, low = hidden.split([self.first_column, self.trained.shape[1]], dim=1)
+        self.base.logits(hidden.to(self.weight.dtype), out)
+        if out.dtype == low.dtype:
+            self.base.add_weight(out, low.t(), self.trained.t(), False, None)
+        else:
+            out.addmm_(low.to(out.dtype), self.trained.t().to(out.dtype))
+        return out
+
+    def grad_hidden(self, rows: Tensor) -> Tensor:
+        """Multiply rows [n, V] by both matrices: [n, H + r] in the statistics' dtype."""
+        parts = type(self.base)(_in_parts(self.trained, rows.dtype), None, "float32", False, self.options)
+        low = _sum_of_parts(parts.grad_hidden(rows), self.trained.shape[1])
+        return torch.cat([self.base.grad_hidden(rows), low], 1)
+
+    def add_weight(
+        self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add to the adapter's sum; ``operand`` has r columns, in the dtype of statistics."""
+        if operand.dtype == rows.dtype:
+            self.base.add_weight(total, rows, operand, first, ends)
+            return
+        operand = _in_parts(operand, rows.dtype)
+        product = torch.empty(rows.shape[1], operand.shape[1], dtype=total.dtype, device=total.device)
+        self.base.add_weight(product, rows, operand, True, ends)
+        product = _sum_of_parts(product, total.shape[1])
+        total.copy_(product) if first else total.add_(product)
+
+    def transposed(self, rows: Tensor, operand: Tensor) -> Tensor:
+        """Multiply as with the weight."""
+        return self.base.transposed(rows, operand)
+
+
+def _in_parts(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values [n, k] in ``dtype``; of fp32 values three 16-bit parts side by side, [n, 3 * k].
+
+    The parts add up to the values, and ``_sum_of_parts`` of a product to the product with fp32 values.
+    """
+    if values.dtype == dtype:
+        return values
+    parts = []
+    for _ in range(3):
+        parts.append(values.to(dtype))
+        values = values - parts[-1]
+    return torch.cat(parts, 1)
+
+
+def _sum_of_parts(product: Tensor, width: int) -> Tensor:
+    """Return a product [n, width] from that of ``_in_parts``."""
+    return product if product.shape[1] == width else product.unflatten(1, (-1, width)).sum(1)

@@ -1,0 +1,205 @@
+"""Products whose sums have one order, whatever is computed along with a row: for batch-invariant calls.
+
+Logits and dHidden are summed along H and V in pieces that depend on nothing else. dWeight and dBias are sums
+over segments of ``SEGMENT`` counted tokens, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import cpp
+from gspo_kernels.cpp.products import multiply, values_in_step
+from gspo_kernels.linear.products.blocks import StreamedProducts
+from gspo_kernels.linear.products.pytorch import HIDDEN_SLAB
+from gspo_kernels.torch_internals import constant_when_traced
+
+SEGMENT = 128
+"""The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``."""
+
+
+class FixedProducts(StreamedProducts):
+    """Products by ``fixed_product``. On the CPU fp16 weights are converted to fp32 in slabs."""
+
+    name = "products in a fixed order"
+    any_order = False
+    multiple = SEGMENT
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.converts = self.rows_dtype != self.weight.dtype
+        self.fuses = not self.converts
+        # how many rows a product may sum in one step, in whatever order
+        step = SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
+        self.segments = Segments(step, self.options.ignore_index)
+
+    def cut(self, count: int, rows: int) -> list[int]:
+        """Return ends at whole segments, so that chunks split few of them."""
+        if rows % SEGMENT or not count:
+            return super().cut(count, rows)
+        pieces = -(-count // rows)
+        size = -(-count // (pieces * SEGMENT)) * SEGMENT
+        return [min(count, end) for end in range(size, count + size, size)]
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write logits at once if they need no conversion, which 16-bit ones do on the CPU."""
+        rounds = out.is_cpu and out.dtype in (torch.float16, torch.bfloat16)
+        if self.converts or rounds:
+            return super().logits(hidden, out)
+        return fixed_product(hidden, self.weight.t(), out, bias=self.bias)
+
+    def write_slab(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write the logits of some rows of the weight."""
+        fixed_product(hidden, weight, out, bias=bias)
+
+    def grad_hidden(self, rows: Tensor) -> Tensor:
+        """Multiply, slab by slab where the weight is converted."""
+        out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
+        if not self.converts:
+            return fixed_product(rows, self.weight, out)
+        for first in range(0, self.vocabulary, HIDDEN_SLAB):
+            slab = slice(first, first + HIDDEN_SLAB)
+            fixed_product(rows[:, slab], self.weight[slab].to(rows.dtype), out, accumulate=first > 0)
+        return out
+
+    def add_weight(
+        self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add whole segments."""
+        fixed_product(rows.t(), operand, total, accumulate=not first, ends=ends)
+
+    def add_bias(
+        self, total: Tensor, rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add whole segments."""
+        column = factors.to(rows.dtype).unsqueeze(1)
+        fixed_product(rows.t(), column, total.unsqueeze(1), accumulate=not first, ends=ends)
+
+
+def fixed_product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Multiply as ``cpp.products.multiply`` does, on a GPU, too. The order of an element's sum is fixed."""
+    if out.is_cpu:
+        return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+    from gspo_kernels.kernels import fixed_product as on_gpu
+
+    return on_gpu(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+
+
+def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
+    """Return None if ``fixed_product`` serves a weight, which may be ``trained``; otherwise why not."""
+    if weight.dtype == torch.float64:
+        return "products of fp64 have no fixed order of their sums"
+    if weight.is_cpu:
+        return _missing_on_the_cpu()
+    if not weight.is_cuda:
+        return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
+    if trained and weight.dtype == torch.float16:
+        return (
+            "dWeight of fp16 counts in a power of two that grows with the batch's coefficients; bf16 and "
+            "fp32 have the range"
+        )
+    return None
+
+
+@constant_when_traced
+def _missing_on_the_cpu() -> str | None:
+    return cpp.unavailable(torch.device("cpu"))
+
+
+SegmentedRows = tuple[tuple[Tensor, ...], Tensor]
+"""Tensors over the rows of whole segments, [n, ...] each, and where each segment ends, int64
+[segments] on the CPU."""
+
+
+class Segments:
+    """Cuts rows, which come in the order of their ordinals, into segments of ``SEGMENT`` counted tokens, and
+    keeps the last segment back until it is whole.
+
+    Rows without a gradient may be missing from a segment. Products that sum a few rows in one step get zeros
+    in their place, so that the same rows always share a step.
+
+    Args:
+        step: how many rows a product sums in one step; a divisor of ``SEGMENT``.
+        ignore_index: the label of rows that don't count.
+    """
+
+    def __init__(self, step: int, ignore_index: int) -> None:
+        self._step, self._ignore_index = step, ignore_index
+        self._unfinished: tuple[Tensor, ...] | None = None
+        self._ordinals: Tensor | None = None
+
+    def cut(
+        self, parts: tuple[Tensor, ...], where: slice | Tensor, labels: Tensor
+    ) -> Iterator[SegmentedRows]:
+        """Yield the segments that become whole with ``parts``, [n, ...] over the rows at the positions
+        ``where`` of a call with ``labels`` [B, T].
+        """
+        if self._ordinals is None:
+            # for each row of the call, the number of counted rows before it
+            counted = labels.flatten() != self._ignore_index
+            self._ordinals = counted.cumsum(0) - counted.to(torch.int64)
+        ordinals = self._ordinals[where]
+        if not ordinals.numel():
+            return
+        rows = (*parts, ordinals.cpu())
+        start, count = 0, ordinals.numel()
+        segments = rows[-1] // SEGMENT
+        ends = _ends(segments)
+        whole = bool(rows[-1][-1] % SEGMENT == SEGMENT - 1)
+        before, self._unfinished = self._unfinished, None
+        if before is not None:
+            if bool(segments[0] == before[-1][0] // SEGMENT):
+                start = int(ends[0])
+                before = tuple(torch.cat([old, new[:start]]) for old, new in zip(before, rows, strict=True))
+            if start == count and not whole:
+                self._unfinished = before
+                return
+            yield self._padded(before)
+        stop = count
+        if not whole:
+            stop = max(start, int(ends[-2]) if ends.numel() > 1 else 0)
+            # copied, as the next chunk overwrites the rows' memory
+            self._unfinished = tuple(row[stop:].clone() for row in rows)
+        if stop > start:
+            yield self._padded(tuple(row[start:stop] for row in rows))
+
+    def rest(self) -> Iterator[SegmentedRows]:
+        """Yield the rows that are kept back, if there are any."""
+        rows, self._unfinished = self._unfinished, None
+        if rows is not None:
+            yield self._padded(rows)
+
+    def _padded(self, rows: tuple[Tensor, ...]) -> SegmentedRows:
+        """Return whole segments, with zeros in place of rows that are missing in a step of the products."""
+        *parts, ordinals = rows
+        groups, place, sizes = torch.unique_consecutive(
+            ordinals // self._step, return_inverse=True, return_counts=True
+        )
+        if self._step < SEGMENT:
+            # Products take rows that are missing behind the last one for zeros anyway. On a GPU, where a step
+            # is a segment, zeros are written, so that products over any number of rows have the same tile.
+            sizes[-1] += self._step - 1 - ordinals[-1] % self._step
+        if bool((sizes == self._step).all()):
+            return tuple(parts), _ends(ordinals // SEGMENT)
+        place = (place * self._step + ordinals % self._step).to(parts[0].device)
+        count = groups.numel() * self._step
+        filled = tuple(part.new_zeros(count, *part.shape[1:]).index_copy_(0, place, part) for part in parts)
+        return filled, _ends(groups * self._step // SEGMENT) * self._step
+
+
+def _ends(segments: Tensor) -> Tensor:
+    """Return where each run of equal numbers ends."""
+    inner = (segments[1:] != segments[:-1]).nonzero().squeeze(1) + 1
+    return torch.cat([inner, inner.new_tensor([len(segments)])])

@@ -1,0 +1,237 @@
+"""PyTorch's products: in the weight's dtype on a GPU, and by slabs of the weight on other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.exact import largest, power_of_two
+from gspo_kernels.linear.chunk import Chunk, Projected
+from gspo_kernels.ops.backends import OnePassBackend
+from gspo_kernels.ops.memory import used_memory
+from gspo_kernels.ops.shards import rows_of
+from gspo_kernels.torch_internals import onednn_multiplies
+from gspo_kernels.types import RowOptions, RowStats, stats_dtype
+
+if TYPE_CHECKING:  # a product of its own
+    from gspo_kernels.linear.products.fixed import Segments
+
+LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
+"""How many rows of the weight torch multiplies at a time on the CPU, for logits and, if the weight is 16-bit,
+for dHidden. So logits are written in columns that stay in cache, with the same bits. With MKL on two AVX2
+cores this is a twentieth faster, and a quarter where a product has only 16 rows."""
+
+
+class Products:
+    """The products of a call with its head's weight, and the row operations between them.
+
+    Another product is a subclass in a file of its own, which ``products_of`` chooses. It computes what it can
+    together: statistics without writing logits, or statistics along with gradient rows.
+
+    Attributes:
+        weight: [V, H].
+        trained: the matrix whose gradient is dWeight: the weight, or a low-rank adapter's [V, r].
+        bias: [V], or None.
+        logits_dtype: "float32" or "input".
+        backend: the row operations.
+        options: of the call's rows.
+        vocabulary: V.
+        dtype: the dtype of the logits.
+        rows_dtype: the dtype of the rows that enter the gradient products.
+        row_bytes: bytes of a row of logits, plus those of its gradient row where this has a wider dtype.
+        varies: whether gradients show that logits were projected again along with other rows: their last bit
+            may then differ, which shows with weights of more than 16 bits.
+        operand_dtype: the dtype of the hidden states that are multiplied for dWeight.
+        first_column: the first column of hidden states that ``trained`` multiplies.
+        max_rows: how many rows of logits to make room for.
+    """
+
+    name = "torch.mm"
+    any_order = True
+    """Whether sums may have any order, so that a row's last bits may depend on the rows beside it."""
+    multiple = 1
+    """Of what chunks have a multiple of rows, if they have more."""
+    segments: Segments | None = None
+    """Cuts rows into segments where sums over rows have a fixed order."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, logits_dtype: str, converts: bool, options: RowOptions
+    ):
+        """``converts``: 16-bit weights are multiplied in fp32."""
+        self.weight = self.trained = weight
+        self.bias, self.logits_dtype = bias, logits_dtype
+        self.options, self.backend = options, rows_of(options)
+        self.vocabulary = weight.shape[0]
+        exact = weight.dtype in (torch.float32, torch.float64)
+        self.varies = exact and self.any_order
+        self.dtype = weight.dtype if exact or logits_dtype == "input" else torch.float32
+        self.rows_dtype = stats_dtype(weight.dtype) if converts else weight.dtype
+        extra = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
+        self.row_bytes = self.vocabulary * (self.dtype.itemsize + extra)
+        self.operand_dtype, self.first_column = self.rows_dtype, 0
+        self.max_rows = 0
+        self._logits: Tensor | None = None
+
+    # --- chunks
+
+    def statistics_rows(self, rows: int) -> int:
+        """Return how many rows ``statistics`` takes at a time, where there may be ``rows`` of logits."""
+        return rows
+
+    def cut(self, count: int, rows: int) -> list[int]:
+        """Return where chunks of at most ``rows`` of ``count`` rows end: they have about the same size."""
+        pieces = -(-count // rows)
+        return [count * piece // pieces for piece in range(1, pieces + 1)]
+
+    # --- logits, and what is computed along with them
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Project hidden states [n, H] to logits [n, V] in ``out``."""
+        weight, bias = self.weight.t(), self.bias
+        if out.dtype != weight.dtype:
+            torch.mm(hidden, weight, out_dtype=out.dtype, out=out)
+            return out if bias is None else out.add_(bias)
+        return (
+            torch.mm(hidden, weight, out=out) if bias is None else torch.addmm(bias, hidden, weight, out=out)
+        )
+
+    def logits_of(self, chunk: Chunk) -> Tensor:
+        """Return logits [n, V], in memory that the next call of this method overwrites."""
+        if self._logits is None:
+            size = torch.Size((max(chunk.size, self.max_rows), self.vocabulary))
+            self._logits = used_memory(size, self.dtype, self.weight.device)
+        return self.logits(chunk.hidden, self._logits[: chunk.size])
+
+    def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
+        """Return the statistics of rows without a gradient. A product is free to write no logits."""
+        return self.backend.logprobs_forward(chunk.rows(self.logits_of(chunk)), entropy)
+
+    def project(self, chunk: Chunk, entropy: bool, all_rows_active: bool, compared: bool) -> Projected:
+        """Return the statistics of rows, and their logits or already their gradient rows.
+
+        Args:
+            chunk: the rows.
+            entropy: whether to compute the entropy.
+            all_rows_active: no row is left out because of its statistics.
+            compared: a ratio compares the log-probs with others, and would show their last bits.
+        """
+        logits = self.logits_of(chunk)
+        rows = chunk.rows(logits)
+        if (
+            not self.any_order
+            or entropy
+            or not self.backend.one_pass_pays(
+                rows, all_rows_active=all_rows_active, logprobs_compared=compared
+            )
+        ):
+            return Projected(logits, self.backend.logprobs_forward(rows, entropy))
+        out = self.rows_memory(logits)
+        stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(rows, out.unsqueeze(0))
+        return Projected(out, stats, True, None if factors is None else factors.squeeze(0))
+
+    def rows_memory(self, logits: Tensor) -> Tensor:
+        """Return memory for the gradient rows of logits [n, V]: the logits' own memory if the rows fit."""
+        dtype = self.rows_dtype
+        if logits.dtype == dtype:
+            return logits
+        if logits.element_size() > dtype.itemsize:
+            return logits.view(dtype)[:, : logits.shape[1]]
+        return torch.empty(logits.shape, dtype=dtype, device=logits.device)
+
+    # --- gradient products
+
+    def grad_hidden(self, rows: Tensor) -> Tensor:
+        """Multiply rows [n, V] by the weight: [n, H] in the statistics' dtype."""
+        if rows.dtype in (torch.float16, torch.bfloat16):
+            return torch.mm(rows, self.weight, out_dtype=torch.float32)
+        return torch.mm(rows, self.weight)
+
+    def add_weight(
+        self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add rows [n, V].T times hidden states [n, H], which contain the coefficients, to dWeight's sum.
+
+        Args:
+            total: [V, H], the sum.
+            rows, operand: the rows and the hidden states, of one dtype.
+            first: overwrite ``total``.
+            ends: see ``Segments``; None where sums may have any order.
+        """
+        left = rows.t()
+        # the first product overwrites the memory: filling it with zeros would cost extra
+        if left.dtype == total.dtype:
+            torch.mm(left, operand, out=total) if first else total.addmm_(left, operand)
+        elif first:
+            torch.mm(left, operand, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
+
+    def add_bias(
+        self, total: Tensor, rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add rows [n, V] times their factors [n] to dBias's sum [V]; see ``add_weight``."""
+        if rows.dtype != torch.float16:
+            total += self.transposed(rows, factors.unsqueeze(1)).squeeze(1)
+            return
+        scale = power_of_two(largest(factors))
+        total.addcmul_(self.transposed(rows, (factors / scale).unsqueeze(1)).squeeze(1), scale)
+
+    def transposed(self, rows: Tensor, operand: Tensor) -> Tensor:
+        """Return [n, V].T @ [n, k] in the operand's dtype."""
+        if rows.dtype == operand.dtype:
+            return torch.mm(rows.t(), operand)
+        return torch.mm(rows.t(), operand.to(rows.dtype), out_dtype=torch.float32)
+
+
+class SlabProducts(Products):
+    """Products on devices where PyTorch has none from 16 bits to fp32: slabs of the weight are converted."""
+
+    name = "torch.mm in slabs of the weight"
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write logits slab by slab, or rounded ones by oneDNN where it has such a product."""
+        rounds = out.dtype in (torch.float16, torch.bfloat16)
+        if rounds and self.any_order and onednn_multiplies(out.dtype):
+            return super().logits(hidden, out)
+        for first, columns in self.slabs(hidden, None if rounds else out):
+            if rounds:
+                out[:, first : first + columns.shape[1]] = columns
+        return out
+
+    def slabs(self, hidden: Tensor, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield logits in fp32 or fp64, slab by slab: the first column, and the columns [n, k].
+
+        Slabs are parts of ``out``; without it every slab overwrites the one before.
+        """
+        dtype = self.rows_dtype
+        hidden, memory = hidden.to(dtype), out
+        if memory is None:
+            # rows whose distance is a power of two would share a few cache lines
+            width = min(self.vocabulary, LOGITS_SLAB) + 16
+            memory = hidden.new_empty(hidden.shape[0], width, dtype=stats_dtype(dtype))
+        for first in range(0, self.vocabulary, LOGITS_SLAB):
+            slab = slice(first, min(first + LOGITS_SLAB, self.vocabulary))
+            columns = memory[:, : slab.stop - first] if out is None else memory[:, slab]
+            bias = None if self.bias is None else self.bias[slab]
+            self.write_slab(hidden, self.weight[slab].to(dtype).t(), bias, columns)
+            yield first, columns
+
+    def write_slab(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write the logits of some rows of the weight, whose transpose is [H, k]."""
+        torch.mm(hidden, weight, out=out)
+        if bias is not None:
+            out.add_(bias)
+
+    def grad_hidden(self, rows: Tensor) -> Tensor:
+        """Multiply in the dtype of sums, slab by slab where the weight has another."""
+        weight = self.weight
+        if rows.dtype == weight.dtype:
+            return torch.mm(rows, weight)
+        out = torch.zeros(rows.shape[0], weight.shape[1], dtype=rows.dtype, device=rows.device)
+        for first in range(0, self.vocabulary, HIDDEN_SLAB):
+            slab = slice(first, first + HIDDEN_SLAB)
+            out.addmm_(rows[:, slab], weight[slab].to(rows.dtype))
+        return out
