@@ -83,7 +83,7 @@ def measure():
     """Print bytes by case: those of plain PyTorch, those used and promised, and those of scoring (without
     chunks of logits, then with them).
     """
-    from gspo_kernels.linear.products import blocks, pytorch
+    from gspo_kernels.linear.products.blocks import StreamedProducts
 
     torch.set_num_threads(2)
     shown = {}
@@ -97,9 +97,9 @@ def measure():
             used = raised(ours, *arguments, **options)
         assert bool((arguments[0].grad != 0).any(-1).all())
         shown[name] = [used, gk.explain_schedule(*arguments, **options).peak_bytes]
-    streamed = blocks.StreamedProducts.statistics
+    streams = StreamedProducts.streams
     for name, dtype in DTYPES.items():
-        blocks.StreamedProducts.statistics = streamed
+        StreamedProducts.streams = streams
         hidden, weight, labels, *_ = inputs(192, VOCABULARY, dtype, 8, False)
         call = {"max_chunk_bytes": CHUNK, "return_entropy": True}
         gk.linear_token_logprobs(hidden.detach()[:, :1], weight, labels[:, :1], **call)
@@ -107,7 +107,7 @@ def measure():
         for _ in range(2):
             used = raised(gk.linear_token_logprobs, hidden.detach(), weight, labels, **call)
             shown[f"scoring, {name}"].append(used)
-            blocks.StreamedProducts.statistics = pytorch.Products.statistics
+            StreamedProducts.streams = False
     print(json.dumps(shown))
 
 

@@ -130,7 +130,7 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     if library == "cpp" and dtype in (FP32, BF16):  # whatever rows are projected together
         assert all(torch.equal(each.logprobs, folded[0].logprobs) for each in folded[1:3])
     with monkeypatch.context() as patch:
-        patch.setattr(pytorch.Products, "logits", None)
+        patch.setattr(pytorch.Products, "logits_of", None)
         if library == "cpp" and dtype in (FP32, BF16):
             patch.setattr(pytorch.SlabProducts, "slabs", None)  # product and reduction are one operation
         leaf = hidden.nan_to_num().requires_grad_()
@@ -140,14 +140,14 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     # the backward needs logits
     new.logprobs.sum().backward()
     assert leaf.grad[labels != -100].any(-1).all()
-    monkeypatch.setattr(blocks.StreamedProducts, "statistics", pytorch.Products.statistics)
+    monkeypatch.setattr(blocks.StreamedProducts, "streams", False)
     assert all(same(mine, theirs) for mine, theirs in zip(folded, scores(), strict=True))
 
 
 @pytest.mark.parametrize("options", [{"logits_dtype": "input"}, {"backend": "reference"}])
 def test_rounded_logits_and_the_reference_take_chunks(options):
     hidden, weight, _, labels, _ = drawn(BF16)
-    logits = pytorch.Products.logits
-    with mock.patch.object(pytorch.Products, "logits", autospec=True, side_effect=logits) as project:
+    logits_of = pytorch.Products.logits_of
+    with mock.patch.object(pytorch.Products, "logits_of", autospec=True, side_effect=logits_of) as project:
         gk.linear_token_logprobs(hidden.nan_to_num(), weight, labels, **options)
-    assert sum(len(call.args[1]) for call in project.call_args_list) == (labels != -100).sum()
+    assert sum(call.args[1].size for call in project.call_args_list) == (labels != -100).sum()

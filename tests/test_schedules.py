@@ -11,8 +11,8 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp
 from gspo_kernels.exact import times, times_
-from gspo_kernels.linear.products import Products
 from gspo_kernels.linear.products.blocks import StreamedProducts
+from gspo_kernels.linear.products.pytorch import Products, SlabProducts
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.ops import memory
 from tests import oracle
@@ -150,22 +150,23 @@ def products(monkeypatch):
     """Record the rows of each product of a call, by kind."""
     rows = {"forward": [], "hidden": [], "weight": []}
 
-    def count(owner, name, kind):
+    def count(owner, name, kind, size):
         product = getattr(owner, name)
 
         def counted(self, operand, *args):
             if name != "statistics" or self.streams:
-                values = {"statistics": "hidden", "add": "values"}.get(name)
-                rows[kind].append((getattr(operand, values) if values else operand).shape[0])
+                rows[kind].append(size(operand))
             return product(self, operand, *args)
 
         monkeypatch.setattr(owner, name, counted)
 
-    for owner, name, kind in (
-        (Products, "logits", "forward"), (StreamedProducts, "statistics", "forward"),
-        (Products, "grad_hidden", "hidden"), (HeadSums, "add", "weight"),
-    ):  # fmt: skip
-        count(owner, name, kind)
+    for owner, name, kind, size in (
+        (Products, "logits_of", "forward", lambda chunk: chunk.size),
+        (StreamedProducts, "statistics", "forward", lambda chunk: chunk.size),
+        (SlabProducts, "grad_hidden", "hidden", len),
+        (HeadSums, "add", "weight", lambda rows: len(rows.values)),
+    ):
+        count(owner, name, kind, size)
     return rows
 
 

@@ -141,7 +141,7 @@ def what_is_sent_while_products_run():
         chunks = order.count("begun")
         assert chunks and order == ["begun", "product", "done"] * chunks, (schedule, order)
     options = {"schedule": "two_pass", "max_chunk_bytes": 8 * VOCABULARY, "sequence_parallel": True}
-    order = order_of("broadcast", Products, "logits", **options)
+    order = order_of("broadcast", Products, "logits_of", **options)
     until = [order[:place] for place, what in enumerate(order) if what == "product"]
     ahead = [before.count("begun") - before.count("done") for before in until]
     for one in (ahead[: len(ahead) // 2], ahead[len(ahead) // 2 :]):
