@@ -1,4 +1,6 @@
-"""Write the table and the plot of docs/objectives.md: ``python docs/generate_objectives.py``."""
+"""Write the table and the plot of docs/objectives.md, and how many objectives there are into all pages:
+``python docs/generate_objectives.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from gspo_kernels.objectives.base import Objective
 
 PAGE = Path(__file__).with_name("objectives.md")
 PLOT = Path(__file__).with_name("objectives.png")
+PAGES = (PAGE.parent.parent / "README.md", *sorted(PAGE.parent.rglob("*.md")))
 
 BEGIN, END = "<!-- objectives -->\n", "<!-- end of objectives -->\n"
 
@@ -57,6 +60,11 @@ def page() -> str:
     head = "| objective | loss and options | a coefficient depends on; inputs |\n|---|---|---|\n"
     table = "".join(row(name, cls) for name, cls in classes().items())
     return before + BEGIN + head + table + END + rest.partition(END)[2]
+
+
+def numbered(text: str) -> str:
+    """A page's text with the number of objectives as it should be."""
+    return re.sub(r"\b\d+ objectives\b", f"{len(classes())} objectives", text)
 
 
 def made(cls: type[Objective]) -> Objective:
@@ -132,5 +140,7 @@ def plot() -> None:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    for each in PAGES:
+        each.write_text(numbered(each.read_text(encoding="utf-8")), encoding="utf-8")
     if "--no-plot" not in sys.argv:
         plot()

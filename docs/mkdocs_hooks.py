@@ -51,7 +51,7 @@ REFERENCE = {
         "Objectives",
         " ".join(f"gspo_kernels.{name}" for name in OBJECTIVES)
         + " gspo_kernels.objectives.base.Objective gspo_kernels.objectives.base.PolicyBatch "
-        "gspo_kernels.objectives.base.ObjectiveLoss",
+        "gspo_kernels.objectives.base.ObjectiveLoss gspo_kernels.objectives.check",
     ),
     "layouts": ("Bridges between layouts", "gspo_kernels.integrations.layouts"),
     "rewards": ("Ready-made rewards", "gspo_kernels.rewards"),

@@ -212,7 +212,7 @@ def validate_terms(
     if objective.needs_token_order and terms.cp_group:
         raise ValueError(
             f"cp_group: {name} looks at the order of tokens, which is not known where ranks share sequences, "
-            "expected None"
+            "expected None (or needs_token_order=False, if that is true of it)"
         )
     for label in ("group_ids", "turn_ids"):
         if getattr(terms, label) is not None and label not in objective.needs:

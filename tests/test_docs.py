@@ -289,6 +289,10 @@ def test_pages_are_up_to_date():
     sketch = script("generate_architecture")
     assert sketch.SKETCH.read_text() == sketch.sketch(), "run `python docs/generate_architecture.py`"
     assert OBJECTIVES.PAGE.read_text() == OBJECTIVES.page(), "run `python docs/generate_objectives.py`"
+    for page in OBJECTIVES.PAGES:
+        text = page.read_text()
+        assert text == OBJECTIVES.numbered(text), f"{page}: run `python docs/generate_objectives.py`"
+    assert f"{len(gk.objectives.__all__)} objectives" in (ROOT / "README.md").read_text()
     text = SCALING.PAGE.read_text()
     assert text == SCALING.page(text), "run `python docs/generate_scaling.py`"
 
