@@ -200,7 +200,7 @@ def test_a_second_interrupt_does_not_wait():
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_ends_a_run_as_a_termination_does_unless_it_is_ignored(ignored):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
     try:
         with defer_signals() as caught:
             for number in (signal.SIGHUP, signal.SIGTERM):

@@ -1,6 +1,8 @@
 """Two processes, DDP and FSDP2: the losses of one process, exact resume, memory, failures that end both."""
 
 import gc
+import sys
+from functools import partial
 
 import pytest
 import torch
@@ -259,15 +261,20 @@ def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_pat
         assert same(weights(found), weights(expected)) and found.dtype == expected.dtype
 
 
-def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tokenizer):
-    def fails(prompts, completion_ids):
-        if "fgh" in prompts:
+@pytest.mark.parametrize("failing", ["reward", "engine"])
+def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tokenizer, failing):
+    def reward(prompts, completion_ids):
+        if failing == "reward" and "fgh" in prompts:
             raise ValueError("only one process sees this prompt")
         return odd_share(completion_ids)
 
     def train(rank):
-        trainer = make_trainer(tokenizer, ROWS, fails, small_config(tmp_path))
-        with pytest.raises(InputError, match="only one process sees this prompt"):
+        trainer = make_trainer(tokenizer, ROWS, reward, small_config(tmp_path))
+        if failing == "engine" and rank == 1:
+            inner = trainer.engine.generate
+            gone = partial(sys.exit, "only one process ends")
+            trainer.engine.generate = lambda *passed: gone() if trainer.step == 2 else inner(*passed)
+        with pytest.raises((InputError, RuntimeError), match="only one process"):
             trainer.train()
 
     in_processes(2, train)
