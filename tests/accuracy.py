@@ -4,10 +4,11 @@ Plain PyTorch in the kernel's dtype errs, too. Its errors against fp64 are measu
 (``Spread``). A kernel's may be twice as large, plus one rounding of its result. Two norms count:
 
 - the root of the sum of squares, which every systematic error moves:
-  ``|error| <= (2 + SURE * sqrt(1 / n + 1 / m)) * plain + eps * |exact|``, where ``n`` rows share the error
-  and plain PyTorch's comes from ``m``. The norm of n independent errors of spread 1 exceeds sqrt(n) + t with
-  a probability below exp(-t^2 / 2), so SURE times the root is what chance may add: almost nothing for many
-  rows, more for few. So no test depends on how many rows happen to share the error.
+  ``|error| <= (2 + SURE * sqrt(1 / n + 1 / m)) * plain + eps / sqrt(12) * |exact|``, where ``n`` rows share
+  the error and plain PyTorch's comes from ``m``. The norm of n independent errors of spread 1 exceeds
+  sqrt(n) + t with a probability below exp(-t^2 / 2), so SURE times the root is what chance may add: almost
+  nothing for many rows, more for few. So no test depends on how many rows happen to share the error. A
+  rounding is at most eps / 2; eps / sqrt(12) is the root mean square of many.
 - the largest single error, which one wrong element moves:
   ``max |error| <= 2 * max |plain| + SURE * spread of the least exact element + eps * max |exact|``. Where a
   single error shows in all elements (``rows`` is 1), the largest gets the same allowance for chance.
@@ -84,7 +85,7 @@ def assert_as_exact(
     draws = len(errors)
     chance = SURE * (1 / (plain.rows * draws) + 1 / (plain.rows * plain.draws)) ** 0.5
     allowed = (
-        (times + chance) * draws**0.5 * plain.norm + eps * norm,
+        (times + chance) * draws**0.5 * plain.norm + eps / 12**0.5 * norm,
         (times + (chance if plain.rows == 1 else 0.0)) * plain.largest
         + SURE * plain.least_exact
         + eps * largest,
@@ -107,20 +108,25 @@ def assert_draws_as_exact(
     """Check that calls in ``dtype`` are as exact as formulas in plain PyTorch in its dtype of statistics.
 
     A draw is a pair: ``formulas`` takes the dtype to compute in, ``ours`` takes nothing; both return tensors
-    by name. For fp64 the formulas' errors in fp32 are scaled. Values that are -inf in fp64 must be -inf. All
-    draws measure the formulas' errors, only the first ``compared`` measure ours: where a few draws have most
-    of the error, a budget needs more draws than a comparison.
+    by name. The formulas' results are rounded to the dtypes of ours. For fp64 their errors in fp32 are
+    scaled. Values that are -inf in fp64 must be -inf. All draws measure the formulas' errors, only the first
+    ``compared`` measure ours: where a few draws have most of the error, a budget needs more draws than a
+    comparison.
     """
     double = dtype == torch.float64
     scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0
     errors: dict[str, list[Tensor]] = {}
     results: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for draw, (formulas, ours) in enumerate(draws):
         exact, plain = formulas(torch.float64), formulas(torch.float32)
         got = ours() if compared is None or draw < compared else {}
         for name, want in exact.items():
+            if name in got:
+                dtypes[name] = got[name].dtype
             none = want == -torch.inf
             want, usual = want.masked_fill(none, 0.0), plain[name].masked_fill(none, 0.0)
+            usual = usual.to(dtypes.get(name))
             errors.setdefault(name, []).append(scale * (usual.double() - want))
             if name in got:
                 assert got[name].shape == want.shape and torch.equal(got[name] == -torch.inf, none), name

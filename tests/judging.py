@@ -99,6 +99,14 @@ def true_logprobs(case: Case) -> Tensor:
     )[0]
 
 
+def _dtype_of(name: str, value: Tensor, case: Case) -> torch.dtype:
+    """Return in which dtype a result is rounded: a gradient from hidden states in theirs, as the rows of its
+    product are, beside an fp32 adapter too.
+    """
+    from_hidden = name.startswith("grad ") and "hidden" in case.inputs
+    return case.inputs["hidden"].dtype if from_hidden else value.dtype
+
+
 @functools.lru_cache(maxsize=4096)
 def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
     """Return the fp64 result and the spread of plain PyTorch's errors."""
@@ -115,6 +123,7 @@ def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
             there = replace(there, inputs=inputs, old_logprobs=old)
         exact = expect(there, objective).values()
         for name, value in expect(there, objective, None).values().items():
+            value = value.to(_dtype_of(name, value, there))
             errors.setdefault(name, []).append(scale * (value.double() - exact[name]))
     spreads = {
         name: Spread.of(each, by_row=name in ("grad logits", "grad hidden", "grad weight"))
@@ -146,10 +155,5 @@ def assert_equals_oracle(actual: Result, case: Case, objective: Any) -> None:
         assert got.shape == expected.shape, name
         if name.startswith("grad "):
             assert got.dtype == case.inputs[name.removeprefix("grad ")].dtype, name
-        dtype = got.dtype
-        if name.startswith("grad ") and "hidden" in case.inputs:
-            dtype = case.inputs[
-                "hidden"
-            ].dtype  # of the rows in gradient products, beside an fp32 adapter too
-        eps = torch.finfo(dtype).eps
+        eps = torch.finfo(_dtype_of(name, got, case)).eps
         assert_as_exact(name, [got.double() - expected.double()], plain[name], [expected], eps)

@@ -49,6 +49,19 @@ def test_results_a_few_ulps_off(objective, terms, entry, ulps):
             assert_equals_oracle(fault, case, objective)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["weight", "hidden"])
+def test_gradients_of_16_bits_one_percent_off(name, dtype):
+    """bf16 numbers are up to 0.8 percent apart."""
+    case, objective = make_case("linear", dtype=dtype, lengths=(9, 7, 12, 8)), gk.GSPO()
+    result = run(case, "fused_linear_policy_loss", objective)
+    assert_equals_oracle(result, case, objective)
+    for scale in (0.99, 1.01):
+        wrong = (scale * result.grads[name].float()).to(dtype)
+        with pytest.raises(AssertionError, match=f"grad {name}: norm"):
+            assert_equals_oracle(replace(result, grads=result.grads | {name: wrong}), case, objective)
+
+
 def test_one_number_is_judged_with_what_chance_adds():
     spread = Spread.of([torch.tensor(1e-6)], by_row=False)
     assert_as_exact("loss", [torch.tensor(5e-6)], spread, [torch.tensor(1.0)], EPS)
