@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is public
     from gspo_kernels.distillation import fused_linear_distillation_loss as fused_linear_distillation_loss
     from gspo_kernels.invariance import is_batch_invariant as is_batch_invariant
     from gspo_kernels.invariance import set_batch_invariant as set_batch_invariant
+    from gspo_kernels.lengths import prefetch as prefetch
     from gspo_kernels.logprobs import linear_token_logprobs as linear_token_logprobs
     from gspo_kernels.logprobs import token_logprobs as token_logprobs
     from gspo_kernels.losses import explain_schedule as explain_schedule
@@ -45,6 +46,7 @@ _NAMES = {
     "aggregation": ["normalizer"],
     "distillation": ["distillation_loss", "fused_linear_distillation_loss"],
     "invariance": ["is_batch_invariant", "set_batch_invariant"],
+    "lengths": ["prefetch"],
     "logprobs": ["linear_token_logprobs", "token_logprobs"],
     "losses": [
         "explain_schedule",

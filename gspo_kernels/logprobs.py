@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.lengths import take_prefetched
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
@@ -160,7 +161,10 @@ def linear_token_logprobs(
         checks.flag("return_entropy", return_entropy)
         options = how.normalize(labels, None, hidden.dtype, vocabulary, parallel)
         rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
-        operands = LinearOperands(rows, weight, bias, row_labels, options, chunking, base)
+        lengths = take_prefetched(labels, None, None, None, ignore_index)
+        operands = LinearOperands(
+            rows, weight, bias, row_labels, options, chunking._replace(lengths=lengths), base
+        )
         if ranks is not None:
             ranks.compare(row_labels, None, options, vocabulary, operands.scattered)
     logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)

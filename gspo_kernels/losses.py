@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.lengths import take_prefetched
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
@@ -391,6 +392,10 @@ def fused_linear_policy_loss(
         )  # fmt: skip
         if ranks is not None:
             ranks.compare(operands.labels, terms, operands.options, len(operands.weight), operands.scattered)
+    # "all" leaves out tokens that these lengths count
+    on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
+    if on_host is not None and skip_inactive == "backward":
+        operands = operands._replace(chunking=operands.chunking._replace(lengths=on_host))
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
         scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)

@@ -66,6 +66,8 @@ class PretendedGpu:
         context.setattr(Tensor, "is_cuda", property(lambda x: not _on_host(x)), raising=False)
         context.setattr(Tensor, "is_cpu", property(_on_host), raising=False)
         context.setattr(torch.cuda, "is_available", lambda: True)
+        context.setattr(torch.cuda, "current_stream", lambda _: None)
+        context.setattr(torch.cuda, "Event", _Event)
         self._interpret(context)
         self._modes = (_Asked(self), _Launched(self))
         for mode in self._modes:
@@ -112,6 +114,16 @@ class PretendedGpu:
 
     def _freed(self, key: int) -> None:
         self.alive -= self._storages.pop(key)
+
+
+class _Event:
+    """An event of a device that has done its work as soon as it is asked."""
+
+    def record(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 def _on_host(tensor: Tensor) -> bool:
@@ -171,7 +183,8 @@ class _Asked(TorchFunctionMode):
         rest = [x for x in rest if not isinstance(x, torch.device | str)]
         moved = func(tensor, *rest, **kwargs) if rest or kwargs else tensor
         on_host = torch.device(devices[0]).type == "cpu" if devices else _on_host(tensor)
-        at_once = not on_host and kwargs.get("non_blocking") and getattr(tensor, "_pinned", False)
+        # a copy to the host that doesn't block goes into pinned memory
+        at_once = kwargs.get("non_blocking") and (on_host or getattr(tensor, "_pinned", False))
         if on_host != _on_host(tensor) and at_once:
             self.gpu.small["copy of pinned memory"] += 1
         elif on_host != _on_host(tensor):

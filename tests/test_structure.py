@@ -30,6 +30,7 @@ TERMS = (
 FUNCTIONS = [name for name in gk.__all__ if inspect.isfunction(getattr(gk, name))]
 FUNCTIONS += ["advantages.group_normalized"]
 OPTIONAL_INPUTS = {"teacher_logits", "teacher_hidden", "teacher_weight"}
+OF_PREFETCH = {"loss_mask", "advantages"}
 DEFAULTS = {
     "kl_beta": 0.0, "kl_estimator": "k3", "kl_ratio_weighted": False, "entropy_coef": 0.0,
     "temperature": 1.0, "logit_scale": 1.0, "ignore_index": -100, "return_entropy": False,
@@ -50,7 +51,8 @@ def test_options_are_keywords_with_one_default_everywhere_and_are_described(name
         assert each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY), f"{name} takes {each}"
         required = each.default is each.empty
         if each.kind is each.POSITIONAL_OR_KEYWORD:
-            assert required or each.name in OPTIONAL_INPUTS, each
+            optional = OF_PREFETCH if name == "prefetch" else OPTIONAL_INPUTS
+            assert required or each.name in optional, each
         else:
             assert required or each.default == DEFAULTS.get(each.name), each
     if name in ("policy_coefficients", "explain_schedule"):  # both name a function whose arguments they share

@@ -34,6 +34,7 @@ from gspo_kernels.integrations.lm_head import (
 )
 from gspo_kernels.integrations.rope import VaryingRope, own_frequencies, varying_ropes
 from gspo_kernels.layout import segment_ids
+from gspo_kernels.lengths import prefetch
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.ops.library import checked_values
@@ -592,6 +593,10 @@ def _run_with_loss(
         computed.update({name: value for name, value in result._asdict().items() if value is not None})
         return tuple(value for name, value in computed.items() if name != "metrics")
 
+    if labels.is_cuda:
+        names = () if scoring else ("loss_mask", "advantages", "cu_seqlens")
+        terms = {name: options.get(name) for name in names}
+        prefetch(labels, ignore_index=options.get("ignore_index", -100), **terms)
     with _replaced_product(head, product, lambda output: test_logits) as calls:
         outputs = forward()
     if len(calls) != 1:

@@ -316,9 +316,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         shown = [output.metrics[name] for name in ("ratio/min", "ratio/max", "active_fraction")]
         lowest, highest, active = self.accelerator.gather(torch.stack(shown).unsqueeze(0)).unbind(1)
         metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["ratio/min"].append(nanmin(lowest).item())
-        metrics["ratio/max"].append(nanmax(highest).item())
-        metrics["active_fraction"].append(active.mean().item())
+        # one look at the device for the three
+        values = torch.stack([nanmin(lowest), nanmax(highest), active.mean()]).tolist()
+        for name, value in zip(("ratio/min", "ratio/max", "active_fraction"), values, strict=True):
+            metrics[name].append(value)
         return tuple(None if value is None else value.detach() for value in scored)  # type: ignore[return-value]
 
     def _through_head(

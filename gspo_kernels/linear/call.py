@@ -30,6 +30,7 @@ class Chunking(NamedTuple):
         reduce_hidden_grad: sum dHidden over the ranks that share the vocabulary.
         scattered: each of these ranks has the hidden states of some tokens.
         batch_invariant: no result depends on what is computed along with it, see ``invariance``.
+        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None: they lie on the device.
     """
 
     logits_dtype: str
@@ -38,6 +39,7 @@ class Chunking(NamedTuple):
     reduce_hidden_grad: bool = True
     scattered: bool = False
     batch_invariant: bool = False
+    lengths: Tensor | None = None
 
 
 class LinearOperands(NamedTuple):
@@ -109,7 +111,9 @@ class Call:
     @cached_property
     def projected(self) -> slice | Tensor:
         """The positions of the rows that get logits: counted rows, or all rows without compaction."""
-        return self.index(self.counted if self.chunking.compact else None)
+        lengths = self.chunking.lengths
+        count = None if lengths is None else int(lengths[0].sum())
+        return self.index(self.counted if self.chunking.compact else None, count)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
         """Return the positions of the rows where ``keep`` holds; None: of all rows.

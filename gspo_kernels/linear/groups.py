@@ -77,18 +77,21 @@ class CoefficientGroups:
         layout, compact = terms.layout(call.labels), call.chunking.compact
         # every sequence has T rows, so no counts are read from the device
         equal = isinstance(layout, Padded) and not compact
-        asked: dict[str, Tensor] = {}
-        if not equal:
-            present = call.counted if compact else torch.ones_like(call.counted)
-            asked["counts"] = layout.sum(exact(present))
-        inactive = inactive_sequences(call.labels, terms) if skip else None
-        if inactive is not None:
-            asked["inactive"] = inactive
-        if depends_on == "group" and terms.group_ids is not None:
-            asked["groups"] = terms.group_ids
         known: dict[str, list[int]] = {"inactive": [0] * layout.sequences}
         if isinstance(layout, Padded):
             known["counts"] = [layout.length] * layout.sequences
+        asked: dict[str, Tensor] = {}
+        inactive, on_host = inactive_sequences(call.labels, terms) if skip else None, call.chunking.lengths
+        if compact and on_host is not None:
+            known["counts"], flags = on_host.tolist()
+            known["inactive"] = known["inactive"] if inactive is None else flags
+        elif not equal:
+            present = call.counted if compact else torch.ones_like(call.counted)
+            asked["counts"] = layout.sum(exact(present))
+        if inactive is not None and on_host is None:
+            asked["inactive"] = inactive
+        if depends_on == "group" and terms.group_ids is not None:
+            asked["groups"] = terms.group_ids
         if asked:
             # one read from the device
             values = torch.stack([value.to(torch.int64) for value in asked.values()]).tolist()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.lengths import look_pays
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
 from gspo_kernels.linear.scores import Scores
@@ -44,13 +45,13 @@ def linear_logprobs_backward(
     ``skip`` leaves rows without gradient out of every product.
     """
     call = Call(operands)
-    keep = call.counted if call.chunking.compact else None
-    if skip:
-        keep = is_active(grad_logprobs, grad_entropy) & call.counted
-    new_stats = skip and call.products.varies and keep is not None and not torch.equal(keep, call.counted)
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)
-    where = call.index(keep)
+    new_stats, where = False, call.projected
+    if skip and look_pays(call.labels.numel(), call.products.weight):
+        keep = is_active(grad_logprobs, grad_entropy) & call.counted
+        new_stats = call.products.varies and not torch.equal(keep, call.counted)
+        where = call.index(keep)
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
     recompute(scores, gradients, where, new_stats, grad_logprobs.flatten()[where], grad_entropy)
     return gradients.result()
@@ -71,6 +72,17 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         operands, (entropy, skip) = LinearOperands(*arguments[:7]), arguments[7:]
+        labels, options, chunking = operands[3:6]
+        if (
+            chunking.compact
+            and chunking.lengths is None
+            and labels.is_cuda
+            and not torch.compiler.is_compiling()
+        ):
+            # one look at the device serves forward and backward
+            count = int((labels != options.ignore_index).sum())
+            lengths = torch.tensor([[count], [0]], dtype=torch.int64, device="cpu")
+            operands = operands._replace(chunking=chunking._replace(lengths=lengths))
         scored = linear_logprobs_forward(operands, entropy)
         save_rows(ctx, operands.options, *operands[:4], operands.base, *scored)
         ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, operands.chunking

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
+from gspo_kernels.lengths import look_pays
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.chunk import Chunk, as_index
 from gspo_kernels.linear.gradients import (
@@ -113,14 +114,18 @@ class Run:
         self._step: PolicyStep | None = None
         self._sequence_sums: HeadSums | None = None
 
+    def leaves_out(self, rows: int) -> bool:
+        """Return whether rows without gradient stay out of gradient products, of so many rows."""
+        return self.plan.leaves_out and look_pays(rows, self.call.products.weight)
+
     def known(self) -> None:
         """Serve a call in which a token's coefficient is known beforehand, or depends on the token's log-prob
         alone: log-probs and gradient come from the same chunk.
         """
-        call, where, skip, terms = self.call, self.call.projected, self.plan.leaves_out, self.terms
+        call, where, terms = self.call, self.call.projected, self.terms
         if self.plan.depends_on == "nothing":
             grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
-            keep = call.index(grads[where] != 0) if skip else None
+            keep = call.index(grads[where] != 0) if self.leaves_out(call.labels.numel()) else None
             if isinstance(keep, Tensor):
                 # the rows without gradient are only projected
                 index = as_index(where, keep.device)
@@ -138,6 +143,7 @@ class Run:
         if in_one_launch:
             per_token, ratio = sum_over_tokens(per_token, ratio)
         for chunk in call.chunks(where):
+            skip = self.leaves_out(chunk.size)
             projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
             self.scores.keep(chunk, projected.stats)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
@@ -179,7 +185,7 @@ class Run:
 
     def aligned(self, chunk: Chunk, terms: Terms) -> None:
         """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits."""
-        skip = self.plan.leaves_out
+        skip = self.leaves_out(chunk.size)
         projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
         self.scores.keep(chunk, projected.stats)
         grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
@@ -226,7 +232,7 @@ class Run:
         """Project all rows for their coefficients, and rows with a gradient once more."""
         self.scores.forward(where)
         grad, grad_entropy = self.coefficients(where, terms)
-        keep = self.call.index(is_active(grad, grad_entropy)) if self.plan.leaves_out else None
+        keep = self.call.index(is_active(grad, grad_entropy)) if self.leaves_out(len(grad)) else None
         chosen = keep if isinstance(keep, Tensor) else None
         if chosen is not None:
             where = as_index(where, chosen.device)[chosen]
