@@ -10,7 +10,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import losses
-from gspo_kernels.linear import loss
+from gspo_kernels.linear import small
 from tests.cases import make_case, run
 
 NARROW = {"vocabulary": 40, "width": 8}
@@ -21,7 +21,7 @@ BYTES = 4 * 40 * 18
 @pytest.fixture
 def kept(monkeypatch):
     """Record for each call whether its logits stayed until the backward. ``BYTES`` are small enough."""
-    monkeypatch.setattr(loss, "SMALL_BYTES", BYTES)
+    monkeypatch.setattr(small, "SMALL_BYTES", BYTES)
     found, small_loss = [], losses.small_loss
 
     def watched(*args):

@@ -594,8 +594,8 @@ def _run_with_loss(
         return tuple(value for name, value in computed.items() if name != "metrics")
 
     if labels.is_cuda:
-        names = () if scoring else ("loss_mask", "advantages", "cu_seqlens")
-        terms = {name: options.get(name) for name in names}
+        per_token = () if scoring else ("loss_mask", "advantages", "cu_seqlens")
+        terms = {name: options.get(name) for name in per_token}
         prefetch(labels, ignore_index=options.get("ignore_index", -100), **terms)
     with _replaced_product(head, product, lambda output: test_logits) as calls:
         outputs = forward()

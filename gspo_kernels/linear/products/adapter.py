@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.products.pytorch import Products
+from gspo_kernels.linear.products.pytorch import Products, in_parts, sum_of_parts
 
 
 class AdapterProducts(Products):
@@ -36,8 +36,8 @@ class AdapterProducts(Products):
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
         """Multiply rows [n, V] by both matrices: [n, H + r] in the statistics' dtype."""
-        parts = type(self.base)(_in_parts(self.trained, rows.dtype), None, "float32", False, self.options)
-        low = _sum_of_parts(parts.grad_hidden(rows), self.trained.shape[1])
+        parts = type(self.base)(in_parts(self.trained, rows.dtype), None, "float32", False, self.options)
+        low = sum_of_parts(parts.grad_hidden(rows), self.trained.shape[1])
         return torch.cat([self.base.grad_hidden(rows), low], 1)
 
     def add_weight(
@@ -47,31 +47,12 @@ class AdapterProducts(Products):
         if operand.dtype == rows.dtype:
             self.base.add_weight(total, rows, operand, first, ends)
             return
-        operand = _in_parts(operand, rows.dtype)
+        operand = in_parts(operand, rows.dtype)
         product = torch.empty(rows.shape[1], operand.shape[1], dtype=total.dtype, device=total.device)
         self.base.add_weight(product, rows, operand, True, ends)
-        product = _sum_of_parts(product, total.shape[1])
+        product = sum_of_parts(product, total.shape[1])
         total.copy_(product) if first else total.add_(product)
 
     def transposed(self, rows: Tensor, operand: Tensor) -> Tensor:
         """Multiply as with the weight."""
         return self.base.transposed(rows, operand)
-
-
-def _in_parts(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values [n, k] in ``dtype``; of fp32 values three 16-bit parts side by side, [n, 3 * k].
-
-    The parts add up to the values, and ``_sum_of_parts`` of a product to the product with fp32 values.
-    """
-    if values.dtype == dtype:
-        return values
-    parts = []
-    for _ in range(3):
-        parts.append(values.to(dtype))
-        values = values - parts[-1]
-    return torch.cat(parts, 1)
-
-
-def _sum_of_parts(product: Tensor, width: int) -> Tensor:
-    """Return a product [n, width] from that of ``_in_parts``."""
-    return product if product.shape[1] == width else product.unflatten(1, (-1, width)).sum(1)

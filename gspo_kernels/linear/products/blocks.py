@@ -12,7 +12,7 @@ from gspo_kernels import cpp
 from gspo_kernels.cpp import operators, row_options
 from gspo_kernels.cpp.products import INSTRUCTIONS, multiply
 from gspo_kernels.linear.chunk import Chunk
-from gspo_kernels.linear.products.pytorch import SlabProducts
+from gspo_kernels.linear.products.pytorch import SlabProducts, in_parts, sum_of_parts
 from gspo_kernels.types import RowStats, stats_dtype
 
 BLOCK = 2048
@@ -131,8 +131,9 @@ class BlockProducts(StreamedProducts):
         multiply(rows.t(), operand, total, accumulate=not first, ends=ends)
 
     def transposed(self, rows: Tensor, operand: Tensor) -> Tensor:
-        """Multiply rows in bf16 and operands in fp32, rounded, to fp32."""
+        """Multiply rows in bf16 and operands in fp32 to fp32."""
         if rows.dtype == operand.dtype:
             return super().transposed(rows, operand)
-        out = torch.empty(rows.shape[1], operand.shape[1], dtype=torch.float32, device=rows.device)
-        return multiply(rows.t(), operand.to(rows.dtype), out)
+        parts = in_parts(operand, rows.dtype)
+        out = torch.empty(rows.shape[1], parts.shape[1], dtype=torch.float32, device=rows.device)
+        return sum_of_parts(multiply(rows.t(), parts, out), operand.shape[1])

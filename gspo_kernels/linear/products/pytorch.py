@@ -183,7 +183,8 @@ class Products:
         """Return [n, V].T @ [n, k] in the operand's dtype."""
         if rows.dtype == operand.dtype:
             return torch.mm(rows.t(), operand)
-        return torch.mm(rows.t(), operand.to(rows.dtype), out_dtype=torch.float32)
+        product = torch.mm(rows.t(), in_parts(operand, rows.dtype), out_dtype=torch.float32)
+        return sum_of_parts(product, operand.shape[1])
 
 
 class SlabProducts(Products):
@@ -235,3 +236,22 @@ class SlabProducts(Products):
             slab = slice(first, first + HIDDEN_SLAB)
             out.addmm_(rows[:, slab], weight[slab].to(rows.dtype))
         return out
+
+
+def in_parts(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values [n, k] in ``dtype``; of fp32 values three 16-bit parts side by side, [n, 3 * k].
+
+    The parts add up to the values, and ``sum_of_parts`` of a product to the product with fp32 values.
+    """
+    if values.dtype == dtype:
+        return values
+    parts = []
+    for _ in range(3):
+        parts.append(values.to(dtype))
+        values = values - parts[-1]
+    return torch.cat(parts, 1)
+
+
+def sum_of_parts(product: Tensor, width: int) -> Tensor:
+    """Return a product [n, width] from that of ``in_parts``."""
+    return product if product.shape[1] == width else product.unflatten(1, (-1, width)).sum(1)
