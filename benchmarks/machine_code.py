@@ -28,6 +28,7 @@ from gspo_kernels.kernels import (
     gradients,
     hidden,
     logprobs,
+    masks,
     one_pass,
     products,
     scale,
@@ -36,7 +37,7 @@ from gspo_kernels.kernels import (
 )
 
 _LAUNCHING = (
-    divergences, gradients, hidden, logprobs, one_pass, products, scale, sequence_ratio, steps,
+    divergences, gradients, hidden, logprobs, masks, one_pass, products, scale, sequence_ratio, steps,
 )  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

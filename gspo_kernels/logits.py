@@ -71,7 +71,7 @@ class LogitArguments(NamedTuple):
         backend = resolve(self.backend, labels.device)
         if in_force(None):
             refuse_backend(backend)
-        shard = Shard() if parallel.tp_group is None else _shard(parallel, width)
+        shard = _WHOLE if parallel.tp_group is None else _shard(parallel, width)
         kept = None
         if self.kept_ids is not None or self.kept_mask is not None:
             kept = self._kept(labels, width, shard)
@@ -112,6 +112,9 @@ class LogitArguments(NamedTuple):
         assert mask is not None
         mask = mask.contiguous()
         return mask.unsqueeze(0) if labels.ndim == 1 else mask
+
+
+_WHOLE = Shard()
 
 
 def _shard(parallel: Parallel, width: int) -> Shard:

@@ -8,7 +8,6 @@ wait for that rank as in any collective.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from gspo_kernels.invariance import in_force
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
+from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.parallel.agreement import check_agreement, digest, exchange
@@ -44,9 +44,12 @@ def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[
         name: of the public function.
         arguments: of the call, by name; named tuples and ``Parallel`` are compared field by field.
     """
-    if torch.compiler.is_compiling() or os.environ.get("GSPO_KERNELS_VALIDATE") != "1":
-        return contextlib.nullcontext()
+    if torch.compiler.is_compiling() or not validates():
+        return _NOT_COMPARED
     return RankComparison(name, arguments)
+
+
+_NOT_COMPARED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class RankComparison:

@@ -147,12 +147,8 @@ class SequenceRatioFunction(torch.autograd.Function):
         form: RatioClip,
     ) -> tuple[Tensor, Tensor, Tensor]:
         stats = sequence_ratio(logits, labels, options, operands, form)
-        each = stats.coefficients / stats.divisor
-        if operands.cu_seqlens is None:
-            each = each.unsqueeze(1).expand(labels.shape)
-        else:
-            each = layout_of(labels, operands.cu_seqlens).expand(each)
-        save_rows(ctx, options, logits, labels, stats.logprobs, stats.lse, each)
+        saved = (stats.logprobs, stats.lse, stats.coefficients, stats.divisor, operands.cu_seqlens)
+        save_rows(ctx, options, logits, labels, *saved)
         ctx.inplace = inplace
         ctx.mark_non_differentiable(stats.logprobs, stats.metrics)
         return stats.loss, stats.logprobs, stats.metrics
@@ -161,6 +157,10 @@ class SequenceRatioFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * 6
-        (logits, labels, logprobs, lse, each), options = saved_rows(ctx)
-        stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad)
+        (logits, labels, logprobs, lse, coefficients, divisor, cu_seqlens), options = saved_rows(ctx)
+        if cu_seqlens is None:
+            each = coefficients.unsqueeze(1).expand(labels.shape)
+        else:
+            each = layout_of(labels, cu_seqlens).expand(coefficients)
+        stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad / divisor)
         return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 5)

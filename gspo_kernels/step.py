@@ -17,9 +17,18 @@ from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.values import plausible
 from gspo_kernels.sequence_ratio import ratio_operands
-from gspo_kernels.terms import Terms, check_logprobs, check_values
+from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.torch_internals import is_last_backward
-from gspo_kernels.types import NO_RATIO, STATS_DTYPES, Doubt, KLPenalty, LossOutput, RatioClip, stats_dtype
+from gspo_kernels.types import (
+    MASK_DTYPES,
+    NO_RATIO,
+    STATS_DTYPES,
+    Doubt,
+    KLPenalty,
+    LossOutput,
+    RatioClip,
+    stats_dtype,
+)
 
 
 def evaluate_objective(
@@ -57,7 +66,8 @@ def evaluate_objective(
     metrics = step.metrics
     if entropy is not None and want_metrics:
         metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])
-    return PolicyStep(step.loss, step.grad_logprobs, logprobs.new_empty(0), metrics)
+    no_entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
+    return PolicyStep(step.loss, step.grad_logprobs, no_entropy, metrics)
 
 
 @operator
@@ -70,16 +80,14 @@ def policy_step(
     want_metrics: bool,
 ) -> PolicyStep:
     """Check values, which only the device knows, and then run ``evaluate_objective``."""
-    launch, doubt, reads_mask = ratio != NO_RATIO, None, False
-    others = (entropy, terms.lengths, terms.skipped)
-    if launch and terms.loss_mask is not None and all(x is None for x in others):
-        # here only the launch reads the mask, so it may check the mask as it reads it
-        serving = load(backend)
-        reads_mask = hasattr(serving, "reads_mask") and serving.reads_mask(terms.loss_mask)
-    # a launch also checks log-probs and advantages as it reads them, and calls ``doubt`` if some look wrong
+    launch, mask, doubt = ratio != NO_RATIO, terms.loss_mask, None
+    # where only the launch reads the mask, it takes the mask in the dtype that the caller passed
+    alone = launch and entropy is None and terms.lengths is None and terms.skipped is None
+    reads_mask = alone and mask is not None and mask.dtype in MASK_DTYPES
+    # a launch looks at values as it reads them, and calls ``doubt`` if some look wrong
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
     if launch and checked_values(logprobs.device):
-        doubt = functools.partial(check_logprobs, logprobs, terms, logprobs)
+        doubt = functools.partial(check_values, logprobs, terms, logprobs=logprobs)
         # a launch doesn't read weights of sequences without an advantage
         if terms.rollout_weights is not None and not plausible(terms.rollout_weights):
             doubt()
@@ -143,7 +151,7 @@ def output_of(
     packed = terms.cu_seqlens is not None
     per_token = []
     for rows in (logprobs, entropy):
-        value = None if rows is None else rows.detach()
+        value = rows.detach() if rows is not None and rows.requires_grad else rows
         if value is not None and terms.skipped is not None:
             absent = terms.layout(value).expand(terms.skipped) & terms.counted(value)
             value = value.masked_fill(absent, float("nan"))

@@ -148,9 +148,8 @@ SPECS: dict[str, ArgSpec] = {
     for form in getattr(hint, "__metadata__", ())
 }
 """The specification of every tensor among the terms."""
-_ARGUMENTS = {
-    name: SPECS[name] for name in Terms._fields[: Terms._fields.index("objective")] if name in SPECS
-}
+_ARGUMENTS = {name: SPECS[name] for name in Terms._fields[: Terms._fields.index("kl_estimator")]}
+"""The specifications of the tensors among a loss's arguments, in the order of the fields of ``Terms``."""
 _BROADCAST_TERMS = tuple(label for label, form in _ARGUMENTS.items() if form.shape == "broadcast")
 
 
@@ -171,19 +170,19 @@ def normalize_terms(
     packed = passed.cu_seqlens is not None
     sequences = tokens.shape[0] if passed.cu_seqlens is None else passed.cu_seqlens.shape[0] - 1
     call = CallShape(tuple(tokens.shape), tokens.device, sequences, packed)
-    normalized: dict[str, Any] = {}
-    for name, spec in _ARGUMENTS.items():
-        value = getattr(passed, name)
+    normalized: list[Any] = []
+    for (name, spec), value in zip(_ARGUMENTS.items(), passed, strict=False):
         if value is not None:
             only = name == "advantages" and not objective.takes_token_advantages
             try:
-                normalized[name] = spec.normalize(name, value, call, type(objective).__name__ if only else "")
+                value = spec.normalize(name, value, call, type(objective).__name__ if only else "")
             except ValueError:
                 values.refuse_lengths(passed.cu_seqlens)
                 raise
-    shared = parallel is not None and parallel.cp_group is not None
-    normalized["cp_group"] = group_name("cp_group", parallel.cp_group) if parallel and shared else ""
-    return passed._replace(objective=objective.spec, **normalized)
+        normalized.append(value)
+    group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
+    fields: Any = (*normalized, passed.kl_estimator, passed.kl_ratio_weighted, group, objective.spec)
+    return Terms(*fields)
 
 
 def validate_terms(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Doubt = Callable[[], None] | None
+Doubt = Callable[[], object] | None
 """A check of values that callers pass, which raises if one is wrong; None where values aren't checked."""
 
 METRICS = (
@@ -28,6 +28,9 @@ METRICS = (
 )
 """Names of the metrics that every loss reports, in the order in which kernels and ops store them."""
 
+
+MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.int32, torch.int64)
+"""The dtypes in which backends read masks themselves."""
 
 MASK_VALUES = "loss_mask: expected only 0 and 1 (or bool)"
 """The error message for a mask with other values."""

@@ -13,6 +13,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import advantages, cpp, off_policy, step, terms
+from gspo_kernels.ops import backends
 from tests.cases import generator
 
 B, T, V, H = 3, 4, 11, 5
@@ -425,6 +426,7 @@ def test_messages_say_what_was_got_and_what_is_expected(function):
 
 def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     monkeypatch.setattr(cpp, "unavailable", lambda device: "it is being renovated")
+    monkeypatch.setattr(backends, "automatic", backends.automatic.__wrapped__)  # without its memory
     with pytest.raises(RuntimeError, match=r"cpp.*renovated"):
         token(**arguments(token), backend="cpp")
     token(**arguments(token), backend="auto")

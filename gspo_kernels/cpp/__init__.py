@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.types import (
+    MASK_DTYPES,
     MASK_VALUES,
     METRICS,
     Doubt,
@@ -198,11 +199,6 @@ def ratio_step(
     return step
 
 
-def reads_mask(mask: Tensor) -> bool:
-    """See ``ops.backends.RatioBackend.reads_mask``."""
-    return mask.dtype in _MASKS
-
-
 def sequence_ratio_forward(
     rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
 ) -> SequenceRatioStats:
@@ -218,22 +214,16 @@ def sequence_ratio_forward(
     return SequenceRatioStats(loss, stats.logprobs, stats.lse, *others)
 
 
-_MASKS = frozenset((torch.bool, torch.float32, torch.float64, torch.int32, torch.int64))
-
-
-def merge_mask(
-    mask: Tensor, labels: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor | None, bool] | None:
-    """See ``ops.backends.MaskBackend.merge_mask``."""
-    if mask.dtype not in _MASKS or (labels is not None and labels.dtype != torch.int64):
-        return None
-    mask, merged = mask.contiguous(), None
+def merge_mask(mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None, bool]:
+    """See ``ops.backends.RowBackend.merge_mask``."""
+    mask, merged = (mask if mask.dtype in MASK_DTYPES else mask.double()).contiguous(), None
     counted = torch.empty_like(mask, dtype=torch.bool)
     if labels is not None:
-        labels = labels.contiguous()
-        merged = torch.empty_like(labels)
-    binary = operators().merge_mask(mask, labels, ignore_index, counted, merged)
-    return counted, merged, binary
+        wide = labels.to(torch.int64).contiguous()
+        merged = torch.empty_like(wide)
+        binary = operators().merge_mask(mask, wide, ignore_index, counted, merged)
+        return counted, merged.to(labels.dtype), binary
+    return counted, None, operators().merge_mask(mask, None, ignore_index, counted, None)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:

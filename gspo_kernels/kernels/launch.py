@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import struct
@@ -13,14 +12,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler.compiler import make_backend
+from triton.runtime.driver import driver
 
 from gspo_kernels.kernels.columns import decode
 from gspo_kernels.types import LogitTransform, stats_dtype
+
+try:
+    from triton._C.libtriton import native_specialize_impl as _specialise
+except ImportError:  # another version of Triton
+    _specialise = None
 
 INTERPRETED = not isinstance(decode, triton.runtime.JITFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1 and so run on CPU tensors."""
 
 
+@functools.cache
 def platform() -> str:
     """Return what the kernels are compiled for: "interpreter", "hip" or "cuda"."""
     if INTERPRETED:
@@ -76,6 +83,7 @@ FORWARD_BACKWARD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 DIVERGENCE = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 
 
+@functools.lru_cache(maxsize=64)
 def without_spills(tile: Tile, much: bool, registers: int = 128) -> Tile:
     """Return the tile, with a limit of registers on CUDA if the kernel keeps ``much`` alive at a time.
 
@@ -195,7 +203,7 @@ def encode_wide(number: int) -> Wide:
     return encode(low - (1 << 32) if low >> 31 else low), encode(number >> 32)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def encode_float(number: float) -> Wide:
     """Encode an fp64 number by its bits."""
     return encode_wide(struct.unpack("<q", struct.pack("<d", number))[0])
@@ -203,7 +211,19 @@ def encode_float(number: float) -> Wide:
 
 def encode_strides(tensor: Tensor | None) -> tuple[Wide, ...] | None:
     """Encode a tensor's strides."""
-    return None if tensor is None else tuple(map(encode_wide, tensor.stride()))
+    return None if tensor is None else _encode_all(tensor.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _encode_all(numbers: tuple[int, ...]) -> tuple[Wide, ...]:
+    return tuple(map(encode_wide, numbers))
+
+
+@functools.lru_cache(maxsize=64)
+def _slopes(scale: float, softcap: float, temperature: float) -> tuple[Wide, ...]:
+    """Encode (slope, inner, outer) of ``RowNumbers``."""
+    inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
+    return tuple(map(encode_float, (scale / temperature, inner, outer)))
 
 
 class RowNumbers(NamedTuple):
@@ -241,13 +261,11 @@ class RowNumbers(NamedTuple):
         grad_entropy: Tensor | None = None,
     ) -> RowNumbers:
         """Encode the numbers of logits [B, T, V]."""
-        scale, softcap, temperature, *_ = transform
-        inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
         return RowNumbers(
             encode(logits.shape[1]),
             encode(logits.shape[2]),
             encode_wide(ignore_index),
-            (encode_float(scale / temperature), encode_float(inner), encode_float(outer)),
+            _slopes(*transform[:3]),
             encode_strides(logits),
             encode_strides(labels),
             encode_strides(transform.row_temperature),
@@ -308,18 +326,74 @@ def row_kernel(function: Callable[..., None]) -> Any:
     return triton.jit(function, do_not_specialize=runtime)
 
 
+_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+"""Compiled kernels by kernel, device, options, constants, and what Triton looks at in each argument."""
+
+
 def launch(
     kernel: Any, programs: int, device: torch.device, tile: Tile, *args: Any, **constants: Any
 ) -> None:
-    """Run ``programs`` programs of ``kernel`` on ``device``, which needn't be the current one."""
+    """Run ``programs`` programs of ``kernel`` on ``device``, which needn't be the current one.
+
+    Triton's own launch compares all globals of a kernel and takes longer than all else here, so it serves the
+    first of equal launches, and those that somebody watches. Later ones go to the compiled kernel directly.
+
+    Args:
+        kernel: a function of ``triton.jit``.
+        programs: how many; 0: do nothing.
+        device: the device of all tensors.
+        tile: the options of the launch.
+        args: the kernel's parameters in order, up to its first constant.
+        constants: its constants, in order.
+    """
     if programs == 0:
         return
-    guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if INTERPRETED:
         import numpy as np
 
-        guard = np.errstate(all="ignore")
-    elif device.index != torch.cuda.current_device():
-        guard = torch.cuda.device(device)
-    with guard:
+        with np.errstate(all="ignore"):
+            kernel[(programs,)](*args, **constants, **tile.options())
+        return
+    index = torch.cuda.current_device()
+    if device.index != index:
+        with torch.cuda.device(device):
+            launch(kernel, programs, device, tile, *args, **constants)
+        return
+    if _specialise is None or _watched(kernel):
         kernel[(programs,)](*args, **constants, **tile.options())
+        return
+    backend, special = _backend(index), []
+    for arg in args:
+        # of a named tuple Triton would build another one, of types
+        values = tuple(arg) if isinstance(arg, tuple) else arg
+        special.append(None if arg is None else _specialise(backend, values, False, True, True))
+    key = (kernel.fn, index, tile, *constants.values(), *special)
+    known = _COMPILED.get(key)
+    if known is None:
+        compiled = kernel[(programs,)](*args, **constants, **tile.options())
+        if compiled is not None:
+            _COMPILED[key] = compiled.run, compiled.function, compiled.packed_metadata
+        return
+    run, function, metadata = known
+    stream = driver.active.get_current_stream(index)
+    # without hooks, and without the metadata that they would get
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *constants.values())
+
+
+@functools.cache
+def _backend(index: int) -> Any:
+    """Return Triton's compiler for the current device, whose number is ``index``."""
+    return make_backend(driver.active.get_current_target())
+
+
+def _watched(kernel: Any) -> bool:
+    """Return whether Triton's own launch would call somebody, or compile in another way than usually."""
+    runtime = triton.knobs.runtime
+    return bool(
+        runtime.launch_enter_hook.calls
+        or runtime.launch_exit_hook.calls
+        or kernel.pre_run_hooks
+        or triton.knobs.compilation.instrumentation_mode
+        or runtime.debug
+        or runtime.add_stages_inspection_hook
+    )

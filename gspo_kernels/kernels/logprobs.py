@@ -51,9 +51,9 @@ def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
     logits, labels, transform, _ = rows
     B, T, _ = logits.shape
-    logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
-    lse = torch.empty_like(logprobs, dtype=torch.float64)
-    stats = RowStats(logprobs, lse, torch.empty_like(logprobs) if entropy else None)
+    dtype, device = stats_dtype(logits.dtype), logits.device
+    logprobs, lse = (torch.empty(B, T, dtype=kind, device=device) for kind in (dtype, torch.float64))
+    stats = RowStats(logprobs, lse, torch.empty(B, T, dtype=dtype, device=device) if entropy else None)
     tile = without_spills(FORWARD[logits.element_size()], transform.softcap > 0)
     launch(
         logprobs_forward_kernel, B * T, logits.device, tile,

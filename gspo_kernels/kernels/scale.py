@@ -44,7 +44,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     """See ``ops.backends.RowBackend.scale_``."""
     count = values.numel()
     launch(
-        scale_kernel, min(triton.cdiv(count, _TILE.block), _PROGRAMS), values.device, _TILE,
+        scale_kernel, min(-(-count // _TILE.block), _PROGRAMS), values.device, _TILE,
         values, factor, count,
         STATS=stats_type(values.dtype), BLOCK=_TILE.block, PLATFORM=platform(),
     )  # fmt: skip

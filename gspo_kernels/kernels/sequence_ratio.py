@@ -10,6 +10,8 @@ reduction runs over memory in a fixed order, so the order of programs does not c
 # ruff: noqa: SIM108 - in Triton, branches choose code.
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton.language as tl
 
@@ -129,14 +131,14 @@ def sequence_ratio_forward(
     *ratio_tensors, cu_seqlens = operands
     B, T, _ = logits.shape
     sequences = operands.advantages.shape[0]
-    logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
+    new = functools.partial(torch.empty, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = SequenceRatioStats(
-        loss=logprobs.new_empty(()),
-        logprobs=logprobs,
-        lse=torch.empty_like(logprobs, dtype=torch.float64),
-        coefficients=logprobs.new_empty(sequences),
-        divisor=logprobs.new_empty(()),
-        metrics=logprobs.new_empty(len(METRICS)),
+        loss=new(()),
+        logprobs=new((B, T)),
+        lse=new((B, T), dtype=torch.float64),
+        coefficients=new((sequences,)),
+        divisor=new(()),
+        metrics=new((len(METRICS),)),
     )
     if sequences == 0:
         fill_without_sequences(form, operands.normalizer, stats.loss, stats.divisor, stats.metrics)
@@ -153,7 +155,7 @@ def sequence_ratio_forward(
         *ratio_tensors, None if cu_seqlens is None else cu_seqlens.contiguous(),
         RatioOutputs(
             stats.logprobs, stats.lse, stats.coefficients, stats.loss, stats.divisor, stats.metrics,
-            torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logits.device),
+            new((SCRATCH_ROWS * sequences,), dtype=torch.float64),
             torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
         ),
         RowNumbers.of(*rows),

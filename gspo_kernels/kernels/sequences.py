@@ -224,7 +224,7 @@ def sum_sequence(
             t = rows - sequence * T
         inside = rows < last
         labels = tl.load(element(labels_ptr, b, t, labels_strides), mask=inside, other=0)
-        counted = inside & (labels.to(tl.int64) != ignore_index)
+        counted = inside & (labels != ignore_index)
         old = tl.load(element(old_ptr, b, t, old_strides), mask=counted, other=0.0)
         # Volatile, because other programs have written the log-probs during this launch.
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)

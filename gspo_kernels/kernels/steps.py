@@ -7,6 +7,8 @@ divisor is known only then, so ``ratio_step`` divides the gradients by it after 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -188,24 +190,25 @@ def ratio_step(
     old = logprobs if old is None else old
     B, T = logprobs.shape
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    new = logprobs.new_empty
-    loss, metrics = new(()), new(len(METRICS) + (kl is not None))
-    divisor = torch.empty((), dtype=torch.float64, device=logprobs.device)
+    # one kind of operation makes all tensors: the first of each kind takes as long as twenty more of it
+    new = functools.partial(torch.empty, dtype=logprobs.dtype, device=logprobs.device)
+    loss, metrics, result = new(()), new((len(METRICS) + (kl is not None),)), new((B, T))
+    divisor = new((), dtype=torch.float64)
     if sequences == 0:
         fill_without_sequences(form, normalizer, loss, divisor, metrics)
         return RatioStep(loss, metrics, torch.zeros_like(logprobs))
     reference = None if kl is None else kl.ref_logprobs
     beta = None if kl is None or kl.beta is None else kl.beta.expand(logprobs.shape)
-    gradient = torch.empty_like(logprobs, dtype=torch.float64)
+    gradient = new((B, T), dtype=torch.float64)
 
     launch(
         ratio_step_kernel, sequences, logprobs.device, without_spills(_STEP, True, 255),
-        logprobs, mask.view(torch.int8), old, advantages, weights, lengths, normalizer,
+        logprobs, mask, old, advantages, weights, lengths, normalizer,
         None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
         reference, beta,
         RatioOutputs(
             None, None, gradient, loss, divisor, metrics,
-            torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logprobs.device),
+            new((SCRATCH_ROWS * sequences,), dtype=torch.float64),
             torch.zeros(1, dtype=torch.int32, device=logprobs.device),
         ),
         RatioNumbers.of(
@@ -224,4 +227,4 @@ def ratio_step(
     )  # fmt: skip
     if doubt is not None:
         doubt()
-    return RatioStep(loss, metrics, torch.div(gradient, divisor, out=torch.empty_like(logprobs)))
+    return RatioStep(loss, metrics, torch.div(gradient, divisor, out=result))

@@ -71,6 +71,14 @@ class RowBackend(Protocol):
         a column that one side rules out, has a gradient of NaN unless ``rows.beta`` is 0.
         """
 
+    def merge_mask(
+        self, mask: Tensor, labels: Tensor | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor | None, bool | None]:
+        """Return which tokens count, bool [B, T]: ``mask``, of any dtype, isn't 0 and the label isn't
+        ``ignore_index``; the labels, ``ignore_index`` where ``mask`` is 0, or None without labels; and
+        whether the mask holds only 0 and 1, or None if that is unknown. Both tensors are contiguous.
+        """
+
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """Multiply contiguous ``values`` in place by a 0-d tensor; a factor of 1 leaves them untouched."""
 
@@ -154,22 +162,6 @@ class HiddenKernels(Protocol):
         """Multiply rows of contiguous ``values`` [..., H] in place by ``scales`` [...] times a 0-d tensor."""
 
 
-class MaskBackend(RowBackend, Protocol):
-    """A backend that merges mask and labels in one operation, where PyTorch takes many."""
-
-    def reads_mask(self, mask: Tensor) -> bool:
-        """Return whether ``ratio_step`` takes the mask in the dtype that the caller passed."""
-
-    def merge_mask(
-        self, mask: Tensor, labels: Tensor | None, ignore_index: int
-    ) -> tuple[Tensor, Tensor | None, bool] | None:
-        """Return which tokens count, as bool: ``mask`` isn't 0 and the label isn't ``ignore_index``; the
-        labels, ``ignore_index`` where ``mask`` is 0, or None; and whether the mask holds only 0 and 1.
-
-        Return None for dtypes that aren't supported.
-        """
-
-
 class RatioBackend(RowBackend, Protocol):
     """A backend that also evaluates clipped ratios in one launch, from logits or from log-probs."""
 
@@ -195,8 +187,9 @@ class RatioBackend(RowBackend, Protocol):
     ) -> RatioStep:
         """Return the same from log-probs [B, T] or [1, N], fp32 or fp64, contiguous, per sequence or token.
 
-        Everything is computed in fp64. ``mask`` has the same shape and marks rows that are not ignored. It is
-        bool, or a mask that ``reads_mask`` accepts; such a mask raises ValueError unless it is only 0 and 1.
+        Everything is computed in fp64. ``mask`` has the same shape, a dtype of ``types.MASK_DTYPES`` and any
+        strides, and is not 0 for tokens that count. ``doubt`` checks the mask as well; a backend that itself
+        sees other values than 0 and 1 raises ValueError.
         """
 
 
@@ -228,6 +221,13 @@ def why_not(name: str, device: torch.device) -> str | None:
         return f"it can't be imported: {error}"
 
 
+@functools.lru_cache(maxsize=64)
+def automatic(device: torch.device) -> str:
+    """Return the first backend that can serve ``device``."""
+    candidates = _AUTO.get(device.type, ("reference",))
+    return next(candidate for candidate in candidates if why_not(candidate, device) is None)
+
+
 @constant_when_traced
 def resolve(name: str, device: torch.device) -> str:
     """Turn "auto" into the first backend that can serve ``device``; check that a named one can.
@@ -237,8 +237,7 @@ def resolve(name: str, device: torch.device) -> str:
         RuntimeError: the named backend can't serve ``device``; the message says why.
     """
     if name == "auto":
-        candidates = _AUTO.get(device.type, ("reference",))
-        return next(candidate for candidate in candidates if why_not(candidate, device) is None)
+        return automatic(device)
     if name not in _MODULES:
         raise ValueError(f"backend: got {name!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     reason = why_not(name, device)

@@ -7,6 +7,7 @@ by one, and the two places here that take structs apart and put them together ag
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import typing
@@ -139,7 +140,7 @@ class Operator:
 
     def _from_operands(self, *operands: Any) -> Any:
         tensors = [operand for operand in operands if isinstance(operand, Tensor)]
-        with _isolation(tensors, self._multiplies):
+        with _isolation(tensors, self._multiplies) or _NOTHING:
             return self._with_structs(self._implementation, operands)
 
     def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -151,8 +152,12 @@ class Operator:
         """Call the operator with the arguments of the implementation."""
         tensors = _collect_tensors(self._places, args, [])
         if can_bypass_dispatcher(tensors):
-            with _isolation(tensors, self._multiplies):
+            isolation = _isolation(tensors, self._multiplies)
+            if isolation is None:
                 result = self._implementation(*args)
+            else:
+                with isolation:
+                    result = self._implementation(*args)
             if self._mutates:
                 torch.autograd.graph.increment_version(args[0])
             return result
@@ -209,17 +214,18 @@ def inplace_operator(implementation: Callable[..., Any]) -> Operator:
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any]:
+def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any] | None:
     """Return a context without autograd, and without the autocast or TF32 that the caller has on: an operator
-    computes what it says.
+    computes what it says. Return None where that is so already.
     """
-    device = tensors[0].device.type if tensors else "cpu"
-    multiplies = multiplies and device == "cuda"
-    if multiplies or torch.is_autocast_enabled(device):
-        return _isolated(device, multiplies)
+    if multiplies or torch._C._is_any_autocast_enabled():
+        device = tensors[0].device.type if tensors else "cpu"
+        multiplies = multiplies and device == "cuda"
+        if multiplies or torch.is_autocast_enabled(device):
+            return _isolated(device, multiplies)
     # contexts that change nothing would take as long as the small operations of a small call
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return torch.no_grad() if learns else _NOTHING
+    return torch.no_grad() if learns else None
 
 
 @contextlib.contextmanager
@@ -263,4 +269,19 @@ def _reduction(name: str) -> bool | tuple[bool, bool]:
 
 def checked_values(device: torch.device) -> bool:
     """Return whether values are checked: always on CPU, on other devices with GSPO_KERNELS_VALIDATE=1."""
-    return device.type == "cpu" or os.environ.get("GSPO_KERNELS_VALIDATE") == "1"
+    return _is_cpu(device) or validates()
+
+
+@functools.lru_cache(maxsize=64)
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+_VALIDATE = os.environ.encodekey("GSPO_KERNELS_VALIDATE")
+_ENVIRONMENT: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+"""The dictionary behind ``os.environ``, whose ``get`` raises and catches an error for what is not set."""
+
+
+def validates() -> bool:
+    """Return whether GSPO_KERNELS_VALIDATE is 1."""
+    return _VALIDATE in _ENVIRONMENT and os.environ["GSPO_KERNELS_VALIDATE"] == "1"

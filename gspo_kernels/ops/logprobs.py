@@ -32,8 +32,10 @@ class ScoredRows(NamedTuple):
     @classmethod
     def of(cls, stats: RowStats) -> ScoredRows:
         """Make it from statistics, with the same tensors."""
-        missing = stats.logprobs.new_empty(0)
-        return cls(stats.logprobs, stats.lse, missing if stats.entropy is None else stats.entropy)
+        logprobs, lse, entropy = stats
+        if entropy is None:
+            entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
+        return cls(logprobs, lse, entropy)
 
     @classmethod
     def fake(cls, labels: Tensor, dtype: torch.dtype, entropy: bool) -> ScoredRows:
@@ -238,23 +240,27 @@ def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
     """Save tensors and row options, two of which are tensors or None, for the backward. Undefined upstream
     gradients will be None there.
     """
-    transform = options.transform
-    ctx.options = options._replace(transform=transform._replace(row_temperature=None, kept=None))
-    tensors = (*tensors, transform.row_temperature, transform.kept)
+    *_, row_temperature, kept = options.transform
+    if row_temperature is not None or kept is not None:
+        transform = options.transform._replace(row_temperature=None, kept=None)
+        options = options._replace(transform=transform)
+    ctx.options, tensors = options, (*tensors, row_temperature, kept)
     if not torch.compiler.is_compiling() and any(x is not None and x.is_inference() for x in tensors):
         tensors = tuple(copies_to_save(ctx, tensors))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
 
-def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
+def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:
     """Return what ``save_rows`` saved; an error if the backward is recorded."""
     if torch.is_grad_enabled():
         refuse_second_derivatives()
     *tensors, row_temperature, kept = ctx.saved_tensors
     options: RowOptions = ctx.options
-    transform = options.transform._replace(row_temperature=row_temperature, kept=kept)
-    return tuple(tensors), options._replace(transform=transform)
+    if row_temperature is not None or kept is not None:
+        transform = options.transform._replace(row_temperature=row_temperature, kept=kept)
+        options = options._replace(transform=transform)
+    return tensors, options
 
 
 class KnownCoefficientsFunction(torch.autograd.Function):

@@ -118,6 +118,12 @@ class ShardedRows:
             known = PairStats(*known, *(each.to(here.centres.dtype, copy=True) for each in sums))
         return known if grad is None else self._inner.divergence(of_shard, known, grad, out)
 
+    def merge_mask(
+        self, mask: Tensor, labels: Tensor | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor | None, bool | None]:
+        """See ``ops.backends.RowBackend.merge_mask``."""
+        return self._inner.merge_mask(mask, labels, ignore_index)
+
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """See ``ops.backends.RowBackend.scale_``."""
         self._inner.scale_(values, factor)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
 from gspo_kernels.exact import exact_dtype
-from gspo_kernels.ops.backends import MaskBackend, load, resolve
+from gspo_kernels.ops.backends import load, resolve
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.types import MASK_VALUES, Shard
@@ -54,18 +54,11 @@ def check_mask(loss_mask: Tensor | None) -> Tensor | None:
 
 def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     """Return which tokens count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
-    result, backend = None, load(resolve("auto", loss_mask.device))
-    if hasattr(backend, "merge_mask"):
-        result = cast(MaskBackend, backend).merge_mask(loss_mask, labels, ignore_index)
-    if result is not None:
-        counted, merged, binary = result
-    else:
-        counted, merged = loss_mask != 0, None
-        binary = not checked_values(loss_mask.device) or torch.equal(counted.to(loss_mask.dtype), loss_mask)
-        if labels is not None:
-            merged = torch.where(counted, labels, ignore_index).contiguous()
-            counted = merged != ignore_index
-    if not binary:
+    backend = load(resolve("auto", loss_mask.device))
+    counted, merged, binary = backend.merge_mask(loss_mask, labels, ignore_index)
+    if binary is None and checked_values(loss_mask.device):
+        binary = torch.equal((loss_mask != 0).to(loss_mask.dtype), loss_mask)
+    if binary is False:
         raise ValueError(MASK_VALUES)
     return counted, merged
 

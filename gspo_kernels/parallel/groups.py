@@ -88,15 +88,20 @@ class Parallel:
         """
         if not isinstance(parallel, Parallel):
             raise TypeError(f"parallel: got {type(parallel).__name__}, expected Parallel(...)")
+        if vars(parallel) == _DEFAULTS:
+            return
         if parallel.tp_group is not None or parallel.cp_group is not None:
             refuse_groups(in_force(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)
         for name, value in vars(parallel).items():
-            default = getattr(Parallel, name)
+            default = _DEFAULTS[name]
             if value != default and name not in usable:
                 raise ValueError(
                     f"{name}: {function} can't use it, expected {default}; of parallel it takes "
                     f"{', '.join(usable)}"
                 )
+
+
+_DEFAULTS = vars(Parallel())
 
 
 def group_name(argument: str, group: object) -> str:

@@ -120,6 +120,17 @@ def _slopes_of_logprob(p: Tensor, labels: Tensor, logprobs: Tensor) -> Tensor:
     return torch.where(columns == labels.unsqueeze(-1), -torch.expm1(logprobs).unsqueeze(-1), -p)
 
 
+def merge_mask(
+    mask: Tensor, labels: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor | None, bool | None]:
+    """See ``ops.backends.RowBackend.merge_mask``."""
+    counted = (mask != 0).contiguous()
+    if labels is None:
+        return counted, None, None
+    merged = torch.where(counted, labels, ignore_index).contiguous()
+    return merged != ignore_index, merged, None
+
+
 def scale_(values: Tensor, factor: Tensor) -> None:
     """See ``ops.backends.RowBackend.scale_``."""
     if factor.item() != 1.0:

@@ -96,6 +96,7 @@ def call_all(
             kl = KLPenalty(numbers, beta, estimator) if estimator else None
             mask = torch.ones(shape, dtype=torch.bool)
             kernels.ratio_step(numbers, mask, operands, form._replace(level=level), kl)
+            kernels.merge_mask(mask, labels.view(shape), -100)
 
 
 def compare(
@@ -221,7 +222,9 @@ def is_read(name: str) -> bool:
     """
     rows = name.startswith(("logprobs_", "on_chip_row", "sequence_ratio", "divergence"))
     own = rows and "no row_temperature_ptr" not in name
-    return not own and not name.startswith(("ratio_step", "scale_", "sum_unit", "fixed_product"))
+    return not own and not name.startswith(
+        ("ratio_step", "merge_mask", "scale_", "sum_unit", "fixed_product")
+    )
 
 
 def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
@@ -236,6 +239,8 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
         entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
         entry |= resources(kernel)
         names = call[0].signature.parameters
+        given = [name for name in call[2] if name in names]
+        entry["constants_follow_in_order"] = [*names][len(call[1]) :] == given
         if any(hasattr(arg, "counters") for arg in call[1]):
             entry["order"] = order_of_memory(kernel)
         if name.startswith("fixed_product_kernel"):

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 import gspo_kernels as gk
 from gspo_kernels import cpp, losses, step, terms
-from gspo_kernels.ops.backends import why_not
+from gspo_kernels.ops.backends import load, why_not
 from gspo_kernels.types import METRICS, NO_RATIO, RatioClip, RatioOperands, stats_dtype
 from tests.cases import device_of, generator, offsets
 
@@ -374,6 +374,28 @@ def test_only_counted_tokens_are_summed_up_in_cpp(dtype, old_dtype):
         assert torch.equal(step.grad_logprobs, padded.grad_logprobs[:, :length])
 
 
+@pytest.mark.parametrize("backend", ("triton", "cpp", "reference"))
+@pytest.mark.parametrize("labels_dtype", (torch.int64, torch.int32, None), ids=str)
+def test_mask_and_labels_are_merged(backend, labels_dtype):
+    """Any dtypes and strides; more tokens than a program takes, and none."""
+    rng, served = generator(0), device_of(backend)
+    for B, T in ((3, 700), (2, 1), (1, 0)):
+        labels = torch.randint(-3, 9, (T, B), generator=rng).t().to(labels_dtype or torch.int64)
+        keep = torch.randint(2, (B, 2 * T), generator=rng)[:, ::2]
+        for dtype in (torch.bool, torch.uint8, torch.float16, FP32, FP64, torch.int32, torch.int64):
+            counted, merged, binary = load(backend).merge_mask(
+                keep.to(dtype).to(served), None if labels_dtype is None else labels.to(served), -2
+            )
+            want = (keep != 0) & ((labels != -2) | (labels_dtype is None))
+            assert (
+                counted.dtype == torch.bool and counted.is_contiguous() and torch.equal(counted.cpu(), want)
+            )
+            assert binary is not False and (merged is None) == (labels_dtype is None)
+            if merged is not None:
+                assert merged.dtype == labels_dtype and merged.is_contiguous()
+                assert torch.equal(merged.cpu(), labels.masked_fill(keep == 0, -2))
+
+
 @pytest.mark.parametrize("length", (5, 70_000))
 def test_masks_of_numbers_are_read_and_checked(launch, length):
     """Masks are checked whoever reads them; C++ reads them itself where nothing else does."""
@@ -384,7 +406,6 @@ def test_masks_of_numbers_are_read_and_checked(launch, length):
     want = launch(values | {"loss_mask": mask})
     for dtype in (torch.float16, torch.int32, torch.int64, FP32, FP64):
         numbers = mask.to(dtype)
-        assert cpp.reads_mask(numbers) == (dtype != torch.float16)
         got = launch(values | {"loss_mask": numbers})
         assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
         if launch.device.type == "cuda":

@@ -229,6 +229,7 @@ def test_a_reward_that_sets_signal_handlers_gets_right_values(timeout, hides):
         warnings.simplefilter("always")
         for _ in range(2):
             assert rewards(["p"] * 2, texts, [[0]] * 2, columns).total.tolist() == [1.0, 0.0]
+    told = [each for each in told if "graded" in str(each.message)]
     words = ["graded sets a signal handler, which fails in a thread"] if timeout else []
     assert [word in str(each.message) for word, each in zip(words, told, strict=True)] == [True] * len(words)
     assert threads[-2:] == [threading.main_thread()] * 2 and len(threads) == 2 + len(words)

@@ -1,0 +1,140 @@
+"""Launch kernels on a pretended GPU without the interpreter, and print as JSON what was launched. A script.
+
+Each call is launched by Triton, then twice by ``launch``, which launches the second time by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from gspo_kernels import kernels
+from gspo_kernels.kernels import launch as launching
+from gspo_kernels.kernels import logprobs, masks, scale, sequence_ratio, steps
+from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Driver:
+    """A GPU on which nothing runs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+launched: list[Any] = []
+by_triton = [0]
+
+
+def prepare(kernel: Any) -> None:
+    """Take the place of loading a kernel."""
+    kernel.module, kernel.function = 0, id(kernel)
+    kernel._run = lambda *arguments: launched.append((kernel.hash, arguments))
+
+
+@triton.jit
+def plain_kernel(values_ptr, count, factor, pair, missing_ptr, BLOCK: tl.constexpr, TWICE: tl.constexpr):
+    """Triton looks at alignment and size of every argument of this kernel."""
+    lanes = tl.arange(0, BLOCK)
+    values = tl.load(values_ptr + lanes, mask=lanes < count) * factor + pair[1]
+    tl.store(pair[0] + lanes, values, mask=lanes < count)
+
+
+def shown(kernel: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """Return what a launch shows, without what only hooks get, as JSON takes it."""
+    *grid, stream, function, metadata = arguments[:6]
+    return [kernel, grid, stream, function, str(metadata), *map(described, arguments[9:])]
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.data_ptr()]
+    if isinstance(value, tuple):
+        return [type(value).__name__, *map(described, value)]
+    return value if isinstance(value, int | float | None) else str(value)
+
+
+def calls() -> list[Any]:
+    """Return the calls of ``launch`` as (kernel, programs, tile, arguments, constants)."""
+    found: list[Any] = []
+
+    def record(kernel: Any, programs: int, _: Any, tile: Any, *arguments: Any, **constants: Any) -> None:
+        found.append((kernel, programs, tile, arguments, constants))
+
+    numbers = torch.zeros(80)
+    assert numbers.data_ptr() % 16 == 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for start in (0, 1):
+            for count in (1, 16, 17, 2**31):
+                for missing in (None, numbers):
+                    values = numbers.to(dtype)[start:]
+                    rest = count, 0.5, (values[1:], 1 if missing is None else 17), missing
+                    record(
+                        plain_kernel, 3, DEVICE, launching.Tile(64, 4), values, *rest, BLOCK=64, TWICE=start
+                    )
+    for module in (logprobs, masks, scale, sequence_ratio, steps):
+        module.launch = record  # type: ignore[assignment]
+    for B, T, V in ((1, 1, 1), (2, 16, 16), (3, 17, 17)):
+        for start in (0, 1):
+            for dtype in (torch.float32, torch.bfloat16):
+                logits = torch.zeros(B * T * V + start, dtype=dtype)[start:].view(B, T, V)
+                labels, old = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T)
+                rows = LogitRows(logits, labels, LogitTransform(), -1 if start else -100)
+                form = RatioClip(-1.0, 1.0, 2.0, False, "sequences", 1.0)
+                operands = RatioOperands(old, torch.zeros(B), None if start else torch.ones(B))
+                kernels.logprobs_forward(rows, entropy=bool(start))
+                kernels.merge_mask(old if start else labels != 0, labels, -100)
+                kernels.scale_(logits, torch.ones(()))
+                kernels.sequence_ratio_forward(rows, operands, form)
+                kernels.ratio_step(old, labels != 0, operands, form)
+    return found
+
+
+def main() -> None:
+    """Print (by Triton, at first, later, later by Triton) of every call, and what a hook has seen."""
+    driver.set_active(Driver())
+    torch.cuda.current_device = lambda: 0
+    CompiledKernel._init_handles = prepare
+    run = JITFunction.run
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        by_triton[0] += 1
+        return run(*arguments, **keywords)
+
+    JITFunction.run = counted
+    report = []
+    for kernel, programs, tile, arguments, constants in calls():
+        launched.clear()
+        kernel[(programs,)](*arguments, **constants, **tile.options())
+        launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
+        by_triton[0] = 0
+        launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
+        report.append(([shown(*each) for each in launched], by_triton[0]))
+    seen: list[Any] = []
+    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+    for hook in hooks:
+        hook.add(seen.append)
+        by_triton[0] = 0
+        launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
+        assert by_triton[0] == 1 and launched[-1][1][7:9] == hooks
+        hook.remove(seen.append)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
