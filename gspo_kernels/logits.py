@@ -69,7 +69,7 @@ class LogitArguments(NamedTuple):
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
-        if in_force(None):
+        if backend == "reference" and in_force(None):
             refuse_backend(backend)
         shard = _WHOLE if parallel.tp_group is None else _shard(parallel, width)
         kept = None

@@ -15,6 +15,7 @@ from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.ranks import comparing
+from gspo_kernels.torch_internals import apply
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 
 
@@ -83,8 +84,8 @@ def token_logprobs(
         rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
         if ranks is not None:
             ranks.compare(row_labels, None, options, vocabulary)
-    logprobs, entropy = TokenLogprobsFunction.apply(
-        rows, row_labels, return_entropy, inplace_backward, options
+    logprobs, entropy = apply(
+        TokenLogprobsFunction, rows, row_labels, return_entropy, inplace_backward, options
     )
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 

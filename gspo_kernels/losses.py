@@ -30,6 +30,7 @@ from gspo_kernels.ranks import comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
+from gspo_kernels.torch_internals import apply
 from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
@@ -107,7 +108,7 @@ def policy_loss(
 
     rows, entropy, terms = _normalize_logprobs("policy_loss", logprobs, entropy, passed, objective, parallel)
     backend = resolve("auto", logprobs.device)
-    loss, metrics = PolicyLossFunction.apply(rows, entropy, terms, backend, ratio_of(terms, backend))
+    loss, metrics = apply(PolicyLossFunction, rows, entropy, terms, backend, ratio_of(terms, backend))
     return output_of(loss, metrics, rows, entropy, terms)
 
 
@@ -282,11 +283,17 @@ def fused_policy_loss(
     if learns and not late and coefficients_depend_on(objective, terms) == "nothing":
         return _with_known_coefficients(rows, row_labels, terms, options, ratio)
     if ratio.level == "sequence" and given_logprobs and not with_entropy and not options.shard.group:
-        loss, logprobs, metrics = SequenceRatioFunction.apply(
-            rows, row_labels, inplace_backward, options, ratio_operands(row_labels, terms), ratio
+        loss, logprobs, metrics = apply(
+            SequenceRatioFunction,
+            rows,
+            row_labels,
+            inplace_backward,
+            options,
+            ratio_operands(row_labels, terms),
+            ratio,
         )
         return output_of(loss, metrics, logprobs, None, terms)
-    scored = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)
+    scored = apply(TokenLogprobsFunction, rows, row_labels, with_entropy, inplace_backward, options)
     return _of_scored_rows(scored, with_entropy, terms, options.backend, ratio)
 
 
@@ -295,7 +302,7 @@ def _of_scored_rows(
 ) -> LossOutput:
     """Return the loss of log-probs and, if it was computed, their entropy."""
     logprobs, entropy = scored[0], scored[1] if with_entropy else None
-    loss, metrics = PolicyLossFunction.apply(logprobs, entropy, terms, backend, ratio)
+    loss, metrics = apply(PolicyLossFunction, logprobs, entropy, terms, backend, ratio)
     return output_of(loss, metrics, logprobs, entropy, terms)
 
 

@@ -84,6 +84,13 @@ def refuse_second_derivatives() -> None:
         )
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return ``function.apply(*args)``, without the third of it that only functorch needs."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def is_last_backward() -> bool:
     """Return, in a function's backward, whether its saved tensors are freed afterwards and may be changed;
     False where the backward is traced.

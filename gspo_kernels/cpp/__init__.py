@@ -186,7 +186,7 @@ def ratio_step(
     verdict = operators().ratio_step(
         logprobs.detach() if logprobs.requires_grad else logprobs,
         mask.contiguous(),
-        *_sequence_arguments(operands, form),
+        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, form),
         None if kl is None else _numbers(kl.ref_logprobs),
         _numbers(beta),
         0 if kl is None else int(kl.estimator[1:]),
@@ -207,7 +207,11 @@ def sequence_ratio_forward(
     new = stats.logprobs.new_empty
     loss, *others = new(()), new(operands.advantages.shape), new(()), new(len(METRICS))
     plausible = operators().sequence_ratio_forward(
-        *_row_arguments(rows), *_sequence_arguments(operands, form), *stats[:2], loss, *others
+        *_row_arguments(rows),
+        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, form),
+        *stats[:2],
+        loss,
+        *others,
     )
     if not plausible and doubt is not None:
         doubt()
@@ -266,12 +270,14 @@ def _numbers(values: Tensor | None) -> Tensor | None:
     return values.detach() if values.requires_grad else values
 
 
-def _sequence_arguments(operands: RatioOperands, form: RatioClip) -> tuple[Any, ...]:
-    old_logprobs, *of_sequences, cu_seqlens = operands
+def _sequence_arguments(
+    numbers: list[Tensor | None], cu_seqlens: Tensor | None, form: RatioClip
+) -> tuple[Any, ...]:
+    old_logprobs, *of_sequences = numbers
     return (
-        _numbers(old_logprobs),
+        old_logprobs,
         None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
-        *[_numbers(values) for values in of_sequences],
+        *of_sequences,
         *form[:4],
         _DIVISORS.index(form.divisor),
         form.divisor_scale,
