@@ -122,12 +122,3 @@ def take_prefetched(
 def _version(tensor: Tensor) -> int:
     """Return how often a tensor was written; those of inference mode don't tell."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def look_pays(rows: int, weight: Tensor) -> bool:
-    """Return whether a look at the device, to leave rows of ``rows`` out of gradient products, may save time.
-
-    Without it the host runs ahead by about a millisecond. With a tenth of rows left out, the products with
-    ``weight`` [V, H] save 0.4 rows V H operations: a millisecond, at 700 TFLOP/s, from rows V H = 1.75e12 on.
-    """
-    return not weight.is_cuda or rows * weight.numel() >= 1.75e12

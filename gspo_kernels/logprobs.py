@@ -162,7 +162,7 @@ def linear_token_logprobs(
         checks.flag("return_entropy", return_entropy)
         options = how.normalize(labels, None, hidden.dtype, vocabulary, parallel)
         rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
-        lengths = take_prefetched(labels, None, None, None, ignore_index)
+        lengths = take_prefetched(labels, None, None, None, ignore_index) if labels.is_cuda else None
         operands = LinearOperands(
             rows, weight, bias, row_labels, options, chunking._replace(lengths=lengths), base
         )

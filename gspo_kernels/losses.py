@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.layout import from_rows
 from gspo_kernels.lengths import take_prefetched
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.explain import SchedulePlan, explain
@@ -400,8 +400,11 @@ def fused_linear_policy_loss(
         if ranks is not None:
             ranks.compare(operands.labels, terms, operands.options, len(operands.weight), operands.scattered)
     # "all" leaves out tokens that these lengths count
-    on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
-    if on_host is not None and skip_inactive == "backward":
+    ahead = labels.is_cuda and skip_inactive == "backward"
+    if (
+        ahead
+        and (on_host := take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)) is not None
+    ):
         operands = operands._replace(chunking=operands.chunking._replace(lengths=on_host))
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
@@ -506,9 +509,8 @@ def _normalize_linear(
     hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
     packed = checks.layout("labels", labels, passed.cu_seqlens) is not None
     terms = validate_terms(passed, labels, objective, has_entropy, parallel)
-    rows, terms = merge_mask(
-        as_rows(labels, packed), terms, checks.integer("ignore_index", how.ignore_index, labels.dtype)
-    )
+    row_hidden, rows = (x.unsqueeze(0) if packed else x for x in (hidden, labels))
+    rows, terms = merge_mask(rows, terms, checks.integer("ignore_index", how.ignore_index, labels.dtype))
     merged = rows[0] if packed else rows
     options = how.normalize(merged, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     if skip_inactive == "all":
@@ -527,5 +529,5 @@ def _normalize_linear(
     lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
     name, reason = choose(schedule, reasons, any(needs), lengths_known)
     plan = plan._replace(schedule=name, defers="deferred" not in reasons)
-    operands = LinearOperands(as_rows(hidden, packed), weight, bias, rows, options, chunking, base)
+    operands = LinearOperands(row_hidden, weight, bias, rows, options, chunking, base)
     return operands, terms, plan, reason

@@ -9,8 +9,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import lengths
-from gspo_kernels.linear import logprobs, loss
-from gspo_kernels.linear.products import products_of
+from gspo_kernels.linear.products import products_of, pytorch
 from gspo_kernels.linear.sums import GradientRows, HeadSums
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import LogitTransform, RowOptions
@@ -258,8 +257,7 @@ def test_from_hidden_states_few_launches_and_no_look_that_need_not_be(gpu, sched
 @pytest.fixture
 def large(monkeypatch):
     """Let a look at the device pay, as in calls with many rows."""
-    for module in (loss, logprobs):
-        monkeypatch.setattr(module, "look_pays", lambda *_: True)
+    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 0.0)
 
 
 @pytest.mark.parametrize(("schedule", "skip", "terms", "most"), LARGE)
@@ -269,12 +267,16 @@ def test_rows_without_gradient_are_left_out_where_a_look_pays(gpu, large, schedu
 
 def test_a_look_pays_from_a_millisecond_of_products_on():
     """0.4 rows V H operations at 700 TFLOP/s: in a large model's chunk, not in a small model's step."""
+    options = RowOptions(LogitTransform(), -100, "triton")
+
+    def rows(*shape):
+        weight = torch.empty(*shape, device="meta")
+        return products_of(weight, None, None, "float32", False, options).rows_worth_a_look
+
+    assert rows(151936, 4096) == 0.0  # not on a GPU
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-        weight = torch.empty(151936, 4096, device="meta")
-        assert lengths.look_pays(4096, weight) and not lengths.look_pays(2000, weight)
-        assert not lengths.look_pays(4096, torch.empty(151936, 1024, device="meta"))
-    assert lengths.look_pays(1, torch.empty(1, 1))
+        assert 2000 < rows(151936, 4096) < 4096 < rows(151936, 1024)
 
 
 LENGTHS = torch.tensor([0, 2, 2, 7, 16], dtype=torch.int32)

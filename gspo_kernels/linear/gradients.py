@@ -12,9 +12,8 @@ from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.chunk import Chunk, Projected, compacted
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import GradientRows, HeadSums
-from gspo_kernels.ops.backends import hidden_kernels
+from gspo_kernels.ops.backends import hidden_kernels, load
 from gspo_kernels.ops.library import Operator
-from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.torch_internals import refuse_second_derivatives
@@ -259,7 +258,7 @@ def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     gradients = []
     for total in sums:
         if total.numel():
-            scale_(total, upstream, ctx.backend)
+            load(ctx.backend).scale_(total, upstream)
         gradients.append(total.to(dtype))
     if hidden.numel():
         hidden_kernels(ctx.backend).scale_rows_(hidden, scales, upstream)

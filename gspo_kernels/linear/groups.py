@@ -77,14 +77,14 @@ class CoefficientGroups:
         layout, compact = terms.layout(call.labels), call.chunking.compact
         # every sequence has T rows, so no counts are read from the device
         equal = isinstance(layout, Padded) and not compact
-        known: dict[str, list[int]] = {"inactive": [0] * layout.sequences}
+        known: dict[str, list[int]] = {}
         if isinstance(layout, Padded):
-            known["counts"] = [layout.length] * layout.sequences
+            known["counts"] = [layout.length] * layout.rows
         asked: dict[str, Tensor] = {}
         inactive, on_host = inactive_sequences(call.labels, terms) if skip else None, call.chunking.lengths
         if compact and on_host is not None:
             known["counts"], flags = on_host.tolist()
-            known["inactive"] = known["inactive"] if inactive is None else flags
+            known |= {} if inactive is None else {"inactive": flags}
         elif not equal:
             present = call.counted if compact else torch.ones_like(call.counted)
             asked["counts"] = layout.sum(exact(present))
@@ -97,6 +97,7 @@ class CoefficientGroups:
             values = torch.stack([value.to(torch.int64) for value in asked.values()]).tolist()
             known |= dict(zip(asked, values, strict=True))
         counts = known["counts"]
+        without = known.get("inactive", [0] * len(counts))
         present_sequences = [i for i, count in enumerate(counts) if count]
 
         members: dict[int, list[int]] = {}
@@ -106,8 +107,8 @@ class CoefficientGroups:
             for i, group in enumerate(known.get("groups", [0] * len(counts))):
                 members.setdefault(group, []).append(i)
         groups = list(members.values())
-        working = [group for group in groups if not all(known["inactive"][i] for i in group)]
-        inactive_groups = [group for group in groups if all(known["inactive"][i] for i in group)]
+        working = [group for group in groups if not all(without[i] for i in group)]
+        inactive_groups = [group for group in groups if all(without[i] for i in group)]
         # groups that fit a chunk go last, next to those that are only projected; segments keep their order
         if not call.chunking.batch_invariant:
             fit = [sum(counts[i] for i in group) <= call.chunk_rows for group in working]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.lengths import look_pays
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
 from gspo_kernels.linear.scores import Scores
@@ -48,7 +47,7 @@ def linear_logprobs_backward(
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)
     new_stats, where = False, call.projected
-    if skip and look_pays(call.labels.numel(), call.products.weight):
+    if skip and call.products.rows_worth_a_look <= call.labels.numel():
         keep = is_active(grad_logprobs, grad_entropy) & call.counted
         new_stats = call.products.varies and not torch.equal(keep, call.counted)
         where = call.index(keep)

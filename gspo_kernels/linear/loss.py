@@ -7,6 +7,7 @@ beforehand from masks and lengths alone.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
-from gspo_kernels.lengths import look_pays
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.chunk import Chunk, as_index
 from gspo_kernels.linear.gradients import (
@@ -104,6 +104,8 @@ class Run:
         self.call, self.terms, self.plan = call, terms, plan
         self.scores = Scores(call, plan.entropy)
         self.gradients = Gradients(call, plan.requires_grad, normalised=True)
+        # from how many rows on those without gradient stay out of gradient products
+        self.leaves_out_from = call.products.rows_worth_a_look if plan.leaves_out else math.inf
         # a ratio, which would show the last bits of the log-probs
         self.compared = terms.old_logprobs is not None or terms.ref_logprobs is not None
         # evaluate all tokens at once: other ranks have tokens of the same sequences, or sums over sequences
@@ -114,10 +116,6 @@ class Run:
         self._step: PolicyStep | None = None
         self._sequence_sums: HeadSums | None = None
 
-    def leaves_out(self, rows: int) -> bool:
-        """Return whether rows without gradient stay out of gradient products, of so many rows."""
-        return self.plan.leaves_out and look_pays(rows, self.call.products.weight)
-
     def known(self) -> None:
         """Serve a call in which a token's coefficient is known beforehand, or depends on the token's log-prob
         alone: log-probs and gradient come from the same chunk.
@@ -125,7 +123,7 @@ class Run:
         call, where, terms = self.call, self.call.projected, self.terms
         if self.plan.depends_on == "nothing":
             grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
-            keep = call.index(grads[where] != 0) if self.leaves_out(call.labels.numel()) else None
+            keep = call.index(grads[where] != 0) if self.leaves_out_from <= call.labels.numel() else None
             if isinstance(keep, Tensor):
                 # the rows without gradient are only projected
                 index = as_index(where, keep.device)
@@ -143,7 +141,7 @@ class Run:
         if in_one_launch:
             per_token, ratio = sum_over_tokens(per_token, ratio)
         for chunk in call.chunks(where):
-            skip = self.leaves_out(chunk.size)
+            skip = self.leaves_out_from <= chunk.size
             projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
             self.scores.keep(chunk, projected.stats)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
@@ -185,7 +183,7 @@ class Run:
 
     def aligned(self, chunk: Chunk, terms: Terms) -> None:
         """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits."""
-        skip = self.leaves_out(chunk.size)
+        skip = self.leaves_out_from <= chunk.size
         projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
         self.scores.keep(chunk, projected.stats)
         grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
@@ -232,7 +230,7 @@ class Run:
         """Project all rows for their coefficients, and rows with a gradient once more."""
         self.scores.forward(where)
         grad, grad_entropy = self.coefficients(where, terms)
-        keep = self.call.index(is_active(grad, grad_entropy)) if self.leaves_out(len(grad)) else None
+        keep = self.call.index(is_active(grad, grad_entropy)) if self.leaves_out_from <= len(grad) else None
         chosen = keep if isinstance(keep, Tensor) else None
         if chosen is not None:
             where = as_index(where, chosen.device)[chosen]

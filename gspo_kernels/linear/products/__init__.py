@@ -53,24 +53,21 @@ def products_of(
         options: say which row operations work on the logits.
     """
     whole = weight if base is None else base
+    if whole.dtype == torch.float32:
+        in_blocks = whole.is_cpu and whole.numel() >= SMALL and fp32_library() == "cpp"
+    else:
+        in_blocks = whole.is_cpu and multiplies(whole.dtype)
     if invariant:
         kind: type[Products] = FixedProducts
         converts = whole.is_cpu and whole.dtype == torch.float16
     elif whole.is_cuda:
         kind, converts = Products, False
-    elif whole.is_cpu and multiplied_in_blocks(whole):
+    elif in_blocks:
         kind, converts = BlockProducts, False
     else:
         kind, converts = StreamedProducts if whole.is_cpu else SlabProducts, True
     products = kind(whole, bias, logits_dtype, converts, options)
     return products if base is None else AdapterProducts(products, weight)
-
-
-def multiplied_in_blocks(weight: Tensor) -> bool:
-    """Return whether the C++ backend multiplies a weight on the CPU."""
-    if weight.dtype == torch.float32:
-        return weight.numel() >= SMALL and fp32_library() == "cpp"
-    return multiplies(weight.dtype)
 
 
 def fp32_library() -> str:

@@ -100,7 +100,7 @@ class StreamedProducts(SlabProducts):
             return super().statistics(chunk, entropy)
         sums = OnlineSoftmax(chunk, self.vocabulary, self.dtype, entropy)
         if self.fuses:
-            sums.add_product(chunk.hidden, self.weight, self.bias)
+            sums.add_product(chunk.hidden.to(self.weight.dtype), self.weight, self.bias)
         else:
             for first, columns in self.slabs(chunk.hidden, None):
                 sums.add(columns, first)

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from gspo_kernels import cpp
 from gspo_kernels.cpp.products import multiply, values_in_step
-from gspo_kernels.linear.products.blocks import StreamedProducts
-from gspo_kernels.linear.products.pytorch import HIDDEN_SLAB
+from gspo_kernels.linear.products.blocks import BlockProducts
 from gspo_kernels.torch_internals import constant_when_traced
 
 SEGMENT = 128
 """The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``."""
 
 
-class FixedProducts(StreamedProducts):
-    """Products by ``fixed_product``. On the CPU fp16 weights are converted to fp32 in slabs."""
+class FixedProducts(BlockProducts):
+    """Products by ``fixed_product``. On the CPU a weight in fp16 is converted to fp32."""
 
     name = "products in a fixed order"
     any_order = False
@@ -31,8 +30,7 @@ class FixedProducts(StreamedProducts):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.converts = self.rows_dtype != self.weight.dtype
-        self.fuses = not self.converts
+        self.weight = self.weight.to(self.rows_dtype)
         # how many rows a product may sum in one step, in whatever order
         step = SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
         self.segments = Segments(step, self.options.ignore_index)
@@ -46,25 +44,16 @@ class FixedProducts(StreamedProducts):
         return [min(count, end) for end in range(size, count + size, size)]
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write logits at once if they need no conversion, which 16-bit ones do on the CPU."""
+        """Write logits; on the CPU 16-bit ones are rounded from fp32."""
         rounds = out.is_cpu and out.dtype in (torch.float16, torch.bfloat16)
-        if self.converts or rounds:
-            return super().logits(hidden, out)
-        return fixed_product(hidden, self.weight.t(), out, bias=self.bias)
-
-    def write_slab(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Write the logits of some rows of the weight."""
-        fixed_product(hidden, weight, out, bias=bias)
+        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device) if rounds else out
+        fixed_product(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
+        return out.copy_(wide) if rounds else out
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
-        """Multiply, slab by slab where the weight is converted."""
+        """Multiply rows by the weight."""
         out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
-        if not self.converts:
-            return fixed_product(rows, self.weight, out)
-        for first in range(0, self.vocabulary, HIDDEN_SLAB):
-            slab = slice(first, first + HIDDEN_SLAB)
-            fixed_product(rows[:, slab], self.weight[slab].to(rows.dtype), out, accumulate=first > 0)
-        return out
+        return fixed_product(rows, self.weight, out)
 
     def add_weight(
         self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
