@@ -400,11 +400,8 @@ def fused_linear_policy_loss(
         if ranks is not None:
             ranks.compare(operands.labels, terms, operands.options, len(operands.weight), operands.scattered)
     # "all" leaves out tokens that these lengths count
-    ahead = labels.is_cuda and skip_inactive == "backward"
-    if (
-        ahead
-        and (on_host := take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)) is not None
-    ):
+    if labels.is_cuda and skip_inactive == "backward":
+        on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
         operands = operands._replace(chunking=operands.chunking._replace(lengths=on_host))
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
