@@ -17,7 +17,7 @@ import torch
 from benchmarks.measure import DeviceBroken, machine, print_peaks
 from benchmarks.registry import SUITES, Options
 
-for _module in ("contestants", "suites", "fidelity", "static", "trl_memory"):
+for _module in ("contestants", "suites", "fidelity", "static", "trl_memory", "host", "products"):
     importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
 
 DEVICE_BROKEN = 3
@@ -31,8 +31,8 @@ def run_suite(name: str, options: Options, out: Path | None) -> dict[str, Any]:
     record: dict[str, Any] = {"suite": name, "title": suite.title, "size": options.size, **machine(device)}
     print(f"\n=== {suite.title} ({record['device']})", flush=True)
 
-    def save(cases: list[dict[str, Any]]) -> None:
-        record["cases"] = cases
+    def save(known: dict[str, Any]) -> None:
+        record.update(known)
         _write({**record, "unfinished": True}, out)
 
     try:

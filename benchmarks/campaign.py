@@ -1,11 +1,26 @@
 """``python -m benchmarks campaign --out DIR``: tests and suites on a GPU, in nine minutes.
 
-Every stage is a process with a share of the time: first the tests (GPU tests, compute-sanitizer, the tests of
-the package on the device), then the suites, and at last the page with its plots. If a stage fails, hangs or
-loses the device, that is recorded and the next one starts; a contestant that breaks the device is left out of
-a second try. Time that a stage does not use goes to the next ones; no stage gets the time of those after it,
-so the report is always written. DIR then holds a JSON file per suite, reports of pytest, the page, its plots,
-and ``campaign.json`` with all outcomes. With ``--device cpu`` the same stages rehearse on tiny shapes.
+Every stage is a process with a share of the time, the most important first. If a stage fails, hangs or loses
+the device, that is recorded and the next one starts; a contestant that breaks the device is left out of a
+second try; a stage whose test or kernel does not exist is skipped. Time that a stage does not use goes to the
+next ones; no stage gets the time of those after it, so the report is always written. DIR then holds a JSON
+file per suite, what tests measured, reports of pytest, the page, its plots, and ``campaign.json`` with all
+outcomes. With ``--device cpu`` the same stages rehearse on tiny shapes.
+
+A rented machine often has PyTorch and transformers, but no network. Prepare the tree on a machine with the
+same processor and a glibc that is not newer:
+
+1. ``python setup.py build_ext --inplace`` builds the extension. Built against any torch from 2.11 on, it
+   loads into all of them, and into every Python.
+2. ``pip download --no-deps --only-binary=:all: --python-version 3.12 --dest wheels NAMES`` fetches what the
+   machine lacks for its Python. The trainer needs pydantic, pydantic-core, annotated-types,
+   typing-inspection, tyro, docstring-parser and typeguard, beside transformers, accelerate, peft, rich and
+   pyyaml; the tests need pytest and pytest-xdist, the plots matplotlib. Contestants come in the same way.
+3. There, ``pip install --no-index --no-deps --target site wheels/*.whl`` and then ``PYTHONPATH=site python -m
+   benchmarks campaign --out DIR && tar czf DIR.tgz DIR``. The package itself is used from the tree.
+
+A contestant that is missing is left out of the tables. Where packages of the trainer are missing, its stage
+is skipped. datasets and math-verify are not used.
 """
 
 from __future__ import annotations
@@ -32,21 +47,28 @@ class Stage:
     Attributes:
         name: also the suite's name where ``kind`` is "suite".
         kind: "tests", "suite" or "report".
-        seconds: its share of nine minutes; in a shorter campaign proportionally less.
+        seconds: its share of nine minutes, in a shorter campaign proportionally less; with 0 it runs if the
+            stages before it leave ``SPARE`` seconds.
         arguments: after ``pytest``, or after ``python -m benchmarks run NAME``.
-        status: "waiting", "done", "failed", "out of time" or "skipped".
+        needs: a file of the tree that it tests or measures; "" if this always exists.
+        status: "waiting", "done", "failed", "out of time", or "skipped": what it needs is not here.
     """
 
     name: str
     kind: str
     seconds: float
     arguments: tuple[str, ...] = ()
+    needs: str = ""
     status: str = "waiting"
     reason: str = ""
     took: float = 0.0
     tests: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     without: dict[str, str] = field(default_factory=dict)
+
+    def file(self, kind: str) -> str:
+        """Return the name of its log or report."""
+        return f"{self.name.replace(' ', '_')}.{kind}"
 
 
 # Tests of backends and of kernels. Tests that compile for other targets need no GPU and are left out.
@@ -57,24 +79,32 @@ _ON_DEVICE = (
     "tests/test_equivalence.py",
     "tests/test_batch_invariance.py",
 )
+_OURS = ("--contestants", "ours", "naive PyTorch")
+PARALLEL = "--numprocesses=8"
+"""Tests spend most of their time on compiling kernels. Those of the trainer are timed, and run alone."""
+SPARE = 60.0
+"""The least seconds of a stage without a share."""
+STOPPING = 5.0
+"""Seconds reserved for stopping a stage that is out of time."""
 
 
 def stages() -> list[Stage]:
-    """Return the tests, then the suites, the most important first: an early end loses the last ones."""
+    """Return the stages, the most important first: an early end loses the last ones."""
     return [
-        Stage("gpu tests", "tests", 55, ("tests/gpu", "-k", "not sanitizer")),
-        Stage("sanitizer", "tests", 55, ("tests/gpu", "-k", "sanitizer")),
-        Stage("tests on the device", "tests", 65, (*_ON_DEVICE, "-k", "not cpp and not reference")),
-        Stage("logits", "suite", 80),
-        Stage("hidden", "suite", 160),
-        Stage("step", "suite", 45),
-        Stage("memory", "suite", 35),
+        Stage("gpu tests", "tests", 40, ("tests/gpu", "-k", "not sanitizer and not trainer", PARALLEL)),
+        Stage("trainer", "tests", 60, ("tests/gpu/test_trainer.py",)),
+        Stage("profile", "suite", 45),
+        Stage("host", "suite", 60),
+        Stage("exponentials", "suite", 120, needs="gspo_kernels/linear/products/exponentials.py"),
+        Stage("hidden", "suite", 95, _OURS),
+        Stage("fixed", "suite", 40),
+        Stage("logits", "suite", 25),
+        Stage("step", "suite", 20),
+        Stage("memory", "suite", 20),
+        Stage("sanitizer", "tests", 0, ("tests/gpu", "-k", "sanitizer", PARALLEL)),
+        Stage("tests on the device", "tests", 0, (*_ON_DEVICE, "-k", "not cpp and not reference", PARALLEL)),
         Stage("report", "report", 15),
     ]
-
-
-STOPPING = 5.0
-"""Seconds reserved for stopping a stage that is out of time."""
 
 
 def limit_of(plan: Sequence[Stage], index: int, left: float, minutes: float) -> float:
@@ -86,10 +116,9 @@ def limit_of(plan: Sequence[Stage], index: int, left: float, minutes: float) -> 
 def command(stage: Stage, device: str, out: Path) -> list[str]:
     """Return the command line of a stage."""
     if stage.kind == "tests":
-        report = out / f"{stage.name.replace(' ', '_')}.xml"
-        # compiling kernels takes most of the time
-        workers = ["--numprocesses=8"] if device == "cuda" else []
-        return [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *workers, *stage.arguments]
+        words = [word for word in stage.arguments if device == "cuda" or word != PARALLEL]
+        reports = [f"--junit-xml={out / stage.file('xml')}", f"--results={out}"]
+        return [sys.executable, "-m", "pytest", "-q", *reports, *words]
     if stage.kind == "report":
         return [sys.executable, "-m", "benchmarks", "report", "--results", str(out)]
     words = [sys.executable, "-m", "benchmarks", "run", stage.name, "--device", device, "--out", str(out)]
@@ -126,7 +155,7 @@ def run_limited(arguments: Sequence[str], limit: float, device: str, log: Path) 
 
 
 def read_tests(stage: Stage, report: Path) -> None:
-    """Record the counts and the failures in pytest's report."""
+    """Record the counts and the failures in pytest's report, or why it skipped every test."""
     if not report.exists():
         return
     suite = ElementTree.parse(report).getroot().find("testsuite")
@@ -139,12 +168,17 @@ def read_tests(stage: Stage, report: Path) -> None:
             message = (found.get("message") or "").splitlines()
             name = f"{case.get('classname')}::{case.get('name')}"
             stage.failures.append(f"{name}: {' '.join(message[:2])[:300]}")
+    if 0 < stage.tests["tests"] == stage.tests["skipped"]:
+        # of a file that could not be imported, only the text has the reason, in quotes
+        found = {(skip.get("message") or "", skip.text or "") for skip in suite.iter("skipped")}
+        reasons = {text[:-2].partition("Skipped: ")[2] or message for message, text in found}
+        stage.status, stage.reason = "skipped", "; ".join(sorted(reasons))
 
 
 def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
     """Run a stage and record its outcome in it."""
     start = time.perf_counter()
-    log = out / f"{stage.name.replace(' ', '_')}.log"
+    log = out / stage.file("log")
     for _ in range(3):
         left = limit - (time.perf_counter() - start)
         code = run_limited(command(stage, device, out), left, device, log)
@@ -161,7 +195,7 @@ def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         stage.reason = " | ".join(lines[-3:])[:600]
     if stage.kind == "tests":
-        read_tests(stage, out / f"{stage.name.replace(' ', '_')}.xml")
+        read_tests(stage, out / stage.file("xml"))
 
 
 def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None = None) -> int:
@@ -180,13 +214,15 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
     end = time.perf_counter() + 60 * minutes
     for index, stage in enumerate(plan):
         limit = limit_of(plan, index, end - time.perf_counter(), minutes)
-        if limit < 1:
-            stage.status, stage.reason = "skipped", "left out: no time left"
+        if stage.needs and not (ROOT / stage.needs).exists():
+            stage.status, stage.reason = "skipped", f"{stage.needs} does not exist yet"
+        elif limit < (1 if stage.seconds else SPARE):
+            stage.status, stage.reason = "out of time", "left out: no time left"
         else:
             print(f"{stage.name}: up to {limit:.0f} s", flush=True)
             run_stage(stage, device, out, limit)
-            line = f"  {stage.status} in {stage.took} s {stage.tests or ''} {stage.reason}"
-            print(line.rstrip(), flush=True)
+        line = f"{stage.name}: {stage.status} in {stage.took} s {stage.tests or ''} {stage.reason}"
+        print(line.rstrip(), flush=True)
         record = about | {"rehearsal": device == "cpu", "minutes": minutes}
         record["stages"] = [asdict(one) for one in plan]
         (out / "campaign.json").write_text(json.dumps(record, indent=1) + "\n")

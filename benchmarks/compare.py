@@ -106,13 +106,16 @@ def main(a: Path, b: Path) -> int:
 def verdict(folder: Path, last: Path | None) -> int:
     """Print what is wrong with a campaign; return 0 if nothing is, 1 if something is, 2 without results.
 
-    A stage that did not finish is wrong, and so is a ratio of this package whose spread lies wholly above
-    that of the campaign ``last``. Other contestants are not judged.
+    A stage that did not finish is wrong, unless it was skipped because what it needs is not here. So is a
+    ratio of this package whose spread lies wholly above that of the campaign ``last``. Other contestants are
+    not judged.
     """
     try:
         stages = json.loads((folder / "campaign.json").read_text())["stages"]
         found = [
-            f"{one['name']}: {one['status']}, {one['reason']}" for one in stages if one["status"] != "done"
+            f"{one['name']}: {one['status']}, {one['reason']}"
+            for one in stages
+            if one["status"] not in ("done", "skipped")
         ]
         if last is None:
             print("no earlier campaign to compare with")

@@ -345,8 +345,7 @@ def run_cases(cases: Sequence[Case], options: Options) -> list[dict[str, Any]]:
         if options.cases and not any(part in case.name for part in options.cases):
             continue
         records.append(run_case(case, options))
-        if options.save is not None:
-            options.save(records)
+        options.save({"cases": records})
         print(case_table(records[-1]), flush=True)
     return records
 

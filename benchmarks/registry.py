@@ -87,7 +87,7 @@ class Options:
         cases: parts of names of cases; empty for all.
         without: contestants to leave out, with the reason that the tables give.
         memory: whether to measure peaks.
-        save: is called after each case with all records so far, so that none is lost.
+        save: is called after each case with what is known so far of the record, so that none is lost.
     """
 
     device: torch.device
@@ -97,7 +97,7 @@ class Options:
     cases: tuple[str, ...] = ()
     without: dict[str, str] = field(default_factory=dict)
     memory: bool = True
-    save: Callable[[list[dict[str, Any]]], None] | None = None
+    save: Callable[[dict[str, Any]], None] = lambda known: None
 
     @property
     def tiny(self) -> bool:

@@ -55,6 +55,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 def pytest_addoption(parser):
     parser.addoption("--seed-shift", type=int, help="other numbers in every random draw of the suite")
     parser.addoption("--extension", help="the file of a C++ extension to test in place of the built one")
+    parser.addoption("--results", type=Path, help="a folder for what tests measure, as JSON")
     parser.addoption("--triton", help="a folder with the Triton to compile kernels with")
 
 

@@ -95,6 +95,7 @@ def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
     ("status", "name", "factor", "wrong"),
     [
         ("done", "ours, auto", 1.0, None), ("done", "ours, auto", 0.001, None),
+        ("skipped", "ours, auto", 1.0, None),
         ("done", "ours, auto", 1000.0, "times as slow as before"),
         ("done", "naive PyTorch", 1000.0, None), ("failed", "ours, auto", 1.0, "the reason"),
     ],

@@ -1,0 +1,246 @@
+"""Matrix products of our own beside torch's: with exponentials in the epilogue, and in a fixed order."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import time_probe
+from benchmarks.registry import Missing, Options, suite
+from benchmarks.tables import Row, aligned, number
+from gspo_kernels.linear.products.fixed import fixed_product
+from gspo_kernels.ops import backends
+from gspo_kernels.types import LogitRows, LogitTransform, RowGradients
+
+Call = Callable[[], Any]
+SINGLE = torch.finfo(torch.float32).eps
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """Multiply 16-bit matrices into any dtype; on a CPU, where torch can't, in fp32."""
+    if out.dtype == a.dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(a.float() @ b.float())
+
+
+def in_turns(calls: Mapping[str, Call], options: Options) -> dict[str, list[float]]:
+    """Return seconds of calls that take turns, in alternating order; the first round does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range((options.repeats or 5) + 1):
+        for name in list(calls)[:: 1 if repeat % 2 else -1]:
+            each = time_probe(calls[name], options.device)
+            seconds[name] += [each] if repeat else []
+    return seconds
+
+
+def product_table(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return a table with a row per product."""
+    rows: list[Row] = [["", "ms", "TFLOP/s", "error / allowed"]]
+    for line in lines:
+        if line["reason"]:
+            rows.append([line["name"], line["reason"]])
+            continue
+        seconds = statistics.median(line["seconds"]) if "seconds" in line else None
+        rate = line["operations"] / seconds / 1e12 if seconds and "operations" in line else None
+        milliseconds = None if seconds is None else 1e3 * seconds
+        rows.append([line["name"], number(milliseconds), number(rate), number(line.get("share"), 2)])
+    return rows
+
+
+class Lines:
+    """The record of a suite: a line per product, saved as they come."""
+
+    def __init__(self, options: Options):
+        self.options, self.lines = options, list[dict[str, Any]]()
+
+    def add(self, name: str, reason: str = "", **about: Any) -> None:
+        """Add a line; with a ``reason`` the product was not timed or is wrong."""
+        self.lines.append({"name": name, "reason": reason, **about})
+        self.options.save(self.record())
+
+    def add_times(self, shape: str, calls: Mapping[str, Call], operations: float | None = None) -> None:
+        """Time calls in turns; ``operations`` are floating-point operations of a call."""
+        about = {} if operations is None else {"operations": operations}
+        for name, seconds in in_turns(calls, self.options).items():
+            self.add(f"{shape}: {name}", seconds=seconds, **about)
+
+    def record(self) -> dict[str, Any]:
+        """Return the record."""
+        return {"lines": self.lines, "table": product_table(self.lines)}
+
+    def finish(self) -> dict[str, Any]:
+        """Print the table and return the record."""
+        print(aligned(product_table(self.lines)))
+        return self.record()
+
+
+# --- products in a fixed order, and fp32 gradients of logits
+
+BACKWARDS = {"rows": "logprobs_backward", "grid": "logprobs_backward_grid"}
+"""Functions of the backend that write gradients of logits: a program per row, or per row and block."""
+
+
+@suite("fixed", "Products in a fixed order, and fp32 gradients of logits", everything=False)
+def fixed(options: Options) -> dict[str, Any]:
+    """Compare 256 rows with fp64 and with the bits of these rows alone, then time beside ``torch.mm``."""
+    device, lines = options.device, Lines(options)
+    N, V, H = (130, 300, 16) if options.tiny else (4096, 151936, 4096)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    hidden, weight, rows = draw(N, H), draw(V, H), draw(N, V)
+    for name, a, b in (
+        ("logits", hidden, weight.t()), ("dHidden", rows, weight), ("dWeight", rows.t(), hidden)
+    ):  # fmt: skip
+        out, few = torch.empty(len(a), b.shape[1], device=device), a[:256]
+        exact = few.double() @ b.double()
+        error, allowed = (
+            float(
+                (product(few, b, torch.empty_like(exact, dtype=torch.float32)) - exact).norm() / exact.norm()
+            )
+            for product in (fixed_product, mm)
+        )
+        alone = fixed_product(few, b, torch.empty_like(exact, dtype=torch.float32))
+        same = torch.equal(fixed_product(a, b, out)[:256], alone)
+        reason = "" if same else "256 rows alone have other bits"
+        lines.add(f"{name}: right", reason, share=error / (2 * allowed + SINGLE))
+        calls = {"mm": partial(mm, a, b, out), "fixed": partial(fixed_product, a, b, out)}
+        lines.add_times(name, calls, 2.0 * N * V * H)
+    del rows, weight, out
+    logits = torch.randn(1, 4 * N, V, generator=generator, device=device)
+    backend = backends.load("triton" if device.type == "cuda" else "cpp")
+    operand = LogitRows(
+        logits, torch.zeros(1, 4 * N, dtype=torch.int64, device=device), LogitTransform(), -100
+    )
+    stats, gradient = backend.logprobs_forward(operand, False), torch.empty_like(logits)
+    upstream = RowGradients(torch.ones(1, 4 * N, device=device))
+    found = {name: getattr(backend, function, None) for name, function in BACKWARDS.items()}
+    calls = {name: partial(each, operand, stats, upstream, gradient) for name, each in found.items() if each}
+    lines.add_times("fp32 dLogits", calls | {"copy": partial(gradient.copy_, logits)})
+    for name in found.keys() - calls.keys():
+        lines.add(f"fp32 dLogits: {name}", f"skipped: {BACKWARDS[name]} does not exist yet")
+    return lines.finish()
+
+
+# --- the product with exponentials in its epilogue
+
+LOG2E, MARGIN = 1.4426950408889634, 32.0
+SUMS = 2.0**-100, 2.0**90
+"""Sums outside of these bounds are computed again, as their terms may have left the range of bf16."""
+
+
+def load_exponentials() -> Any:
+    """Return the module of the product: it has ``TILES`` and ``exponentials``.
+
+    ``exponentials(hidden, weight, labels, offsets, tile)`` returns e [N, V] in the dtype of hidden, which is
+    2^(z log2 e - offset) of each logit z, and 0 at the label; in fp32 the sums [N] of e before it is rounded,
+    and the label's logits [N].
+    """
+    try:
+        return importlib.import_module("gspo_kernels.linear.products.exponentials")
+    except ImportError as error:
+        raise Missing(f"linear/products/exponentials.py does not exist yet ({error})") from error
+
+
+def head(N: int, V: int, H: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Draw hidden states, a weight, labels, and offsets in bits; logits have a standard deviation of 3."""
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(N, H, generator=generator, device=device).bfloat16()
+    weight = torch.randn(V, H, generator=generator, device=device).mul_(3 / H**0.5).bfloat16()
+    labels = torch.randint(V, (N,), generator=generator, device=device)
+    labels[:2] = torch.tensor([0, V - 1])
+    return hidden, weight, labels, offsets_of(hidden, weight, labels)
+
+
+def offsets_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return the label's logit in whole bits, and a margin."""
+    return torch.round((hidden.float() * weight[labels].float()).sum(1) * LOG2E) + MARGIN
+
+
+def make_special(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Make log-probs of labels about -60, -100, -125 and -200 nats, and two rows infinite; return offsets."""
+    for row, nats in enumerate((60.0, 100.0, 125.0, 200.0), start=2):
+        direction = weight[labels[row]].float()
+        hidden[row] = (-nats * direction / direction.square().sum()).to(hidden.dtype)
+    hidden[6, 0], hidden[7, 0] = torch.inf, torch.nan
+    return offsets_of(hidden, weight, labels)
+
+
+def faults(
+    found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, offsets: Tensor
+) -> tuple[float, str]:
+    """Compare up to 256 rows with fp64: return the worst share of what is allowed, and what is wrong."""
+    rows = slice(0, 256)
+    e, sums, of_label = (one[rows] for one in found)
+    logits = hidden[rows].double() @ weight.double().t()
+    label = labels[rows, None]
+    wanted = torch.exp2(logits * LOG2E - offsets[rows, None].double()).scatter(1, label, 0.0)
+    total, exact = wanted.sum(1), logits.gather(1, label)[:, 0]
+    inside = (total >= SUMS[0]) & (total <= SUMS[1])
+    if not torch.equal(inside, (sums >= SUMS[0]) & (sums <= SUMS[1])):
+        return torch.inf, "other rows than fp64's have sums outside of the bounds"
+    largest = logits[inside].abs().max()
+    rounding = largest * SINGLE * hidden.shape[1] ** 0.5 + 8 * SINGLE
+    terms = wanted[inside]
+    # smaller terms are subnormal and may be flushed to zero
+    near, got = (one.clamp_min(2.0**-126) for one in (terms, e[inside].double()))
+    shares = {
+        "rows": ((got - near).abs() / near).max() / (torch.finfo(e.dtype).eps / 2 + rounding),
+        "sums": ((sums[inside].double() - total[inside]).abs() / total[inside]).max() / rounding,
+        "label": (of_label[inside].double() - exact[inside]).abs().max() / rounding,
+    }
+    worst = max(shares, key=lambda name: float(shares[name]))
+    share = float(shares[worst])
+    return share, "" if share <= 1 else f"{worst} are off by {share:.2g} of what is allowed"
+
+
+@suite("exponentials", "The product with exponentials in its epilogue", everything=False)
+def exponentials(options: Options) -> dict[str, Any]:
+    """Judge every tile on ragged, special and repeated rows; then time the right ones beside ``torch.mm``."""
+    device, lines = options.device, Lines(options)
+    module = load_exponentials()
+    shapes = ((20, 300, 32), (300, 1001, 48)) if options.tiny else ((300, 32008, 1024), (257, 50257, 512))
+    right = []
+    for tile in module.TILES:
+        reasons, shares = [], []
+        for N, V, H in shapes:
+            hidden, weight, labels, offsets = head(N, V, H, device)
+            for special in (False, True):
+                if special:
+                    offsets = make_special(hidden, weight, labels)
+                operands = hidden, weight, labels, offsets
+                found = [one.clone() for one in module.exponentials(*operands, tile)]
+                share, reason = faults(found, *operands)
+                for _ in range(2 if options.tiny else 20):
+                    again = module.exponentials(*operands, tile)
+                    pairs = zip(found, again, strict=True)
+                    # special rows may hold NaN, which is no other result
+                    if not all(torch.equal(*(one.nan_to_num(7.0) for one in pair)) for pair in pairs):
+                        reason = reason or "another run gives other bits"
+                reasons += [f"{reason} at N={N}, V={V}, H={H}"] if reason else []
+                shares.append(share)
+        lines.add(f"{tile}: right", "; ".join(reasons), share=max(shares))
+        right += [] if reasons else [tile]
+    widths, counts, V = ((32,), (20,), 300) if options.tiny else ((4096, 1024, 2048), (4096, 8192), 151936)
+    for H in widths:
+        for N in counts:
+            hidden, weight, labels, offsets = head(N, V, H, device)
+            outs = torch.empty(N, V, dtype=hidden.dtype, device=device), torch.empty(N, V, device=device)
+            calls: dict[str, Call] = {
+                f"mm to {out.dtype}": partial(mm, hidden, weight.t(), out) for out in outs
+            }
+            operands = hidden, weight, labels, offsets
+            calls |= {f"{tile}": partial(module.exponentials, *operands, tile) for tile in right}
+            lines.add_times(f"N={N:,}, H={H:,}", calls, 2.0 * N * V * H)
+            del outs, calls
+    return lines.finish()

@@ -1,0 +1,192 @@
+"""The trainer on a GPU: a random Qwen3 of 0.6B's shape, two steps in each setting, and a run that is killed.
+
+``python -m benchmarks campaign`` keeps the measurements of each setting, as ``--results DIR`` does here.
+``GSPO_KERNELS_REHEARSE=1`` trains a tiny model on the CPU.
+"""
+
+import functools
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.draws import shifted_seed
+
+loop = pytest.importorskip("gspo_kernels.trainer.loop")
+demo = pytest.importorskip("gspo_kernels.trainer.demo")
+report = pytest.importorskip("gspo_kernels.trainer.report")
+helpers = pytest.importorskip("tests.trainer.conftest")
+one_thread = helpers.one_thread
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+# cuBLAS reads it once, when it begins
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+LARGE = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+"""Qwen3-0.6B."""
+SMALL = {
+    "vocab_size": 400, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+ROWS = [{"prompt": prompt} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh", "bb", "ce")]
+
+
+@pytest.fixture(scope="module")
+def device():
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("GSPO_KERNELS_REHEARSE") == "1":
+        return torch.device("cpu")
+    pytest.skip("no CUDA device: torch.cuda.is_available() is False")
+
+
+def odd_share(completion_ids):
+    """Return each completion's share of odd token ids, which varies in a random model."""
+    return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def make_model(device, dtype=torch.float32, **changes):
+    """Return a model with random weights, those of ``LARGE`` on a GPU."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(shifted_seed(0))
+    sizes = (LARGE if device.type == "cuda" else SMALL) | changes
+    with device:
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).to(dtype)
+
+
+def make_trainer(device, output, model, reward=odd_share, steps=100, **sections):
+    """Return a trainer of 64 completions, which evaluates and saves nothing before its last step."""
+    on_gpu = device.type == "cuda"
+    values = {
+        "output": str(output),
+        "rollout": {
+            "prompts_per_rollout": 8 if on_gpu else 2, "group_size": 8 if on_gpu else 4,
+            "max_new_tokens": 128 if on_gpu else 5,
+        },
+        "update": {
+            "steps": steps, "minibatches": 2, "micro_batch_tokens": 8192 if on_gpu else 24,
+            "precision": "bf16",
+        },
+        "evaluation": {"every": 100}, "checkpoint": {"every": 100},
+    }  # fmt: skip
+    config = helpers.merged_config(values, sections)
+    accelerator = helpers.make_accelerator(config.update.precision)
+    tokenizer = demo.make_tokenizer()
+    return loop.GSPOTrainer(model, tokenizer, reward, ROWS, config=config, accelerator=accelerator)
+
+
+def predicted_gib(trainer):
+    """Return the peak of memory that the trainer predicts; it predicts none yet."""
+    return None
+
+
+SETTINGS = {
+    "bf16": {},
+    "LoRA": {"lora": {"rank": 16}},
+    "gradient checkpointing": {"update": {"gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_steps(name, device, tmp_path, request):
+    """Ratios of the first minibatch are 1, the weights move, and the second step is measured."""
+    model = make_model(device, torch.bfloat16 if name == "LoRA" else torch.float32)
+    trainer = make_trainer(device, tmp_path, model, **SETTINGS[name])
+    trainer.directory.path.mkdir(exist_ok=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in trained]
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        trainer.take_step()
+    first, second = report.read_metrics(trainer.directory.metrics)
+    for record in (first, second):
+        assert abs(record["minibatch_1/ratio/max"] - 1) < 1e-6, record
+    moved = sum(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
+    assert moved == len(trained)
+    keep(request, name, {
+        "seconds": {key: second[f"seconds{key}"] for key in ("", "/rollout", "/update")},
+        "seconds of the first step": first["seconds"], "tokens per second": second["tokens_per_second"],
+        "GiB": second["memory/peak_gib"], "GiB predicted": predicted_gib(trainer),
+    })  # fmt: skip
+
+
+def keep(request, name, record):
+    """Add a record to DIR/trainer.json, where ``--results DIR`` was passed."""
+    if (folder := request.config.getoption("results")) is not None:
+        path = folder / "trainer.json"
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(kept | {name: record}, indent=1) + "\n")
+
+
+# --- checkpoint, kill and resume
+
+FEWER = {"num_hidden_layers": 4, "vocab_size": 32768}
+"""Changes of ``LARGE``: a checkpoint of all of it takes longer to write than to compute."""
+
+
+def train_to_the_end(device, output, reward=odd_share, resume=False):
+    """Train two steps with operators that give the same bits in every run; save after each step."""
+    model = make_model(device, **(FEWER if device.type == "cuda" else {}))
+    every = {"checkpoint": {"every": 1}}
+    trainer = make_trainer(device, output, model, reward, **every, update={"steps": 2, "learning_rate": 1e-4})
+    torch.use_deterministic_algorithms(True)
+    try:
+        trainer.train(resume=resume)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return helpers.weights(model), [
+        {
+            key: value
+            for key, value in record.items()
+            if not key.startswith(("seconds", "tokens_per", "memory"))
+        }
+        for record in report.read_metrics(trainer.directory.metrics)
+    ]
+
+
+def train_until_killed(device, output):
+    """End this process as ``kill -9`` does, while the completions of the second step are scored."""
+    calls = []
+
+    @functools.wraps(odd_share)  # metrics have the name of the reward
+    def reward(completion_ids):
+        calls.append(None)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return odd_share(completion_ids)
+
+    torch.set_num_threads(1)
+    train_to_the_end(device, output, reward)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(device, tmp_path, request):
+    began = time.monotonic()
+    command = [sys.executable, "-m", "tests.gpu.test_trainer", device.type, str(tmp_path / "killed")]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    steps = [record["step"] for record in report.read_metrics(tmp_path / "killed" / "metrics.jsonl")]
+    assert steps == [0, 1], "the kill came after the first step"
+    found, records = train_to_the_end(device, tmp_path / "killed", resume=True)
+    expected, straight = train_to_the_end(device, tmp_path / "straight")
+    assert records == straight and helpers.same(found, expected)
+    assert not helpers.same(
+        found, helpers.weights(make_model(device, **(FEWER if device.type == "cuda" else {})))
+    )
+    keep(request, "killed and resumed", {"same bits": True, "seconds": time.monotonic() - began})
+
+
+if __name__ == "__main__":
+    train_until_killed(torch.device(sys.argv[1]), sys.argv[2])
