@@ -221,8 +221,8 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
         else:
             print(f"{stage.name}: up to {limit:.0f} s", flush=True)
             run_stage(stage, device, out, limit)
-        line = f"{stage.name}: {stage.status} in {stage.took} s {stage.tests or ''} {stage.reason}"
-        print(line.rstrip(), flush=True)
+        line = f"{stage.name}: {stage.status} in {stage.took} s"
+        print(line, *([stage.tests] if stage.tests else []), stage.reason, flush=True)
         record = about | {"rehearsal": device == "cpu", "minutes": minutes}
         record["stages"] = [asdict(one) for one in plan]
         (out / "campaign.json").write_text(json.dumps(record, indent=1) + "\n")

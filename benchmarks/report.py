@@ -25,7 +25,8 @@ How fast the losses are and how much memory they take, beside others, one sectio
 `python -m benchmarks report` makes this page of [the result files](../benchmarks/results), which hold every
 round, error and version. `make bench` measures this machine in ten minutes, and
 `python -m benchmarks run hidden --cases bf16` some cases of a suite. `... compare A B` compares two runs, and
-`... campaign --out DIR` tests and measures a GPU in nine minutes.
+`... campaign --out DIR` tests and measures a GPU in nine minutes; the head of
+[campaign.py](../benchmarks/campaign.py) says how to prepare a machine without a network.
 
 ## How to read it
 
@@ -55,6 +56,10 @@ TABLES = {
     "Peak memory": ("memory",),
     "Errors of log s, and flipped clip decisions": ("fidelity",),
     "Peak memory of a loss in TRL's trainer": ("trl_memory",),
+    "Kernels and idle gaps": ("profile",),
+    "Time of the host, and graphs": ("host",),
+    "The product with exponentials in its epilogue": ("exponentials",),
+    "Products in a fixed order, and fp32 gradients of logits": ("fixed",),
 }
 """The tables of a section by title, and the suites of each."""
 NOTES = {
@@ -70,7 +75,15 @@ NOTES = {
     "memory": "nothing is timed: a cell is MiB.",
     "fidelity": "bf16 hidden states and weight. Wrong: clip decisions that differ from fp64's, of sequences "
     "whose log s is 1e-6 to 1e-3 away from a bound; closer: 1e-8 to 1e-6.",
+    "profile": "kernels and idle gaps of a loss and of a step, by torch.profiler; not measured on a GPU yet.",
+    "host": "when a call leaves the host free, with warm and cold caches, and when the device is done; "
+    "queued calls; replays of a CUDA graph; not measured on a GPU yet.",
+    "exponentials": "a product that does not exist yet, judged against fp64 and timed beside `torch.mm`.",
+    "fixed": "products of batch-invariant mode beside `torch.mm`, and gradients of fp32 logits beside a "
+    "copy; not measured on a GPU yet.",
 }
+TRAINER = ("s per step", "s of rollout", "s of update", "tokens per s", "GiB", "GiB predicted")
+"""What tests/gpu/test_trainer.py measures."""
 _AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
 
 
@@ -181,6 +194,18 @@ def campaign_table(folder: Path) -> str:
     return "\n".join([markdown(rows), "", *failures])
 
 
+def trainer_table(folder: Path) -> str:
+    """Return a table of what the tests of the trainer measured; empty if they did not run."""
+    path = folder / "trainer.json"
+    if not path.exists():
+        return ""
+    rows: list[Row] = [["trainer", *TRAINER]]
+    for name, record in json.loads(path.read_text()).items():
+        if TRAINER[0] in record:  # a run that was killed is not timed
+            rows.append([name, *(number(record[key]) for key in TRAINER)])
+    return markdown(rows) + "\n"
+
+
 def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
     """Return the section of a folder of results; ``link`` leads to it, suites in ``without`` are left out."""
     records = {name: record for name, record in load(folder).items() if name not in without}
@@ -192,11 +217,13 @@ def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
     parts = [f"## {first['device']}\n\n{versions}. Files: [{folder.name}]({link}).\n"]
     note = folder / "note.txt"
     parts.append((note.read_text() if note.exists() else "") + spread_line(records))
-    parts += [table] if (table := campaign_table(folder)) else []
+    parts += [table for table in (campaign_table(folder), trainer_table(folder)) if table]
     if main_cases(records):
         parts.append(f"![Times over the floor](benchmarks_{folder.name}.png)\n")
     for title, suites in TABLES.items():
         shown = [records[name] for name in suites if name in records]
+        # a contestant may break the device before there is anything to show
+        shown = [one for one in shown if "broken" not in one or one.keys() & {"cases", "table"}]
         if not shown:
             continue
         names = ", ".join(f"`{record['suite']}`" for record in shown)

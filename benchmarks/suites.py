@@ -95,6 +95,7 @@ def hidden(options: Options) -> dict[str, Any]:
     ]
     if on_gpu:
         cases.append(_from_hidden("all active, H=2048", (*size[:3], 2048), dtype, (OTHERS, "ours, auto")))
+        cases.append(_from_hidden("all active, H=1024", (8, *size[1:3], 1024), dtype, (OTHERS, schedules)))
     elif dtype == "fp32":
         for words, V in (("large", 32000), ("small", 1000)):
             long = size if options.tiny else (4, 512, V, 512)

@@ -125,8 +125,11 @@ def test_the_page_is_up_to_date():
 
 
 def test_a_report_on_a_run(folder):
+    steps = dict.fromkeys(report.TRAINER, 1.5) | {"GiB predicted": None}
+    (folder / "trainer.json").write_text(json.dumps({"LoRA": steps, "killed": {"same bits": True}}))
     assert command_line.main(["report", "--results", str(folder)]) == 0
     text = (folder / "benchmarks.md").read_text()
     assert "| all active | half inactive | bf16, large vocabulary | tiny |" in text
+    assert f"| LoRA |{' 1.5 |' * 5}  |\n\n" in text
     assert "`CCE, unfiltered` (cut_cross_entropy is not installed)" in text
     assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000

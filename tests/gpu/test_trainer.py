@@ -117,8 +117,9 @@ def test_two_steps(name, device, tmp_path, request):
     moved = sum(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
     assert moved == len(trained)
     keep(request, name, {
-        "seconds": {key: second[f"seconds{key}"] for key in ("", "/rollout", "/update")},
-        "seconds of the first step": first["seconds"], "tokens per second": second["tokens_per_second"],
+        "s per step": second["seconds"], "s of rollout": second["seconds/rollout"],
+        "s of update": second["seconds/update"], "s of the first step": first["seconds"],
+        "tokens per s": second["tokens_per_second"],
         "GiB": second["memory/peak_gib"], "GiB predicted": predicted_gib(trainer),
     })  # fmt: skip
 
@@ -185,7 +186,7 @@ def test_a_killed_run_goes_on_bit_for_bit(device, tmp_path, request):
     assert not helpers.same(
         found, helpers.weights(make_model(device, **(FEWER if device.type == "cuda" else {})))
     )
-    keep(request, "killed and resumed", {"same bits": True, "seconds": time.monotonic() - began})
+    keep(request, "killed and resumed", {"same bits": True, "s in all": time.monotonic() - began})
 
 
 if __name__ == "__main__":
