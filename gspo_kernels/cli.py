@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,6 +258,8 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # peft calls what transformers has renamed: nothing that a user could change
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 Completion = str | Sequence[Mapping[str, Any]]
@@ -72,6 +73,36 @@ def regex_format(
     return [float(form.fullmatch(_text(completion)) is not None) for completion in completions]
 
 
+def last_number(
+    prompts: Sequence[Any],
+    completions: Sequence[Completion],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    column: str = "answer",
+    **columns: Sequence[Any],
+) -> list[float | None]:
+    """Return 1 where the last number of the completion equals the last number of the answer, otherwise 0.
+
+    An answer of GSM8K, ``"48 / 2 = 24 [...] #### 1,072"``, has the number 1072. Numbers are decimal, with or
+    without commas between thousands; "72." and "72.0" are 72. A minus counts where no word ends before it.
+
+    Args:
+        prompts, completions, completion_ids, columns: one entry per completion.
+        column: the column that holds the answer; where it has no number, the reward does not apply.
+    """
+    _refuse_columns(column=column)
+    answers = [None if answer is None else _last_number(str(answer)) for answer in _column(columns, column)]
+    return [
+        None if right is None else float(_last_number(_text(completion)) == right)
+        for completion, right in zip(completions, answers, strict=True)
+    ]
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = re.findall(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", text)
+    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+
+
 def math_answer(
     prompts: Sequence[Any],
     completions: Sequence[Completion],
@@ -90,8 +121,8 @@ def math_answer(
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
-        column: the column that holds the right answer, LaTeX or a number; the reward does not apply where the
-            answer is None or math-verify cannot read it.
+        column: the column that holds the right answer, LaTeX or a number, alone or behind GSM8K's "####"; the
+            reward does not apply where the answer is None or math-verify cannot read it.
         seconds: how long parsing or comparing may take; a completion that takes longer gets 0.
 
     Raises:
@@ -105,7 +136,10 @@ def math_answer(
         )
     pairs = zip(completions, _column(columns, column), strict=True)
     return [
-        None if answer is None else _verifier.ask(_text(text), str(answer), seconds) for text, answer in pairs
+        None
+        if answer is None
+        else _verifier.ask(_text(text), str(answer).rpartition("####")[2].strip(), seconds)
+        for text, answer in pairs
     ]
 
 

@@ -63,8 +63,7 @@ class IGRPO(GSPOTrainer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        for number, row in enumerate(self.train_prompts.rows, start=1):
-            prompt = row["prompt"]
+        for number, prompt in enumerate(self.train_prompts.asked, start=1):
             if not isinstance(prompt, str) and all(message["role"] != "user" for message in prompt):
                 raise InputError(
                     f"the training dataset, row {number}: the draft goes into the last message of the user, "
@@ -79,7 +78,7 @@ class IGRPO(GSPOTrainer):
         rewards = self.score(drafts).total
         best = [first_highest(group) + start for start, group in groups_of(rewards.tolist(), count)]
 
-        originals = [self.train_prompts.rows[row]["prompt"] for row in rows]
+        originals = [self.train_prompts.asked[row] for row in rows]
         refined = [
             refined_prompt(prompt, drafts[place].text, self.config.recipe.template)
             for prompt, place in zip(originals, best, strict=True)

@@ -81,8 +81,8 @@ class Turns(GSPOTrainer):
         if missing := [name for name in needed if name not in known]:
             have = ", ".join(sorted(known))
             raise InputError(f"recipe.feedback takes {', '.join(missing)!r}; it can have {have}")
-        prompts = (row["prompt"] for row in self.train_prompts.rows)
-        conversation = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
+        asked = self.train_prompts.asked
+        conversation = next((prompt for prompt in asked if not isinstance(prompt, str)), None)
         if conversation is not None:
             self.encode([continued(conversation, "an answer", "feedback")])
 
@@ -110,7 +110,7 @@ class Turns(GSPOTrainer):
         self, prompts: Prompts, rows: Sequence[int], size: int, sampling: Sampling | None
     ) -> list[Turn]:
         """Play all turns of these rows with ``size`` candidates in each."""
-        histories = {place: prompts.rows[row]["prompt"] for place, row in enumerate(rows)}
+        histories = {place: prompts.asked[row] for place, row in enumerate(rows)}
         tokens = {place: prompts.tokens[row] for place, row in enumerate(rows)}
         turns: list[Turn] = []
         while tokens and len(turns) < self.config.recipe.count:

@@ -26,6 +26,12 @@ class InputError(ValueError):
     """Something given to the trainer cannot be used; the message names it, and no work was lost."""
 
 
+def reason(error: BaseException) -> str:
+    """Return an error's whole message on one line, and that of the error that caused it."""
+    errors = [error] if error.__cause__ is None else [error, error.__cause__]
+    return ": ".join(" ".join((str(each) or repr(each)).split()).rstrip(".") for each in errors)
+
+
 def option(default: Any, help: str, **bounds: Any) -> Any:
     """Return an option with its default, one line of documentation and pydantic's bounds (ge, gt, le, lt)."""
     return Field(default, description=help, **bounds)
@@ -72,9 +78,24 @@ class DataConfig(Section):
     eval_split: str | None = option(None, "split of the eval dataset")
     subset: str | None = option(None, "configuration of a dataset on the Hub")
     prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
+    system_prompt: str | None = option(None, "first message of conversations that have no system message")
+    prompt_template: str | None = option(
+        None, "a text around {prompt}, which text gets in place of the tokenizer's chat template"
+    )
+    max_prompt_tokens: int | None = option(None, "leave out prompts that are longer", ge=1)
     template_options: Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")] = (
         option({}, "arguments of the chat template: '{\"enable_thinking\": false}'")
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        template = self.prompt_template
+        self.require(
+            template is None or "{prompt}" in template, "prompt_template", "a text with {prompt} in it"
+        )
+        alone = "left out with prompt_template, which replaces the chat template"
+        self.require(template is None or self.system_prompt is None, "system_prompt", alone)
+        return self
 
 
 class RolloutConfig(Section):

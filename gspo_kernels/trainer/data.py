@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from codecs import BOM_UTF8
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.config import DataConfig, InputError, reason
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Names of the arguments that reward functions get besides the columns; no column may have such a name."""
@@ -31,23 +31,22 @@ def load_prompts(
     A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``.
 
     Args:
-        source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory of
-            data files, or the name of a dataset on the Hub.
+        source: a jsonl file (one JSON object per line, values of any type), a .json file (the same, or one
+            array of objects), a parquet or csv file, a directory of data files or of datasets'
+            ``save_to_disk``, or the name of a dataset on the Hub.
         split: the split, "train" by default, or a part of one in the syntax of datasets ("train[:1000]").
         subset: the configuration of a dataset on the Hub or of a directory of data files.
         prompt_column: the column with the prompt; the returned rows call it "prompt".
     """
     path, name = Path(source), str(source)
-    on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not name.endswith(
-        (".json", ".jsonl", ".parquet")
-    )
-    if not path.exists() and not on_hub:
+    is_file = path.suffix in (".json", ".jsonl", ".parquet", ".csv")
+    if not path.exists() and (is_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
         raise InputError(f"there is no dataset file {name}")
     for option, value in (("split", split), ("subset", subset)):
         if path.is_file() and value is not None:
             raise InputError(f"{name} is a single file and has no {option} {value!r}")
-    is_jsonl = path.is_file() and path.suffix != ".parquet"
-    rows = _read_jsonl(path) if is_jsonl else _load_dataset(path, name, split, subset)
+    is_json = path.is_file() and path.suffix not in (".parquet", ".csv")
+    rows = _read_json(path) if is_json else _load_dataset(path, name, split, subset)
     if prompt_column != "prompt":
         for number, row in enumerate(rows, start=1):
             if prompt_column not in row:
@@ -60,33 +59,41 @@ def load_prompts(
     return rows
 
 
-def _read_jsonl(path: Path) -> Rows:
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        line = line.removeprefix(BOM_UTF8)
-        if not line.strip():
-            continue
+def _read_json(path: Path) -> Rows:
+    content = path.read_bytes().removeprefix(BOM_UTF8)
+    rows: list[Any] = []
+    is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
+    for number, part in enumerate([content] if is_array else content.splitlines(), start=1):
         try:
-            row = json.loads(line.decode("utf-8"))
+            text = part.removeprefix(BOM_UTF8).decode("utf-8")
+            value = json.loads(text) if text.strip() else []
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             form = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-            raise InputError(f"{path}, line {number}: not valid {form} ({error})") from error
+            place = path if is_array else f"{path}, line {number}"
+            raise InputError(f"{place}: not valid {form} ({error})") from error
+        rows += value if is_array or not text.strip() else [value]
+    for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise InputError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
-        rows.append(row)
+            raise InputError(f"{path}, row {number}: expected a JSON object, got {type(row).__name__}")
     return rows
 
 
 def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) -> Any:
-    from datasets import load_dataset
+    from datasets import ReadInstruction, concatenate_datasets, load_dataset, load_from_disk
 
     try:
         if path.is_file():
-            return load_dataset("parquet", data_files=name, split="train")
+            return load_dataset(path.suffix[1:], data_files=name, split="train")
+        if subset is None and any((path / file).exists() for file in ("state.json", "dataset_dict.json")):
+            saved = load_from_disk(name)
+            splits = saved if isinstance(saved, dict) else {"train": saved}
+            chosen = ReadInstruction.from_spec(split or "train")
+            parts = chosen.to_absolute({key: len(each) for key, each in splits.items()})
+            return concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
         return load_dataset(name, subset, split=split or "train")
     except Exception as error:  # datasets passes on whatever its readers raise
         missing = "" if path.exists() else "there is no such file or directory, and from the Hub "
-        raise InputError(f"dataset {name}: {missing}it cannot be loaded: {error!r}") from error
+        raise InputError(f"dataset {name}: {missing}it cannot be loaded: {reason(error)}") from error
 
 
 def check_rows(rows: Rows, name: str) -> None:
@@ -128,11 +135,15 @@ def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows, the token ids of their prompts, and the names of the columns that reward functions get."""
+    """Rows, the token ids of their prompts, and the names of the columns that reward functions get.
+
+    ``asked`` has what became tokens: the rows' prompts with `DataConfig`'s system prompt and template.
+    """
 
     rows: Rows
     tokens: list[list[int]]
     columns: list[str]
+    asked: Sequence[Any] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -158,20 +169,23 @@ def prepare_prompts(
     *,
     longest: int | None,
     embedded: int | None = None,
-    template_options: Mapping[str, Any] | None = None,
+    options: DataConfig | None = None,
+    say: Callable[[str], object] = print,
 ) -> Prompts:
     """Turn prompts into tokens, as `encode_prompts` does; an `InputError` names a row that does not fit.
 
     Args:
         tokenizer, rows: a transformers tokenizer, and rows that `check_rows` accepts.
-        name: the name of the rows in error messages.
+        name: the name of the rows in messages.
         longest, embedded: most tokens of a prompt, and number of ids that the model embeds; None: no limit.
-        template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
+        options: system prompt, templates, and the length beyond which prompts are left out.
+        say: prints how many were left out.
     """
     if longest is not None and longest < 1:
         raise InputError(f"{name}: rollout.max_new_tokens leaves no room for a prompt in the model's context")
-    prompts = [row["prompt"] for row in rows]
-    tokens = encode_prompts(tokenizer, prompts, name, template_options or {})
+    options, kept = options or DataConfig(), []
+    asked = [_ask(row["prompt"], tokenizer, options) for row in rows]
+    tokens = encode_prompts(tokenizer, asked, name, options.template_options)
     for number, ids in enumerate(tokens, start=1):
         place = f"{name}, row {number}: the prompt has"
         if not ids:
@@ -179,15 +193,39 @@ def prepare_prompts(
         if embedded is not None and max(ids) >= embedded:
             known = f"the model embeds only {embedded}; the tokenizer belongs to another model"
             raise InputError(f"{place} token {max(ids)}, but {known}")
+        if options.max_prompt_tokens is not None and len(ids) > options.max_prompt_tokens:
+            continue
+        kept.append(number - 1)
         if longest is not None and len(ids) > longest:
             room = f"rollout.max_new_tokens leaves room for {longest} in the model's context"
             raise InputError(f"{place} {len(ids)} tokens, but {room}")
-    texts = [(prompt, ids) for prompt, ids in zip(prompts, tokens, strict=True) if isinstance(prompt, str)]
+    if len(kept) < len(tokens):
+        longer = f"prompts are longer than data.max_prompt_tokens = {options.max_prompt_tokens}"
+        if not kept:
+            raise InputError(f"{name}: all {len(tokens)} {longer}")
+        say(f"{name}: {len(tokens) - len(kept)} of {len(tokens)} {longer} and are left out")
+        rows = rows.select(kept) if hasattr(rows, "select") else [rows[i] for i in kept]
+        asked, tokens = ([each[i] for i in kept] for each in (asked, tokens))
+    texts = [(prompt, ids) for prompt, ids in zip(asked, tokens, strict=True) if isinstance(prompt, str)]
     end = tokenizer.eos_token
     if any(ids[-1] == tokenizer.eos_token_id and not text.endswith(end) for text, ids in texts):
         why = "so completions begin after the end; set add_eos_token to false in tokenizer_config.json"
         warnings.warn(f"{name}: the tokenizer appends its end token {end} to prompts, {why}", stacklevel=2)
-    return Prompts(rows, tokens, column_names(rows))
+    return Prompts(rows, tokens, column_names(rows), asked)
+
+
+def _ask(prompt: Any, tokenizer: Any, options: DataConfig) -> Any:
+    """Return what becomes tokens: a text becomes a conversation if the tokenizer has a chat template."""
+    system, template = options.system_prompt, options.prompt_template
+    if isinstance(prompt, str):
+        if template is not None:
+            return template.replace("{prompt}", prompt)
+        if system is None and getattr(tokenizer, "chat_template", None) is None:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    if system is None or prompt[0]["role"] in ("system", "developer"):
+        return prompt
+    return [{"role": "system", "content": system}, *prompt]
 
 
 def encode_prompts(
@@ -218,7 +256,8 @@ def _render(tokenizer: Any, messages: list[Any], place: str, options: Mapping[st
     from jinja2 import TemplateError
 
     if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError(f"{place}: the prompt is a conversation, but the tokenizer has no chat template")
+        given = "the prompt is a conversation, or there is data.system_prompt"
+        raise InputError(f"{place}: {given}, but the tokenizer has no chat template")
     continued = messages[-1]["role"] == "assistant"
     # Arrow fills the keys that a message lacks with None.
     messages = [{key: value for key, value in m.items() if value is not None} for m in messages]

@@ -24,7 +24,7 @@ from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_st
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
 from gspo_kernels.trainer.processes import check_processes, make_accelerator, map_shares, seed_everything
-from gspo_kernels.trainer.report import Metrics, Report, lenient_output
+from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, sampling_of
 from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
@@ -77,10 +77,12 @@ class GSPOTrainer:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
         limits: dict[str, Any] = {"embedded": self.model.get_input_embeddings().weight.shape[0]}
-        limits |= {"longest": self.longest_prompt, "template_options": config.data.template_options}
+        limits |= {"longest": self.longest_prompt, "options": config.data, "say": self.report.say}
         prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits)
         self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")
         self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
+        first = excerpt(self.tokenizer.decode(self.train_prompts.tokens[0]), 2000)
+        self.report.say(f"the first prompt, as the model sees it:\n{first}")
         for rope in varying_ropes(self.model):
             ends = (len(ids) + config.rollout.max_new_tokens for ids in self.train_prompts.tokens)
             if max(ends) > rope.limit:

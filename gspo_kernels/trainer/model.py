@@ -32,7 +32,7 @@ from gspo_kernels.trainer.batch import (
     probe,
     shared_prefix_hidden_states,
 )
-from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path
+from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path, reason
 from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
 from gspo_kernels.trainer.rollout import SamplingMask
 
@@ -75,7 +75,7 @@ def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(path, **options)
     except Exception as error:  # transformers passes on whatever its readers raise
-        said = shorten(str(error).strip() or repr(error), 500).rstrip(".")
+        said = shorten(reason(error), 1000)
         has = ", ".join(sorted(file.name for file in Path(path).glob("*")))
         has = shorten(f"; the directory has {has or 'no files'}", 200) if Path(path).is_dir() else ""
         raise InputError(f"{what} {path!r} cannot be loaded: {said}{has}") from error
@@ -344,7 +344,10 @@ def export_model(
 
     All processes must call; each writes its own shards. Weights are as trained, or rounded to ``dtype``.
     """
-    original = model.config
+    from transformers.utils import logging
+
+    original, bars = model.config, logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     model.config = copy.deepcopy(original)  # save_pretrained changes it
     try:
         model.config.tie_word_embeddings = is_tied(model)
@@ -363,6 +366,8 @@ def export_model(
         raise OSError(str(error)) from error
     finally:
         model.config = original
+        if bars:
+            logging.enable_progress_bar()
 
 
 def is_tied(model: Any) -> bool:

@@ -146,8 +146,7 @@ class Report:
             table = Table("prompt", "completion", "reward", title=f"completions of step {step}")
             for sample, reward in list(zip(rollout.samples, totals, strict=True))[-3:]:
                 texts = (tokenizer.decode(sample.prompt), sample.text)
-                short = [text if len(text) <= 400 else f"{text[:200]} [...] {text[-200:]}" for text in texts]
-                table.add_row(*map(escape, short), f"{reward:.3f}")
+                table.add_row(*(escape(excerpt(text)) for text in texts), f"{reward:.3f}")
             self.console.print(table)
 
     def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
@@ -168,6 +167,12 @@ class Report:
             self.say(f"before: {first}\nafter {step} steps of {self.config.objective.name}: {last}")
         self.say(f"trained model: {directory.model}   plot: {directory.plot}")
         return evaluations[-1] if evaluations else records[-1]
+
+
+def excerpt(text: str, longest: int = 400) -> str:
+    """Return a text without its middle if it is long."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} [...] {text[-half:]}"
 
 
 class _LenientStream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -172,9 +173,10 @@ class ModelEngine:
         cache = DynamicCache(config=self.model.config)
         draws: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = []
         ropes = varying_ropes(self.model)
+        name = "cache" if "cache" in signature(self.model.forward).parameters else "past_key_values"
         for place in range(C):
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-            options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+            options = {name: cache, "use_cache": True, "logits_to_keep": 1}
             with own_frequencies(ropes, (positions[:, -1:] + 1).expand_as(positions)):
                 logits = self.model(**inputs, **options).logits[:, -1].float()
             if place == 0:  # a row for each prompt becomes a row for each completion

@@ -1,9 +1,12 @@
 """The command line: a model of another family on a jsonl file, errors in one line, export, plot, demo."""
 
 import json
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -12,6 +15,8 @@ from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.report import read_metrics
 from tests.draws import shifted_seed
 from tests.trainer.conftest import ROWS, same, tiny_model, weights
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -63,14 +68,56 @@ def test_options_of_the_data_reach_both_datasets(tmp_path, monkeypatch, llama, r
     assert "the eval dataset, row 1: no 'prompt'" in capsys.readouterr().err
 
 
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+QWEN_PROMPT = (
+    "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    "<think>\n\n</think>\n\n"
+)
+
+
+def test_gsm8k_as_the_readme_says(tmp_path, monkeypatch, capsys):
+    """A tiny Qwen3 and a folder laid out as the dataset: its name is where the Hub's would be looked up."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder, chat = tmp_path / "openai" / "gsm8k", demo.make_tokenizer()
+    chat.chat_template = QWEN
+    for each in (tiny_model("qwen3", chat, max_position_embeddings=1024), chat):
+        each.save_pretrained(tmp_path / "Qwen" / "Qwen3-0.6B")
+    (folder / "main").mkdir(parents=True)
+    files = {split: f"main/{split}-00000-of-00001.parquet" for split in ("train", "test")}
+    splits = "".join(f"  - split: {split}\n    path: {file}\n" for split, file in files.items())
+    head = f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}- config_name: socratic\n"
+    (folder / "README.md").write_text(head + "  data_files: none*\n---\n")
+    for split, file in files.items():
+        answer = "48+24=<<48+24=72>>72\n#### 72"
+        rows = [{"question": f"{split} {n}: 48 + 24?", "answer": answer} for n in range(3)]
+        rows += [{"question": "long " * 120, "answer": "#### 1"}] * (split == "train")
+        datasets.Dataset.from_list(rows).to_parquet(folder / file)
+    monkeypatch.chdir(tmp_path)
+    line = [str(ROOT / "examples/gsm8k.yaml"), "--model", "Qwen/Qwen3-0.6B", "--dataset", "openai/gsm8k"]
+    line += ["--rollout.prompts_per_rollout=3", "--rollout.group_size=2", "--rollout.max_new_tokens=4"]
+    assert cli.main(["train", *line, "--update.steps=1", "--update.minibatches=2", "--save_rollouts"]) == 0
+    said = capsys.readouterr().out
+    assert "training dataset: 1 of 4 prompts are longer than data.max_prompt_tokens = 512" in said
+    system = yaml.safe_load((ROOT / "examples/gsm8k.yaml").read_text())["data"]["system_prompt"]
+    prompt = QWEN_PROMPT.format(system=system, question="train 0: 48 + 24?")
+    assert f"the first prompt, as the model sees it:\n{prompt}" in said
+    records = read_metrics(tmp_path / "runs/gsm8k/metrics.jsonl")
+    assert [record["eval/greedy_accuracy"] for record in records] == [0.0, 0.0]
+    assert records[1]["reward/last_number"] == 0.0
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
 def test_a_run_of_any_local_model_goes_on_and_is_exported(
-    tmp_path, llama, jsonl, reward_file, adapters, capsys
+    tmp_path, llama, jsonl, reward_file, adapters, capsys, recwarn
 ):
     run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
     line += ["--checkpoint.every", "1"] + ["--lora.rank", "1"] * adapters
     assert cli.main(["train", *line]) == 0
     assert "held-out accuracy" in capsys.readouterr().out
+    assert not [each.message for each in recwarn if issubclass(each.category, FutureWarning)]
     assert cli.main(["train", *line]) == 1
     assert "--resume" in capsys.readouterr().err
     # The run resumes with its saved configuration.

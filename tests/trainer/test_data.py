@@ -8,13 +8,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from gspo_kernels.trainer import demo
-from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.config import DataConfig, InputError
 from gspo_kernels.trainer.data import Prompts, columns_of, load_prompts, prepare_prompts, prompt_order
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if brief %}!{% endif %}{% endif %}"
 )
+BARE = DataConfig(prompt_template="{prompt}")
 ROWS = [{"prompt": "a", "answer": 1, "level": "x"}, {"prompt": "bc", "answer": 2, "level": None}]
 
 
@@ -41,7 +42,7 @@ def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
         ("\n", ["is empty"]),
         ('{"prompt": "a"}\n{"prompt":\n', ["line 2", "not valid JSON"]),
         (b'{"prompt": "a"}\r\n{"prompt": "\xe9"}\n', ["line 2: not valid UTF-8"]),
-        ('["a"]\n', ["line 1", "list"]),
+        ('["a"]\n', ["row 1", "list"]),
         ('{"prompt": "a"}\n{"question": "b"}\n', ["row 2", "'prompt'", "'question'"]),
         ('{"prompt": ""}\n', ["row 1", "non-empty text"]),
         ('{"prompt": 3}\n', ["row 1", "text", "3"]),
@@ -61,7 +62,7 @@ def test_what_is_not_a_dataset_is_refused(tmp_path, text, words):
 
 
 def test_datasets_of_every_kind(tmp_path, monkeypatch):
-    """The datasets library reads files, folders with splits, and names on the Hub."""
+    """The datasets library reads files, folders with splits, what it saved itself, and names on the Hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # not the user's cache
     datasets.disable_progress_bars()
     rows, other = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list([{"prompt": "test"}])
@@ -71,18 +72,33 @@ def test_datasets_of_every_kind(tmp_path, monkeypatch):
         rows.to_parquet(tmp_path / path)
     other.to_parquet(tmp_path / "files" / "test-00000.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
-    for name in ("rows.parquet", "files"):
+    rows.to_csv(tmp_path / "rows.csv")
+    (tmp_path / "rows.json").write_text("\ufeff" + json.dumps(ROWS, indent=1))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, ROWS)))
+    rows.save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / "cache-1234.arrow").write_bytes(b"what map left there")
+    datasets.DatasetDict(train=rows, test=other).save_to_disk(tmp_path / "both")
+    for name in ("rows.parquet", "files", "rows.csv", "rows.json", "lines.json", "saved", "both"):
         found = load_prompts(tmp_path / name)
         assert [dict(row) for row in found] == ROWS
         assert columns_of([found[i] for i in (1, 1, 0)]) == {"answer": [2, 2, 1], "level": [None, None, "x"]}
-    assert [row["prompt"] for row in load_prompts(tmp_path / "files", split="test")] == ["test"]
-    assert [dict(row) for row in load_prompts(tmp_path / "files", split="train[1:]")] == ROWS[1:]
+    for name in ("files", "both"):
+        assert [row["prompt"] for row in load_prompts(tmp_path / name, split="test")] == ["test"]
+        assert [dict(row) for row in load_prompts(tmp_path / name, split="train[1:]")] == ROWS[1:]
+    (tmp_path / "rows.json").write_text(json.dumps([ROWS[0], "a"]))
+    (tmp_path / "lines.json").write_text('[{"prompt": "a"},')
+    (tmp_path / "broken.csv").write_text('prompt,answer\n"x,1\n')
     for name, options, words in (
         ("rows.parquet", {"split": "train"}, "a single file and has no split 'train'"),
         ("rows.parquet", {"subset": "main"}, "a single file and has no subset 'main'"),
         ("files", {"prompt_column": "question"}, "no 'question' among the columns"),
         ("files", {"split": "nowhere"}, "nowhere"),
+        ("both", {"split": "nowhere"}, "cannot be loaded: .*nowhere"),
+        ("both", {"subset": "main"}, "cannot be loaded"),
         ("broken.parquet", {}, "cannot be loaded"),
+        ("broken.csv", {}, "cannot be loaded: .*EOF inside string"),  # the error below datasets' own
+        ("rows.json", {}, "row 2: expected a JSON object, got str"),
+        ("lines.json", {}, "not valid JSON"),
         ("empty", {}, "cannot be loaded"),
     ):
         with pytest.raises(InputError, match=rf"{name}.*{words}"):
@@ -98,7 +114,7 @@ def test_datasets_of_every_kind(tmp_path, monkeypatch):
     assert load_prompts("org/name", subset="main")[0] == {"prompt": "org/name main train"}
     with pytest.raises(InputError, match=r"org/name: there is no such file.*pick one among"):
         load_prompts("org/name")
-    for name in ("no/such/file", "prompts.jsonl", "./name"):
+    for name in ("no/such/file", "prompts.jsonl", "prompts.csv", "./name"):
         with pytest.raises(InputError, match=f"there is no dataset file {name}"):
             load_prompts(name)
 
@@ -146,17 +162,48 @@ def test_conversations_go_through_the_chat_template(tokenizer):
     encoded = prepare_prompts(chat, rows, "data", longest=None).tokens
     assert chat.batch_decode(encoded) == [
         "<|user|>hi<|end|><|assistant|>",
-        "plain",
+        "<|user|>plain<|end|><|assistant|>",
         "<|user|>hi<|end|><|assistant|>He",  # an answer that has begun is continued
     ]
     assert encoded[0].count(chat.eos_token_id) == 1
-    brief = prepare_prompts(chat, rows, "data", longest=None, template_options={"brief": True})
+    brief = prepare_prompts(
+        chat, rows, "data", longest=None, options=DataConfig(template_options={"brief": True})
+    )
     assert chat.decode(brief.tokens[0]).endswith("<|assistant|>!")
     with pytest.raises(InputError, match=r"data, row 1: .* has no chat template"):
         prepare_prompts(tokenizer, rows, "data", longest=None)
     chat.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(InputError, match=r"data, row 2: .*no system role"):
-        prepare_prompts(chat, [rows[1], rows[0]], "data", longest=None)
+        prepare_prompts(chat, [rows[1], rows[0]], "data", longest=None, options=BARE)
+
+
+USER, OWN = ({"role": role, "content": role[0]} for role in ("user", "system"))
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "expected"),
+    [
+        ({"system_prompt": "be {brief}"}, "hi", "<|system|>be {brief}<|end|><|user|>hi<|end|><|assistant|>"),
+        ({"system_prompt": "s2"}, [USER], "<|system|>s2<|end|><|user|>u<|end|><|assistant|>"),
+        ({"system_prompt": "s2"}, [OWN, USER], "<|system|>s<|end|><|user|>u<|end|><|assistant|>"),
+        ({"prompt_template": "{prompt}"}, "hi", "hi"),
+        ({"prompt_template": "Q: {prompt} {x}\nA:"}, "{hi}", "Q: {hi} {x}\nA:"),
+        ({"prompt_template": "Q: {prompt}"}, [USER], "<|user|>u<|end|><|assistant|>"),
+    ],
+)
+def test_what_a_model_is_asked(tokenizer, options, prompt, expected):
+    chat, rows = demo.make_tokenizer(), [{"prompt": prompt, "answer": 1}]
+    chat.chat_template = CHATML
+    prompts = prepare_prompts(chat, rows, "data", longest=None, options=DataConfig(**options))
+    assert chat.decode(prompts.tokens[0]) == expected
+    assert prompts.rows is rows  # which reward functions get
+    if "system_prompt" in options:
+        with pytest.raises(InputError, match=r"data, row 1: .*system_prompt, but .* no chat template"):
+            prepare_prompts(tokenizer, rows, "data", longest=None, options=DataConfig(**options))
+        with pytest.raises(InputError, match=r"system_prompt must be left out with prompt_template"):
+            DataConfig(**options, prompt_template="{prompt}")
+    with pytest.raises(InputError, match=r"prompt_template must be a text with \{prompt\}"):
+        DataConfig(prompt_template="Q: {question}")
 
 
 @pytest.mark.parametrize("prompt", ["ab", "ab<end>", [{"role": "user", "content": "ab"}]])
@@ -169,7 +216,7 @@ def test_an_end_token_that_the_tokenizer_appends_is_warned_about(recwarn, prompt
         template = TemplateProcessing(single=f"$A {own.eos_token}", special_tokens=[end])
         own.backend_tokenizer.post_processor = template
     prompt = prompt.replace("<end>", own.eos_token) if isinstance(prompt, str) else prompt
-    ids = prepare_prompts(own, [{"prompt": prompt}], "data", longest=None).tokens[0]
+    ids = prepare_prompts(own, [{"prompt": prompt}], "data", longest=None, options=BARE).tokens[0]
     assert (ids[-1] == own.eos_token_id) == (appends or prompt != "ab")
     found = [str(each.message) for each in recwarn if "appends its end token" in str(each.message)]
     assert len(found) == (appends and prompt == "ab")
@@ -188,5 +235,13 @@ def test_prompts_are_checked_against_the_model(tokenizer, kind):
     ):
         with pytest.raises(InputError, match=words):
             prepare_prompts(tokenizer, rows, "data", **options)
+    said: list[str] = []
+    most = {"longest": 2, "say": said.append}
+    prompts = prepare_prompts(tokenizer, rows, "data", options=DataConfig(max_prompt_tokens=2), **most)
+    assert [dict(row) for row in prompts.rows] == [{"prompt": "ab", "n": 1}]
+    assert (prompts.tokens, prompts.asked) == (tokenizer(["ab"])["input_ids"], ["ab"])
+    assert said == ["data: 1 of 2 prompts are longer than data.max_prompt_tokens = 2 and are left out"]
+    with pytest.raises(InputError, match=r"data: all 2 prompts are longer than .*max_prompt_tokens = 1"):
+        prepare_prompts(tokenizer, rows, "data", options=DataConfig(max_prompt_tokens=1), **most)
     with pytest.raises(InputError, match="row 1: the tokenizer makes no token"):
         prepare_prompts(lambda texts, **_: {"input_ids": [[]] * len(texts)}, rows, "data", longest=None)

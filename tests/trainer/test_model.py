@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import FalconConfig, FalconForCausalLM
+from transformers.utils import logging
 
 from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.config import InputError
@@ -12,6 +13,7 @@ from gspo_kernels.trainer.model import (
     Policy,
     check_head,
     end_token_ids,
+    export_model,
     head_of,
     load_model,
     padding_token_id,
@@ -42,6 +44,13 @@ def test_a_model_whose_forward_fails_in_a_trial_is_refused_by_name():
     falcon = FalconForCausalLM(FalconConfig(alibi=True, **sizes)).eval()
     with pytest.raises(InputError, match=r"FalconForCausalLM cannot be trained: .* raised ValueError"):
         Policy(falcon, temperature=1.0).check()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_export_draws_no_bar_and_leaves_bars_as_they_were(tmp_path, tokenizer, capsys, shown):
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    export_model(tiny_qwen3(tokenizer), tokenizer, tmp_path)
+    assert "%" not in capsys.readouterr().err and logging.is_progress_bar_enabled() == shown
 
 
 def test_end_and_padding_tokens(tokenizer, tmp_path):
