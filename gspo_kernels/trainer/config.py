@@ -232,6 +232,8 @@ class TrainConfig(Section):
     seed: int = option(0, "seed of every random choice", ge=0)
     save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
     trackers: tuple[str, ...] = option((), "where metrics go as well: tensorboard, wandb, trackio, ...")
+    project: str = option("gspo", "name of the trackers' project")
+    run_name: str | None = option(None, "name of the run in trackers; the name of its directory")
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
@@ -312,7 +314,8 @@ def near_matches(key: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join([*close][:3])}?)" if close else ""
 
 
-FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "trackers", "save_rollouts", "reward_timeout"}
+FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "save_rollouts", "reward_timeout"}
+FREE_ON_RESUME |= {"trackers", "project", "run_name"}
 FREE_ON_RESUME |= {"update.steps", "update.micro_batch_tokens", "rollout.batch_size"}
 """Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``.
 Under a decay of the learning rate ``update.steps`` may not."""

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
+from uuid import uuid4
 
 import torch
 import yaml
@@ -101,7 +103,27 @@ class Report:
             kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
             write_text(self.directory.metrics, "".join(kept))
             write_text(self.directory.config, yaml.safe_dump(to_mapping(self.config), sort_keys=False))
-        self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
+        self._start_trackers(step)
+
+    def _start_trackers(self, step: int | None) -> None:
+        """Start trackers with a new run, or go on with the run that a file in their folder names."""
+        config, folder = self.config, self.directory.trackers
+        name, file = config.run_name or self.directory.path.resolve().name, folder / "run_id"
+        if config.trackers and self.accelerator.is_main_process:
+            folder.mkdir(exist_ok=True)
+            if step is None or not file.exists():
+                write_text(file, f"{name}-{uuid4().hex[:8]}")
+        run_id = file.read_text(encoding="utf-8") if file.exists() else name
+        again = "never" if step is None else "allow"
+        options = {
+            "tensorboard": {"purge_step": 0 if step is None else step + 1},
+            "wandb": {"name": name, "id": run_id, "resume": again, "dir": str(folder)},
+            "trackio": {"name": run_id, "resume": again},
+            "mlflow": {"run_name": name},
+        }
+        values = {key: value for key, value in flat(to_mapping(config)).items() if value is not None}
+        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in values.items()}
+        self.accelerator.init_trackers(config.project, plain if step is None else None, init_kwargs=options)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write, track and show the metrics of a step, and print the warnings that are due."""
@@ -143,11 +165,19 @@ class Report:
             lines = [json.dumps(_record(rollout, i, tokenizer)) + "\n" for i in range(len(totals))]
             write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
         if show:
-            table = Table("prompt", "completion", "reward", title=f"completions of step {step}")
-            for sample, reward in list(zip(rollout.samples, totals, strict=True))[-3:]:
-                texts = (tokenizer.decode(sample.prompt), sample.text)
+            pairs = zip(rollout.samples, totals, strict=True)
+            rows = [(tokenizer.decode(sample.prompt), sample.text, total) for sample, total in pairs][-16:]
+            columns = ["prompt", "completion", "reward"]
+            table = Table(*columns, title=f"completions of step {step}")
+            for *texts, reward in rows[-3:]:
                 table.add_row(*(escape(excerpt(text)) for text in texts), f"{reward:.3f}")
             self.console.print(table)
+            for tracker in self.accelerator.trackers:
+                if hasattr(tracker, "log_table"):  # wandb and clearml
+                    tracker.log_table("completions", columns, [list(row) for row in rows], step=step)
+                elif tracker.name == "tensorboard":  # Markdown, with texts as they are
+                    blocks = (f"reward {reward:.3f}\n\n{indent(p + c, ' ' * 4)}" for p, c, reward in rows)
+                    tracker.writer.add_text("completions", "\n\n".join(blocks), step)
 
     def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
         """Export the model, draw the plot, print the gain; return the last evaluation's metrics."""

@@ -5,14 +5,17 @@ import json
 import math
 import random
 import shutil
+import sys
 import time
 from collections import Counter
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -109,6 +112,43 @@ def test_what_a_run_writes(straight, tokenizer):
     assert same(weights(loaded), weights(straight.model))
     assert AutoTokenizer.from_pretrained(run.model)("abc")["input_ids"] == tokenizer("abc")["input_ids"]
     assert not list(run.path.rglob(".unfinished*"))
+
+
+def test_trackers_get_one_run_with_its_completions_that_a_resumed_run_goes_on_with(
+    tmp_path, tokenizer, monkeypatch
+):
+    """accelerate's own trackers call a SummaryWriter, which takes no lists, and wandb, which stand in."""
+    board, wandb = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setattr(torch.utils, "tensorboard", board, raising=False)
+
+    def trained(steps, **flags):
+        options = {"trackers": ["tensorboard", "wandb"], "reward": ["a.py:f", "b.py:g"]}
+        config = small_config(tmp_path / "mine", update={"steps": steps}, **options)
+        make_accelerator()
+        accelerator = Accelerator(project_dir=tmp_path / "mine" / "trackers")
+        accelerator.log_with = [LoggerType.TENSORBOARD, LoggerType.WANDB]
+        make_trainer(tokenizer, ROWS, some, config, accelerator=accelerator).train(**flags)
+        return board.SummaryWriter.call_args, wandb.init.call_args.kwargs
+
+    (folder, purge), run = trained(2)
+    writer = board.SummaryWriter.return_value
+    plain = writer.add_hparams.call_args.args[0]
+    assert {*map(type, plain.values())} <= {bool, int, float, str} and "b.py:g" in plain["reward"]
+    assert folder == (f"{tmp_path}/mine/trackers/gspo",) and purge == {"purge_step": 0}
+    assert run["project"] == "gspo" and run["name"] == "mine" and run["dir"] == f"{tmp_path}/mine/trackers"
+    assert run["id"].startswith("mine-") and run["resume"] == "never"
+    _, texts, step = writer.add_text.call_args.args
+    table = wandb.Table.call_args.kwargs
+    assert step == 2 and len(table["data"]) == 12 and table["columns"] == ["prompt", "completion", "reward"]
+    assert all(f"    {prompt}" in texts for prompt, *_ in table["data"])
+    logged = [call.args[0] for call in wandb.init.return_value.log.call_args_list]
+    assert any({"tokens_per_second", "memory/peak_gib"} <= values.keys() for values in logged)
+    (_, purge), same_run = trained(4, resume=True)
+    assert purge == {"purge_step": 3} and same_run == run | {"resume": "allow"}
+    assert writer.add_hparams.call_count == 1  # each call is another run of TensorBoard's
+    assert trained(2, overwrite=True)[1]["id"] != run["id"]
 
 
 def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tokenizer, straight):
