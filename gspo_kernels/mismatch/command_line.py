@@ -141,7 +141,7 @@ def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: S
     model = load(DTYPES[chosen.sampler_dtype], None)
     prompts = prepare_prompts(tokenizer, rows, chosen.prompts, longest=None).tokens
     end_ids, pad_id = end_token_ids(model, tokenizer), padding_token_id(tokenizer)
-    engine: RolloutEngine = ModelEngine(model, end_ids, pad_id, batch_size=64)
+    engine: RolloutEngine = ModelEngine(model, end_ids, pad_id, scoring.DECODED)
     if chosen.url is not None:
         config = TrainConfig(engine=EngineConfig(url=chosen.url))
         vocabulary = model.get_input_embeddings().num_embeddings

@@ -118,14 +118,16 @@ def make_report(
 
 
 def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
-    """Return the switch that brings training nearest to the sampler, if it explains the difference.
+    """Return the first switch that brings training as near to the sampler as any, if it explains enough.
 
-    A switch that makes sampled tokens impossible explains nothing.
+    One hundredth of the difference counts as equally near. A switch that makes sampled tokens impossible
+    explains nothing.
     """
-    sizes = {s.comparison.summary()["tokens/mean"]: s for s in switched if bool(s.comparison.possible.all())}
-    if not sizes or not before > 0 or min(sizes) > (1 - EXPLAINED) * before:
+    whole = [each for each in switched if bool(each.comparison.possible.all())]
+    left = [each.comparison.summary()["tokens/mean"] for each in whole]
+    if not whole or not before > 0 or min(left) > (1 - EXPLAINED) * before:
         return None
-    return sizes[min(sizes)]
+    return next(each for each, mean in zip(whole, left, strict=True) if mean <= min(left) + 0.01 * before)
 
 
 def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
@@ -170,7 +172,7 @@ def _remedy(change: dict[str, Any]) -> str:
         )
     if "temperature" in change:
         return "Ask the sampler for log-probs after temperature (vLLM: logprobs_mode=processed_logprobs)."
-    if change.keys() <= {"weights", "head"}:
+    if change.keys() <= {"weights", "head", "decode"}:
         return (
             "Sample in the precision that trains where memory allows; fp16 rounds eight times finer than "
             "bf16. Otherwise the difference is noise around 0, which rollout weights bound."
@@ -210,10 +212,10 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 4.8), dpi=110, facecolor="white", layout="constrained")
-    tokens, sequences, bars = figure.subplots(1, 3)
+    tokens, sequences, switches = figure.subplots(1, 3)
     style(tokens, "Tokens: |training - sampling|", "nats")
     style(sequences, f"Sequences: {comparison.summary()['sequences/outside']:.1%} outside", "log s, nats")
-    style(bars, "One thing switched", "mean |training - sampling|, nats")
+    style(switches, "One thing switched", "mean |training - sampling|, nats")
     sizes = comparison.difference[comparison.possible].abs()
     if positive := sizes[sizes > 0].tolist():
         low, high = math.log10(min(positive)), math.log10(max(positive))
@@ -233,10 +235,14 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
     means = [each.summary()["tokens/mean"] for _, each in rows]
     if switched and any(mean > 0 for mean in means):
         floor, colors = min(mean for mean in means if mean > 0) / 3, [ORANGE] + [BLUE] * len(switched)
-        bars.barh(range(len(rows)), [max(mean, floor) for mean in means], color=colors)
-        bars.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-        bars.invert_yaxis()
-        bars.set_xscale("log")
+        # points, because a logarithmic axis has no 0 where bars could start
+        switches.scatter([max(mean, floor) for mean in means], range(len(rows)), color=colors)
+        for row, mean in enumerate(means):
+            switches.annotate(f"  {_nats(mean)}", (max(mean, floor), row), fontsize=8, va="center")
+        switches.margins(x=0.15)
+        switches.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+        switches.invert_yaxis()
+        switches.set_xscale("log")
     figure.savefig(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import gspo_kernels as gk
 from gspo_kernels.bits import columns
 from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.integrations.lm_head import LMHead
+from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.mismatch.measure import Comparison, mean
 from gspo_kernels.trainer.batch import last_hidden_states, packed_hidden_states, token_budget_batches
 from gspo_kernels.trainer.config import InputError
@@ -122,6 +124,7 @@ def other_logprobs(path: Path, samples: Samples) -> Tensor:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DECODED = 64  # sequences that are sampled, or decoded again, at once
 _LOGIT_BYTES = 64 << 20  # of fp32 logits that exist at once where the head isn't fused
 _FEW_ROWS = 16  # rows of logits in a chunk, for the switch of the chunk's size
 
@@ -157,6 +160,9 @@ class Setting:
     softmax: str = "fp32"  # precision of the log-softmax
     attention: str | None = None  # transformers' implementation; None: its default
     packed: bool = True  # whether sequences share a row; else the model runs one sequence at a time
+    decode: bool = (
+        False  # one token after the other with a cache, as a sampler computes, in place of one pass
+    )
     temperature: float = 1.0  # logits are divided by it
     top_p: float = 1.0  # tokens that top_p or top_k cut off have a log-prob of -inf
     top_k: int = 0
@@ -185,12 +191,17 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
     head, device = head_of(model), model.device
     pairs = list(zip(samples.prompts, samples.completions, strict=True))
     batches = [[row] for row in range(len(pairs))]
-    if setting.packed:
+    if setting.decode:
+        longest_first = sorted(range(len(pairs)), key=lambda row: -len(pairs[row][0]))
+        batches = [longest_first[start : start + DECODED] for start in range(0, len(pairs), DECODED)]
+    elif setting.packed:
         batches = token_budget_batches([len(p) + len(c) for p, c in pairs], budget)
     logprobs: dict[int, Tensor] = {}
     for rows in batches:
         prompts, completions = ([pairs[row][side].to(device) for row in rows] for side in (0, 1))
-        if setting.packed:
+        if setting.decode:
+            hidden = _decoded_hidden_states(model, prompts, completions)
+        elif setting.packed:
             hidden = packed_hidden_states(model, prompts, completions).hidden
         else:  # any attention works, as there are no sequences to keep apart
             ids = torch.cat([*prompts, *completions]).unsqueeze(0)
@@ -203,6 +214,33 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
         scored = _head_logprobs(hidden, head, torch.cat(completions), setting, kept).cpu().double()
         logprobs |= dict(zip(rows, scored.split([len(c) for c in completions]), strict=True))
     return torch.cat([logprobs[row] for row in range(len(pairs))])
+
+
+def _decoded_hidden_states(model: Any, prompts: list[Tensor], completions: list[Tensor]) -> Tensor:
+    """Return the head's input for each of N completion tokens, [N, H], from a cache of what comes before."""
+    from transformers import DynamicCache
+
+    following = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
+    tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+    lengths = torch.tensor([[len(prompt)] for prompt in prompts], dtype=torch.int64, device=model.device)
+    places = torch.arange(tokens.shape[1], dtype=torch.int64, device=model.device)
+    mask = (places >= tokens.shape[1] - lengths).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    options = {name: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    states: list[Tensor] = []
+    head, ropes = model.get_output_embeddings(), varying_ropes(model)
+    handle = head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0][:, -1]))
+    try:
+        for place in range(following.shape[1]):
+            with own_frequencies(ropes, (positions[:, -1:] + 1).expand_as(positions)):
+                model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options)
+            tokens, positions = following[:, place : place + 1], positions[:, -1:] + 1
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    finally:
+        handle.remove()
+    rows = torch.stack(states, 1)
+    return torch.cat([row[: len(each)] for row, each in zip(rows, completions, strict=True)])
 
 
 def _head_logprobs(
@@ -255,9 +293,11 @@ def switches(
     if baseline.weights == "fp32":
         changes[f"weights in {half}"] = {"weights": half}
         changes[f"weights and head in {half}"] = {"weights": half, "head": half}
+        changes[f"decoding in {half} with a cache"] = {"weights": half, "head": half, "decode": True}
         changes[f"weights and head in {other_half}"] = {"weights": other_half, "head": other_half}
     else:
         changes["weights in fp32"] = {"weights": "fp32", "head": "fp32"}
+        changes[f"decoding in {half} with a cache"] = {"head": half, "decode": True}
     head = half if baseline.head == "fp32" else "fp32"
     changes[f"head in {head}"] = {"head": head}
     changes[f"softmax in {half}"] = {"softmax": half}
