@@ -15,7 +15,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -371,18 +371,25 @@ def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
     layout: Callable[..., CompletionRows] = packed_hidden_states
     if shared_prefix:
         layout, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
-    with torch.autocast(model.device.type, enabled=False):
-        common = layout(model, prompts, completions).hidden
-        pairs = zip(prompts, completions, strict=True)
-        separate = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
-        far = _effect_of_a_far_neighbour(model)
-    bound = torch.finfo(separate.dtype).eps ** 0.5 * separate.abs().max().item()
+    common = layout(model, prompts, completions).hidden
+    pairs = zip(prompts, completions, strict=True)
+    separate = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
+    far = _effect_of_a_far_neighbour(model)
+    bound = rounding_of(separate) ** 0.5 * separate.abs().max().item()
     difference = max((common - separate).abs().max().item(), far)
     if not difference <= bound:
         raise InputError(
             f"{type(causal_lm_of(model)).__name__} cannot hold several sequences in one row: its hidden "
             f"states differ from those of the sequences alone by {difference:.3g} (rounding: < {bound:.3g})"
         )
+
+
+def rounding_of(values: Tensor) -> float:
+    """Return eps of the values' dtype, or of the dtype that autocast computes in, if that is larger."""
+    kind = values.device.type
+    rounds = torch.is_autocast_enabled(kind)
+    dtypes = [values.dtype, torch.get_autocast_dtype(kind) if rounds else values.dtype]
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def _effect_of_a_far_neighbour(model: Any) -> float:
@@ -464,13 +471,17 @@ class RowMask(Tensor):
 
     segments: Sequence[Segment]
     window: int | None
+    offsets: Tensor | None  # int32, the offsets of the segments, if each of them begins a sequence
 
     @staticmethod
     def __new__(cls, segments: Sequence[Segment], window: int | None, device: torch.device) -> RowMask:
         """Make a tensor of the mask's shape, without storage."""
         T = sum(segment.length for segment in segments)
         mask: RowMask = Tensor._make_wrapper_subclass(cls, (1, 1, T, T), dtype=torch.bool, device=device)
-        mask.segments, mask.window = segments, window
+        mask.segments, mask.window, mask.offsets = segments, window, None
+        if all(segment.parent < 0 for segment in segments):
+            ends = [0, *itertools.accumulate(segment.length for segment in segments)]
+            mask.offsets = torch.tensor(ends, dtype=torch.int32, device=device)
         return mask
 
     @classmethod
@@ -499,6 +510,61 @@ def _attend(
     **options: Any,
 ) -> Tensor:
     """Run SDPA under a `RowMask` on [1, heads, T, D]: a segment sees itself and those that it continues."""
+    device, sizes = query.device, {x.shape[1::2] for x in (query, key, value)}
+    kind, launch = device.type, None
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if attn_mask.offsets is not None and len(sizes) == 1 and dropout_p == 0.0 and options.keys() <= {"scale"}:
+        launch = one_launch(device, dtype, query.shape[3], attn_mask.window)
+    if launch is None:
+        return _attend_by_segments(query, key, value, attn_mask, dropout_p, **options)
+    out: Tensor = launch(*(x.to(dtype) for x in (query, key, value)), attn_mask, **options)
+    return out
+
+
+def varlen_attention(device: torch.device) -> Any:
+    """Return torch's attention of many sequences in one launch, which CUDA alone has; else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    accepted = inspect.signature(varlen_attn).parameters
+    return varlen_attn if device.type == "cuda" and {"scale", "window_size"} <= accepted.keys() else None
+
+
+@cache
+def one_launch(device: torch.device, dtype: torch.dtype, head_size: int, window: int | None) -> Any:
+    """Return `varlen_attention` in the form of SDPA, if it agrees with SDPA by segments on this device."""
+    varlen = varlen_attention(device)
+    if varlen is None or dtype not in (torch.float16, torch.bfloat16) or head_size > 256:
+        return None
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float | None = None) -> Tensor:
+        tokens, longest = (x[0].transpose(0, 1) for x in (q, k, v)), max(s.length for s in mask.segments)
+        seen = (-1 if window is None else window - 1, 0)  # (-1, 0) is causal
+        ends = (mask.offsets, mask.offsets, longest, longest)
+        out: Tensor = varlen(*tokens, *ends, scale=scale, window_size=seen)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    mask, generator = RowMask([Segment(-1, n) for n in (7, 1, 64, 64, 33)], window, device), torch.Generator()
+    draws = torch.randn(4, 1, 2, 169, head_size, generator=generator.manual_seed(0), device="cpu")
+    *inputs, upstream = draws.to(device, dtype).requires_grad_()
+    results = []
+    try:
+        with torch.enable_grad():
+            both: tuple[Callable[..., Tensor], ...] = (_attend_by_segments, launch)
+            for attend in both:
+                out = attend(*inputs, mask)
+                results.append(torch.stack([out, *torch.autograd.grad(out, inputs, upstream)]).detach())
+    except Exception:  # of a kernel that does not take these sizes, or that this GPU does not have
+        return None
+    expected, found = results
+    bound = torch.finfo(dtype).eps ** 0.5 * expected.abs().max()
+    return launch if bool((found - expected).abs().max() <= bound) else None
+
+
+def _attend_by_segments(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: RowMask, dropout_p: float = 0.0, **options: Any
+) -> Tensor:
     # Neighbours of equal length that continue the same segment are one batch, which takes less time.
     runs = [(segment, len(list(same))) for segment, same in groupby(attn_mask.segments)]
     # split instead of slices: the backward of a slice fills a tensor of the whole size.

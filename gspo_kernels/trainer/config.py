@@ -148,7 +148,9 @@ class UpdateConfig(Section):
     epochs: int = option(1, "passes over a rollout", ge=1)
     micro_batch_tokens: int = option(16384, "tokens per forward pass; changes memory and speed only", ge=1)
     shared_prefix: bool = option(False, "encode a prompt once for all of its completions; not with flash")
-    precision: Literal["fp32", "bf16"] = option("fp32", "of products; weights and logits stay in fp32")
+    precision: Literal["auto", "fp32", "bf16"] = option(
+        "auto", "of products: bf16 on GPUs that have it, else fp32; weights and logits stay in fp32"
+    )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third slower")
     entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
     learning_rate: float = option(1e-6, "AdamW's learning rate after the warmup", gt=0)

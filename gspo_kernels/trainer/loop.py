@@ -23,7 +23,13 @@ from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollo
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
-from gspo_kernels.trainer.processes import check_processes, make_accelerator, map_shares, seed_everything
+from gspo_kernels.trainer.processes import (
+    check_processes,
+    make_accelerator,
+    map_shares,
+    seed_everything,
+    with_precision,
+)
 from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, sampling_of
@@ -57,7 +63,7 @@ class GSPOTrainer:
         engine: RolloutEngine | None = None,
         accelerator: Any = None,
     ) -> None:
-        self.config = config = config or TrainConfig()
+        config = config or TrainConfig()
         check_config(config, serves_turns=self.serves_turns)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         functions = [rewards] if callable(rewards) else list(rewards)
@@ -70,6 +76,7 @@ class GSPOTrainer:
         self.directory = RunDirectory(config.output)
         self.accelerator = accelerator or make_accelerator(config, self.directory.trackers)
         check_processes(self.accelerator)
+        self.config = config = with_precision(config, self.accelerator)
         self.report = Report(config, self.accelerator, self.directory)
         compares = needs_reference(config)
         self.model, *policies = make_policies(model, self.tokenizer, config, self.accelerator, compares)

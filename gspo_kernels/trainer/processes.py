@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -26,10 +27,12 @@ def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
     """Return accelerate's `Accelerator` for a run, with trackers that write into a folder."""
     from accelerate import Accelerator
 
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started, precision = int(os.environ.get("WORLD_SIZE", "1")), config.update.precision
+    if precision == "auto" and torch.cuda.is_available():
+        precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     try:
         accelerator = Accelerator(
-            mixed_precision="bf16" if config.update.precision == "bf16" else "no",
+            mixed_precision="bf16" if precision == "bf16" else "no",
             log_with=list(config.trackers) or None,
             project_dir=folder,
             # under torchrun without GPUs, accelerate would otherwise set each process up as the only one
@@ -42,6 +45,14 @@ def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
         if name not in installed:
             raise InputError(f"trackers: {name} is not installed")
     return accelerator
+
+
+def with_precision(config: TrainConfig, accelerator: Any) -> Any:
+    """Return the configuration with the accelerator's precision where ``update.precision`` is auto."""
+    if config.update.precision != "auto":
+        return config
+    precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
+    return config.model_copy(update={"update": config.update.model_copy(update={"precision": precision})})
 
 
 def check_processes(accelerator: Any) -> None:
@@ -81,6 +92,14 @@ def _set_up_fsdp(accelerator: Any) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+
+
+def seconds_of_collectives(device: torch.device) -> float | None:
+    """Return how long processes wait in a collective until torch ends the run; None in a single process."""
+    if not dist.is_initialized():
+        return None
+    options = dist.group.WORLD._get_backend(device).options  # type: ignore[union-attr]
+    return float(options._timeout.total_seconds())
 
 
 def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:

@@ -31,7 +31,7 @@ from rich.text import Text
 from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
 from gspo_kernels.trainer.config import InputError, TrainConfig, flat, to_mapping
-from gspo_kernels.trainer.processes import on_main
+from gspo_kernels.trainer.processes import on_main, seconds_of_collectives
 from gspo_kernels.trainer.rollout import sampling_of
 
 Metrics = dict[str, Any]
@@ -86,10 +86,11 @@ class Report:
             self.say(f"settings changed: {'; '.join(changed)}", warning=True)
         if not evaluates:
             self.say("no eval dataset: accuracy on held-out prompts is not measured")
-        if self.config.reward_timeout is None and self.accelerator.num_processes > 1:
+        timeout, limit = self.config.reward_timeout, seconds_of_collectives(self.accelerator.device)
+        if limit is not None and (timeout is None or timeout >= limit):
             self.say(
-                "reward_timeout is None: if a reward hangs in one process, the others wait until the time "
-                "limit of their collectives (with NCCL 10 minutes) ends the run without a checkpoint",
+                f"reward_timeout is {timeout}: if a reward hangs in one process, the others wait until the "
+                f"time limit of their collectives ({limit:.0f} seconds) ends the run without a checkpoint",
                 warning=True,
             )
         if self.config.update.minibatches * self.config.update.epochs == 1:
@@ -303,7 +304,9 @@ class Health:
     def __init__(self, config: TrainConfig) -> None:
         # Sampling cuts off tokens that training counts: the mismatch has no bound, and is worth one warning.
         self.cuts = sampling_of(config.rollout).cuts and not config.rollout.keep_sampling_mask
-        self.mismatch = math.inf if self.cuts else MISMATCH[config.update.precision]
+        self.mismatch = (
+            math.inf if self.cuts else MISMATCH["bf16" if config.update.precision == "bf16" else "fp32"]
+        )
         self.streaks: dict[str, int] = {}
 
     def check(self, metrics: Mapping[str, float | None]) -> list[str]:

@@ -170,7 +170,10 @@ class ModelEngine:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         rows, going = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
         end_ids = torch.tensor(self.end_ids, dtype=torch.int64, device=device)
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
+        if torch.is_autocast_enabled(device.type):  # norms leave keys in fp32, which attention rounds anyway
+            dtype, update = torch.get_autocast_dtype(device.type), cache.update
+            cache.update = lambda k, v, *rest, **options: update(k.to(dtype), v.to(dtype), *rest, **options)
         draws: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = []
         ropes = varying_ropes(self.model)
         name = "cache" if "cache" in signature(self.model.forward).parameters else "past_key_values"

@@ -210,7 +210,7 @@ class Updater:
         """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
 
         Metrics are over the completions that can have a gradient. Averages are over the minibatches that have
-        such completions.
+        such completions; that of the entropy is over their tokens, and NaN without any.
         """
         minibatches = self._minibatches(batch, step)
         terms = self._terms(batch, minibatches[: self.config.update.minibatches])
@@ -226,6 +226,11 @@ class Updater:
         metrics = {name: sum(values[name] for values in measured) / len(measured) for name in each[0]}
         metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
         metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
+        tokens = [int(batch.counted[minibatch.active].sum()) for minibatch in minibatches]
+        for count, values in zip(tokens, each, strict=True):
+            values["entropy"] = values["entropy"] if count else math.nan
+        entropies = [count * values["entropy"] for count, values in zip(tokens, each, strict=True) if count]
+        metrics["entropy"] = sum(entropies) / sum(tokens) if entropies else math.nan
         metrics["clip_fraction/after_first"] = sum(later) / max(len(later), 1)
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):

@@ -279,6 +279,7 @@ def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path
     try:
         path = on_main(accelerator, new_directory)
         on_all(accelerator, lambda: write(path))
+        on_main(accelerator, lambda: [p.chmod(0o755 if p.is_dir() else 0o644) for p in path.rglob("*")])
         # Every process has its own local vLLM; a server is loaded once for all.
         load = on_all if isinstance(engine.vllm, LocalVLLM) else on_main
         load(accelerator, lambda: engine.load(path))

@@ -26,7 +26,7 @@ def make_accelerator(precision="fp32"):
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(mixed_precision="no" if precision == "fp32" else precision)
+    return Accelerator(mixed_precision="no" if precision in ("auto", "fp32") else precision)
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,16 @@
 """Parts of models: the head between hidden states and log-probs, end tokens, and heads that are refused."""
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from transformers import FalconConfig, FalconForCausalLM
+import torch
+from transformers import AttentionInterface, FalconConfig, FalconForCausalLM
 from transformers.utils import logging
 
 from gspo_kernels.trainer import model as model_module
-from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import (
     Policy,
     check_head,
@@ -16,10 +18,11 @@ from gspo_kernels.trainer.model import (
     export_model,
     head_of,
     load_model,
+    make_policies,
     padding_token_id,
 )
 from tests.integrations.tiny_models import tiny
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import make_accelerator, tiny_qwen3
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,50 @@ def test_an_export_draws_no_bar_and_leaves_bars_as_they_were(tmp_path, tokenizer
     (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
     export_model(tiny_qwen3(tokenizer), tokenizer, tmp_path)
     assert "%" not in capsys.readouterr().err and logging.is_progress_bar_enabled() == shown
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "a_flash"])
+def test_a_model_is_tried_in_the_runs_precision(tokenizer, monkeypatch, attention):
+    """flash-attention has no fp32: there only the run's precision is tried."""
+    in_16_bit = []
+
+    def flash(module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, **options):
+        assert torch.is_autocast_enabled("cpu") or query.dtype == torch.bfloat16, "only fp16 and bf16"
+        lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+        parts = zip(*(x.bfloat16().split(lengths, 2) for x in (query, key, value)), strict=True)
+        shared = {"is_causal": True, "scale": scaling, "enable_gqa": True}
+        out = [torch.nn.functional.scaled_dot_product_attention(*part, **shared) for part in parts]
+        return torch.cat(out, 2).transpose(1, 2), None
+
+    def check(policy, inner=Policy.check):
+        in_16_bit.append(torch.is_autocast_enabled("cpu"))
+        inner(policy)
+
+    AttentionInterface.register("a_flash", flash)
+    monkeypatch.setattr(Policy, "check", check)
+    model = tiny_qwen3(tokenizer)
+    model.config._attn_implementation = attention
+    for precision, expected in (
+        ("bf16", [True] if attention == "a_flash" else [False, True]),
+        ("fp32", [False]),
+    ):
+        in_16_bit.clear()
+        config = TrainConfig(update={"precision": precision})
+        arguments = (copy.deepcopy(model), tokenizer, config, make_accelerator(precision))
+        if precision == "fp32" and attention == "a_flash":
+            with pytest.raises(InputError, match=r"cannot be trained: .*only fp16 and bf16"):
+                make_policies(*arguments, needs_reference=False)
+        else:
+            make_policies(*arguments, needs_reference=False)
+        assert in_16_bit == expected
+
+
+def test_a_leak_is_found_in_16_bit_too(tokenizer):
+    model = tiny_qwen3(tokenizer)
+    model.model.layers[0].register_forward_hook(lambda m, args, output: output + output.roll(1, dims=1))
+    model.config._attn_implementation = "sdpa"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="differ from those"):
+        Policy(model, temperature=1.0).check()
 
 
 def test_end_and_padding_tokens(tokenizer, tmp_path):

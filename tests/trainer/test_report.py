@@ -9,6 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
+from gspo_kernels.trainer import report as report_module
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.report import (
@@ -59,10 +60,14 @@ def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path):
         file.write('{"step": 4, "rew')
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert "reward_timeout" not in out.getvalue()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(report.accelerator), "num_processes", 2)
-        report.begin(2, changed=["seed: 0 -> 1"], evaluates=True)
-    assert "warning: reward_timeout is None" in " ".join(out.getvalue().split())
+    for timeout, limit in ((601, 600), (599, 600), (None, 600)):
+        out.truncate(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(report_module, "seconds_of_collectives", lambda device, limit=limit: limit)
+            report.config = report.config.model_copy(update={"reward_timeout": timeout})
+            report.begin(2, changed=["seed: 0 -> 1"], evaluates=False)
+        warned = f"warning: reward_timeout is {timeout}: " in (said := " ".join(out.getvalue().split()))
+        assert warned == (timeout != 599) and ("collectives (600 seconds)" in said) == warned
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert "no eval dataset" in out.getvalue() and "settings changed: seed: 0 -> 1" in out.getvalue()
     assert read_metrics(tmp_path / "none.jsonl") == []

@@ -347,9 +347,11 @@ def test_options_reach_what_they_set(tmp_path, tokenizer):
 
     first = learned(0)
     assert same(learned(0), first) and not same(learned(1), first)
-    for precision, mixed in (("fp32", "no"), ("bf16", "bf16")):
+    for precision, used, mixed in (("auto", "fp32", "no"), ("fp32", "fp32", "no"), ("bf16", "bf16", "bf16")):
         AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first precision
-        assert made(update={"precision": precision}).accelerator.mixed_precision == mixed
+        trainer = made(update={"precision": precision})
+        assert trainer.accelerator.mixed_precision == mixed
+        assert trainer.config.update.precision == trainer.updater.config.update.precision == used
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):

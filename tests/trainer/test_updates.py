@@ -13,7 +13,7 @@ import gspo_kernels as gk
 from gspo_kernels.bits import columns
 from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.config import InputError, UpdateConfig
-from gspo_kernels.trainer.model import Policy, add_adapters
+from gspo_kernels.trainer.model import Policy, add_adapters, make_policies
 from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.update import (
     Updater,
@@ -277,6 +277,41 @@ def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
         assert all((p - before[name]).abs().max() > 0 for name, p in updater.policy.named_parameters())
     difference = (found["bf16"] - found["fp32"]).norm() / found["fp32"].norm()
     assert 1e-4 < difference < 0.1
+
+
+def test_in_bf16_the_reference_is_half_as_large_and_scores_the_same(tokenizer):
+    config = make_config(update={"precision": "bf16"}, kl={"beta": 0.1})
+    model = tiny_qwen3(tokenizer, tie_word_embeddings=False)
+    accelerator = make_accelerator("bf16")
+    _, policy, reference, _ = make_policies(model, tokenizer, config, accelerator, needs_reference=True)
+    updater = Updater(accelerator, config, policy, reference)
+    linear = [m.weight for m in reference.modules() if isinstance(m, torch.nn.Linear)]
+    assert [w.dtype for w in linear] == [torch.bfloat16] * (len(linear) - 1) + [torch.float32]  # the head
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    batch = make_batch()
+    minibatches = updater._minibatches(batch, 0)
+    scores = [updater.score(each, batch, minibatches=minibatches) for each in (updater.policy, reference)]
+    assert torch.equal(scores[0].logprobs, scores[1].logprobs) and scores[0].logprobs.abs().max() > 1
+
+
+def test_the_entropy_is_over_all_scored_tokens_and_null_without_any(tokenizer):
+    batch, config = make_batch(), make_config(update={"minibatches": 3, "micro_batch_tokens": 14})
+    updater = make_updater(tokenizer, config)
+    with torch.no_grad():
+        for p in updater.policy.parameters():
+            p.mul_(5)  # so that entropies differ
+    minibatches = updater._minibatches(batch, 0)
+    rows = torch.cat([minibatch.active for minibatch in minibatches])
+    places = batch.places(rows)
+    scored = updater.score(updater.policy, batch).entropy[places][batch.loss_mask[places]]
+    updater._optimizer_step = dict  # the weights stay
+    metrics = updater.update(batch)
+    assert metrics["entropy"] == pytest.approx(float(scored.double().mean()), rel=1e-6)
+    by_minibatch = [metrics[f"minibatch_{n}/entropy"] for n in (1, 2, 3)]
+    assert metrics["entropy"] != pytest.approx(sum(by_minibatch) / 3, rel=1e-4)  # of unequal sizes
+    batch.advantages.zero_()
+    metrics = updater.update(batch)
+    assert math.isnan(metrics["entropy"]) and math.isnan(metrics["minibatch_2/entropy"])
 
 
 def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
