@@ -13,7 +13,7 @@ same processor and a glibc that is not newer:
 1. ``python setup.py build_ext --inplace`` builds the extension. Built against any torch from 2.11 on, it
    loads into all of them, and into every Python.
 2. ``pip download --no-deps --only-binary=:all: --python-version 3.12 --dest wheels NAMES`` fetches what the
-   machine lacks for its Python. The trainer needs pydantic, pydantic-core, annotated-types,
+   machine lacks for its Python. The trainer needs pydantic, the pydantic-core that it names, annotated-types,
    typing-inspection, tyro, docstring-parser and typeguard, beside transformers, accelerate, peft, rich and
    pyyaml; the tests need pytest and pytest-xdist, the plots matplotlib. Contestants come in the same way.
 3. There, ``pip install --no-index --no-deps --target site wheels/*.whl`` and then ``PYTHONPATH=site python -m

@@ -72,7 +72,7 @@ def make_trainer(device, output, model, reward=odd_share, steps=100, **sections)
         "output": str(output),
         "rollout": {
             "prompts_per_rollout": 8 if on_gpu else 2, "group_size": 8 if on_gpu else 4,
-            "max_new_tokens": 128 if on_gpu else 5,
+            "max_new_tokens": 64 if on_gpu else 5,
         },
         "update": {
             "steps": steps, "minibatches": 2, "micro_batch_tokens": 8192 if on_gpu else 24,
@@ -91,6 +91,11 @@ def predicted_gib(trainer):
     return None
 
 
+def norm_of(parameter):
+    """Return the norm in fp64. A copy of all weights would be part of the measured memory."""
+    return float(parameter.detach().double().norm())
+
+
 SETTINGS = {
     "bf16": {},
     "LoRA": {"lora": {"rank": 16}},
@@ -105,7 +110,7 @@ def test_two_steps(name, device, tmp_path, request):
     trainer = make_trainer(device, tmp_path, model, **SETTINGS[name])
     trainer.directory.path.mkdir(exist_ok=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = [parameter.detach().clone() for parameter in trained]
+    before = [norm_of(parameter) for parameter in trained]
     if device.type == "cuda":
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
@@ -114,8 +119,7 @@ def test_two_steps(name, device, tmp_path, request):
     first, second = report.read_metrics(trainer.directory.metrics)
     for record in (first, second):
         assert abs(record["minibatch_1/ratio/max"] - 1) < 1e-6, record
-    moved = sum(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
-    assert moved == len(trained)
+    assert all(norm_of(parameter) != norm for parameter, norm in zip(trained, before, strict=True))
     keep(request, name, {
         "s per step": second["seconds"], "s of rollout": second["seconds/rollout"],
         "s of update": second["seconds/update"], "s of the first step": first["seconds"],
