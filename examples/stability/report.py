@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from examples.stability.study import Setting, setting_of
-from gspo_kernels.trainer.report import BLUE, GRID, INK, ORANGE, style
+from gspo_kernels.plots import BLUE, GRID, INK, ORANGE, style
 
 DOCS = Path(__file__).parents[2] / "docs"
 LAST = 32

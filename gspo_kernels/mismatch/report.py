@@ -14,7 +14,7 @@ import torch
 
 from gspo_kernels.mismatch.measure import Comparison
 from gspo_kernels.mismatch.scoring import Samples, Switched
-from gspo_kernels.trainer.report import BLUE, INK, ORANGE, style
+from gspo_kernels.plots import BLUE, INK, ORANGE, style
 
 EXPLAINED = 0.5  # a switch explains a difference if it takes away this share of the mean
 _HARMLESS = 0.01  # share of sequences outside of the clip range up to which no correction is advised

@@ -30,13 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gspo_kernels.trainer.config import (
-    InputError,
-    TrainConfig,
-    changed_settings,
-    from_mapping,
-    load_config,
-)
+from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, from_mapping, load_config
 from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
 from gspo_kernels.trainer.processes import ALONE, on_all, on_main
 

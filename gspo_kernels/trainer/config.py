@@ -79,9 +79,7 @@ class DataConfig(Section):
     subset: str | None = option(None, "configuration of a dataset on the Hub")
     prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
     system_prompt: str | None = option(None, "first message of conversations that have no system message")
-    prompt_template: str | None = option(
-        None, "a text around {prompt}, which text gets in place of the tokenizer's chat template"
-    )
+    prompt_template: str | None = option(None, "text around {prompt}, in place of a text's chat template")
     max_prompt_tokens: int | None = option(None, "leave out prompts that are longer", ge=1)
     template_options: Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")] = (
         option({}, "arguments of the chat template: '{\"enable_thinking\": false}'")

@@ -135,15 +135,12 @@ def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows, the token ids of their prompts, and the names of the columns that reward functions get.
-
-    ``asked`` has what became tokens: the rows' prompts with `DataConfig`'s system prompt and template.
-    """
+    """Rows, the token ids of their prompts, and the names of the columns that reward functions get."""
 
     rows: Rows
     tokens: list[list[int]]
     columns: list[str]
-    asked: Sequence[Any] = ()
+    asked: Sequence[Any] = ()  # what became tokens: the rows' prompts with system prompt and template
 
     @cached_property
     def digest(self) -> str:

@@ -77,10 +77,9 @@ def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(path, **options)
     except Exception as error:  # transformers passes on whatever its readers raise
-        said = shorten(reason(error), 1000)
         has = ", ".join(sorted(file.name for file in Path(path).glob("*")))
         has = shorten(f"; the directory has {has or 'no files'}", 200) if Path(path).is_dir() else ""
-        raise InputError(f"{what} {path!r} cannot be loaded: {said}{has}") from error
+        raise InputError(f"{what} {path!r} cannot be loaded: {shorten(reason(error), 1000)}{has}") from error
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:

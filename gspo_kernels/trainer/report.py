@@ -28,6 +28,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 from rich.text import Text
 
+from gspo_kernels.plots import plot_progress
 from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
 from gspo_kernels.trainer.config import InputError, TrainConfig, flat, to_mapping
@@ -104,10 +105,7 @@ class Report:
             kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
             write_text(self.directory.metrics, "".join(kept))
             write_text(self.directory.config, yaml.safe_dump(to_mapping(self.config), sort_keys=False))
-        self._start_trackers(step)
-
-    def _start_trackers(self, step: int | None) -> None:
-        """Start trackers with a new run, or go on with the run that a file in their folder names."""
+        # A resumed run goes on in the trackers' run, which a file names.
         config, folder = self.config, self.directory.trackers
         name, file = config.run_name or self.directory.path.resolve().name, folder / "run_id"
         if config.trackers and self.accelerator.is_main_process:
@@ -122,8 +120,8 @@ class Report:
             "trackio": {"name": run_id, "resume": again},
             "mlflow": {"run_name": name},
         }
-        values = {key: value for key, value in flat(to_mapping(config)).items() if value is not None}
-        plain = {key: v if isinstance(v, int | float) else str(v) for key, v in values.items()}
+        values = flat(to_mapping(config)).items()
+        plain = {key: value if isinstance(value, int | float) else str(value) for key, value in values}
         self.accelerator.init_trackers(config.project, plain if step is None else None, init_kwargs=options)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -369,13 +367,6 @@ SYMPTOMS = {
 """The meaning of each symptom and its remedy, by the metric that shows it."""
 
 
-# The plot: rewards and accuracy, the health of the updates, speed and time.
-
-INK, GRID = "#30343b", "#e4e6ea"
-BLUE, ORANGE = "#2166ac", "#d95f0e"
-COLUMNS = 3
-
-
 def plot_run(run: str | Path) -> Path:
     """Draw ``progress.png`` from the metrics that a run has written so far; return its path."""
     directory = RunDirectory(run)
@@ -384,89 +375,3 @@ def plot_run(run: str | Path) -> Path:
     unfinished = directory.path / ".unfinished-progress.png"
     plot_progress(read_metrics(directory.metrics), unfinished)
     return unfinished.replace(directory.plot)
-
-
-def plot_progress(records: Sequence[Metrics], path: Path) -> None:
-    """Draw the metrics of a run into a PNG file; metrics that were not measured get no panel."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    measured = {key for record in records for key, value in record.items() if value is not None}
-    rewards = {key: key.removeprefix("reward/") for key in sorted(measured) if key.startswith("reward/")}
-    panels = [("Mean reward of the rollouts", rewards, ""), *PANELS]
-    shown = [panel for panel in panels if measured.intersection(panel[1])]
-    rows = max(-(-len(shown) // COLUMNS), 1)
-    height = 3.4 * rows
-    figure = Figure(figsize=(15, height), dpi=110, facecolor="white")
-    # Automatic layouts draw all text once more, which takes longer than the rest.
-    figure.subplots_adjust(0.05, 0.6 / height, 0.985, 1 - 0.4 / height, wspace=0.22, hspace=0.42)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
-    for ax in axes[len(shown) :]:
-        ax.set_axis_off()
-    for ax, (title, lines, scale) in zip(axes, shown, strict=False):
-        style(ax, title, "step")
-        _draw(ax, records, {key: label for key, label in lines.items() if key in measured}, scale)
-        ax.set_xlim(0, max(records[-1]["step"], 1))
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
-    if not shown:
-        axes[0].text(0.5, 0.5, "no step was taken", transform=axes[0].transAxes, ha="center", color=INK)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-
-
-def style(ax: Any, title: str, label: str) -> None:
-    """Give a panel its title, the label of its x-axis, and the looks of all plots."""
-    ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
-    ax.set_xlabel(label, color=INK)
-    ax.grid(color=GRID, linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.tick_params(which="both", colors=INK, length=0)
-    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
-
-
-PANELS: list[tuple[str, dict[str, str], str]] = [
-    ("Held-out accuracy", {"eval/greedy_accuracy": "greedy", "eval/sampled_accuracy": "sampled"}, "share"),
-    ("Groups with equal rewards", {"groups_without_variance": "share of a rollout"}, "share"),
-    ("Completions that end by themselves", {"completions/finished": "share of a rollout"}, "share"),
-    ("Clipped share", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share"),
-    ("Ratio", {"ratio/max": "largest of a step", "ratio/min": "smallest"}, ""),
-    ("KL, nats per token", {"kl/old": "to the policy that sampled", "kl/ref": "to the reference"}, ""),
-    ("Entropy, nats per token", {"entropy": "policy"}, ""),
-    ("Tokens per completion", {"completions/length": "mean"}, "zero"),
-    ("Gradient norm before clipping", {"grad_norm": "mean of the minibatches"}, "zero"),
-    ("Sampling against training, nats", {"mismatch/mean": "mean", "mismatch/max": "largest"}, "log"),
-    ("Completion tokens per second", {"tokens_per_second": "whole step"}, "zero"),
-    ("Seconds per step", {"seconds/rollout": "rollout", "seconds/update": "update"}, "zero"),
-]
-"""The panels of the plot: a title, the label of each metric, and the scale."""
-
-
-def smoothed(values: Sequence[float | None], width: int) -> list[float]:
-    """Return running means over the last ``width`` values, without those that are None; NaN if all are."""
-    ends = range(1, len(values) + 1)
-    windows = [[v for v in values[max(0, end - width) : end] if v is not None] for end in ends]
-    return [sum(window) / len(window) if window else math.nan for window in windows]
-
-
-def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: str) -> None:
-    """Draw metrics as faint lines, and smoothed on top; "share" sets the axis if all values are in [0, 1]."""
-    drawn = []
-    for number, (key, label) in enumerate(lines.items()):
-        color = (BLUE, ORANGE)[number] if number < 2 else f"C{number}"
-        measured = [record for record in records if key in record]
-        x, values = [record["step"] for record in measured], [record[key] for record in measured]
-        drawn += [value for value in values if value is not None]
-        ax.plot(x, [math.nan if v is None else v for v in values], color=color, alpha=0.25, linewidth=1)
-        mean = smoothed(values, max(1, len(measured) // 30))
-        ax.plot(x, mean, color=color, linewidth=1.8, label=label)
-    if scale == "zero":
-        ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
-    elif scale == "log":
-        ax.set_yscale("log", nonpositive="mask")
-    elif scale == "share" and all(0.0 <= value <= 1.0 for value in drawn):
-        ax.set_ylim(-0.02, 1.02)
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    else:
-        ax.ticklabel_format(useOffset=False)

@@ -9,6 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
+from gspo_kernels.plots import plot_progress
 from gspo_kernels.trainer import report as report_module
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.config import TrainConfig
@@ -20,7 +21,6 @@ from gspo_kernels.trainer.report import (
     Health,
     Report,
     metrics_line,
-    plot_progress,
     read_metrics,
 )
 from tests.trainer.conftest import make_accelerator
