@@ -79,8 +79,9 @@ def train(
 
     Wrong keys and missing files are reported before torch is imported.
     """
-    config, flags = parse_arguments(arguments, config_type, prog)
-    _run(config, trainer, **flags)
+    words = [word for word in arguments if word != "--dry-run"]
+    config, flags = parse_arguments(words, config_type, prog)
+    _run(config, trainer, dry_run=len(words) < len(arguments), **flags)
 
 
 def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
@@ -100,6 +101,7 @@ Train a causal language model with GSPO on prompts and reward functions.
   on top of it.
 - --resume goes on from the last checkpoint in --output, with --force although
   settings or data were changed; --overwrite replaces the run in --output.
+- --dry-run prints what the run needs of memory, and reads no weights.
 - A reward is a function f(completions, **columns) -> list[float | None].
 - Several devices: accelerate launch [...] {launched} config.yaml
 """
@@ -230,7 +232,15 @@ def _mismatch(arguments: list[str]) -> None:
     command_line.run(arguments)
 
 
-def _run(config: TrainConfig, trainer: Any = None, *, resume: bool, overwrite: bool, force: bool) -> None:
+def _run(
+    config: TrainConfig,
+    trainer: Any = None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    force: bool,
+    dry_run: bool = False,
+) -> None:
     from gspo_kernels.trainer.config import InputError, check_model_path
     from gspo_kernels.trainer.data import load_prompts
     from gspo_kernels.trainer.rewards import load_reward
@@ -248,6 +258,10 @@ def _run(config: TrainConfig, trainer: Any = None, *, resume: bool, overwrite: b
     eval_dataset = None if config.eval_dataset is None else load(config.eval_dataset, data.eval_split)
     rewards = [load_reward(spec) for spec in config.reward]
     _quiet_transformers()
+    if dry_run:
+        from gspo_kernels.trainer.memory import dry_run as table_of
+
+        return print(table_of(config, dataset))
     if trainer is None:
         from gspo_kernels.trainer.loop import GSPOTrainer as trainer
     made = trainer(config.model, None, rewards, dataset, eval_dataset, config)

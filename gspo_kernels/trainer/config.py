@@ -57,8 +57,9 @@ class Section(BaseModel):
         """Take one value for a list of one; refuse true and false where pydantic would take 1 and 0."""
         for name, value in values.items() if isinstance(values, dict) else ():
             hint = cls.model_fields[name].annotation if name in cls.model_fields else None
-            parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-            kinds = {typing.get_origin(part) or part for part in parts}
+            is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+            parts = typing.get_args(hint) if is_union else (hint,)
+            kinds = {getattr(part, "__origin__", part) for part in parts}
             if isinstance(value, bool) and kinds & {int, float}:
                 raise ValueError(f"{name} must be a number, got {value!r}")
             if tuple in kinds and isinstance(value, str | int | float):
@@ -69,6 +70,17 @@ class Section(BaseModel):
         """Raise an error that names an option and its value unless the condition is true."""
         if not condition:
             raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+
+AUTO = {"micro_batch_tokens": 16384, "batch_size": 256}
+"""The sizes that ``auto`` stands for where memory is enough for them."""
+Size = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+def size(section: Any, name: str) -> int:
+    """Return an option of `AUTO`'s as a number."""
+    value = getattr(section, name)
+    return AUTO[name] if value == "auto" else int(value)
 
 
 class DataConfig(Section):
@@ -107,7 +119,7 @@ class RolloutConfig(Section):
     top_k: int = option(0, "sample among the k most likely tokens; 0: all", ge=0)
     min_p: float = option(0.0, "sample tokens with this share of the top probability; 0: all", ge=0, lt=1)
     keep_sampling_mask: bool = option(False, "train on log-probs among the tokens that could be drawn")
-    batch_size: int = option(256, "completions that a process generates at once; memory and speed", ge=1)
+    batch_size: Size = option("auto", "completions that a process generates at once; auto: 256 that fit")
     truncated: Literal["keep", "mask"] = option("keep", "completions without an end token; mask: no loss")
 
     @model_validator(mode="after")
@@ -144,7 +156,7 @@ class UpdateConfig(Section):
         4, "parts of a rollout, an update each; the first has ratios of exactly 1", ge=1
     )
     epochs: int = option(1, "passes over a rollout", ge=1)
-    micro_batch_tokens: int = option(16384, "tokens per forward pass; changes memory and speed only", ge=1)
+    micro_batch_tokens: Size = option("auto", "tokens per forward pass, for memory and speed; auto: 16384")
     shared_prefix: bool = option(False, "encode a prompt once for all of its completions; not with flash")
     precision: Literal["auto", "fp32", "bf16"] = option(
         "auto", "of products: bf16 on GPUs that have it, else fp32; weights and logits stay in fp32"
@@ -346,6 +358,11 @@ def check_model_path(path: str) -> None:
         raise InputError(f"model {path!r} cannot be loaded: {missing}")
 
 
+def replaced(config: Any, section: str, **values: Any) -> Any:
+    """Return the configuration with other values of some options of a section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by their dotted keys."""
     leaves: dict[str, Any] = {}
@@ -357,7 +374,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _sentence(cls: Any, error: ValidationError) -> str:
     """Return the first of pydantic's errors as one sentence with the dotted key."""
     first = error.errors()[0]
-    key, message = ".".join(map(str, first["loc"])), first["msg"]
+    # pydantic adds which member of a union failed, as constrained-int
+    names = [str(part) for part in first["loc"] if not re.match(r"constrained-|literal\[", str(part))]
+    key, message = ".".join(names), first["msg"]
     if first["type"] == "extra_forbidden":
         return f"unknown key {key}{near_matches(key, keys(cls))}"
     if first["type"] == "value_error":

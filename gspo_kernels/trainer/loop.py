@@ -21,7 +21,8 @@ from gspo_kernels.integrations.rope import varying_ropes
 from gspo_kernels.trainer import data
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
-from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
+from gspo_kernels.trainer.memory import SAMPLING, UPDATE, explained_memory, plan_memory
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
 from gspo_kernels.trainer.processes import (
     check_processes,
@@ -32,7 +33,7 @@ from gspo_kernels.trainer.processes import (
 )
 from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
-from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, sampling_of
+from gspo_kernels.trainer.rollout import ModelEngine, RolloutEngine, Sampling, sampling_of
 from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
 
 
@@ -103,7 +104,7 @@ class GSPOTrainer:
         self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, model, self.accelerator)
         files = {Path(spec.partition("(")[0].rpartition(":")[0]) for spec in config.reward}
         self.reward_files = {str(f): sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
-        self.step, self.prompts_used = 0, 0
+        self.step, self.prompts_used, self.sizes = 0, 0, dict[str, int]()
 
     @lenient_output()
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
@@ -117,8 +118,10 @@ class GSPOTrainer:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
             dataset = self.train_prompts.digest
             checkpoint, changed = self.directory.open(self.config, self.accelerator, dataset=dataset, **flags)
+            state = {} if checkpoint is None else load_state(checkpoint)
+            self.plan_memory(state.get("sizes", {}))
             if checkpoint is not None:
-                self.load_state_dict(load_state(checkpoint), checkpoint)
+                self.load_state_dict(state, checkpoint)
             step = None if checkpoint is None else self.step
             self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
             with self.report, defer_signals() as signals:
@@ -127,6 +130,19 @@ class GSPOTrainer:
                 while self.step < self.config.update.steps:
                     self.take_step(signals)
             return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
+
+    def plan_memory(self, saved: Mapping[str, int]) -> None:
+        """Print what the run needs of memory, and replace sizes that are ``auto``, by saved ones first."""
+        updater, longest = self.updater, max(map(len, self.train_prompts.tokens))
+        policy = self.accelerator.unwrap_model(updater.policy)
+        reference = None if updater.reference is updater.policy else updater.reference
+        plan = plan_memory(policy, reference, self.config, self.accelerator, longest, saved)
+        self.sizes, table = plan
+        self.config = replaced(self.config, "update", micro_batch_tokens=self.sizes["micro_batch_tokens"])
+        self.config = updater.config = replaced(self.config, "rollout", batch_size=self.sizes["batch_size"])
+        if isinstance(self.engine, ModelEngine):
+            self.engine.batch_size = self.sizes["batch_size"]
+        self.report.say(table)
 
     def take_step(self, signals: Sequence[int] = ()) -> None:
         """Sample, score, compare and update once; evaluate and save if this step is due for it."""
@@ -137,7 +153,8 @@ class GSPOTrainer:
             rollout = self.rollout()
             batch = self.compare(rollout)
         sampled = time.monotonic()
-        metrics = rollout_metrics(rollout) | self.update(batch)
+        with explained_memory(UPDATE):
+            metrics = rollout_metrics(rollout) | self.update(batch)
         ended = time.monotonic()
         metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
         metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
@@ -201,7 +218,8 @@ class GSPOTrainer:
             parts = zip(each, texts, completions, strict=True)
             return [Sample(rows[place], list(inputs[place]), text, done) for place, text, done in parts]
 
-        with self.updater.weights_in(self.engine, self.tokenizer), self.accelerator.autocast():
+        weights, autocast = self.updater.weights_in(self.engine, self.tokenizer), self.accelerator.autocast()
+        with explained_memory(SAMPLING), weights, autocast:
             shares = map_shares(self.accelerator, len(rows), complete)
         return [sample for share in shares for sample in share]
 
@@ -260,7 +278,11 @@ class GSPOTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs, except the updater's tensors: numbers, containers, CPU tensors."""
         counts = {"step": self.step, "prompts_used": self.prompts_used, "updates": self.updater.updates}
-        inputs = {"dataset": self.train_prompts.digest, "reward_files": self.reward_files}
+        inputs = {
+            "sizes": self.sizes,
+            "dataset": self.train_prompts.digest,
+            "reward_files": self.reward_files,
+        }
         streaks = dict(self.report.health.streaks)
         return {**counts, **inputs, "streaks": streaks, "processes": self.accelerator.num_processes}
 

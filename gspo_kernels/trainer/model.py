@@ -163,6 +163,15 @@ class Policy(nn.Module):
             tried = "cannot be trained: its forward, tried on a few tokens in one row, raised"
             raise InputError(f"{type(self.model).__name__} {tried} {error!r}") from error
 
+    @contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Let layers be recomputed in the body's backward; generation would then run without its cache."""
+        for layer in self._checkpointed:
+            layer.training = torch.is_grad_enabled()
+        yield
+        for layer in self._checkpointed:
+            layer.training = False
+
     def forward(
         self,
         prompts: Tokens,
@@ -177,11 +186,8 @@ class Policy(nn.Module):
         of the softmax over the tokens in it.
         """
         states = shared_prefix_hidden_states if self.shared_prefix else packed_hidden_states
-        for layer in self._checkpointed:
-            layer.training = torch.is_grad_enabled()
-        hidden, labels, cu_seqlens = states(self.model, prompts, completions)
-        for layer in self._checkpointed:  # in training mode, generation would run without its cache
-            layer.training = False
+        with self.checkpointed():
+            hidden, labels, cu_seqlens = states(self.model, prompts, completions)
         head = head_of(self.model)
         options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
         if mask is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
 
 _Result = TypeVar("_Result")
 
@@ -52,7 +52,7 @@ def with_precision(config: TrainConfig, accelerator: Any) -> Any:
     if config.update.precision != "auto":
         return config
     precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    return config.model_copy(update={"update": config.update.model_copy(update={"precision": precision})})
+    return replaced(config, "update", precision=precision)
 
 
 def check_processes(accelerator: Any) -> None:

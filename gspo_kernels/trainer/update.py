@@ -30,7 +30,14 @@ import gspo_kernels as gk
 from gspo_kernels.exact import exact
 from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors
-from gspo_kernels.trainer.config import InputError, OffPolicyConfig, TrainConfig, UpdateConfig, near_matches
+from gspo_kernels.trainer.config import (
+    InputError,
+    OffPolicyConfig,
+    TrainConfig,
+    UpdateConfig,
+    near_matches,
+    size,
+)
 from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, export_model, padding_token_id
 from gspo_kernels.trainer.processes import reshard, whole_weights
 from gspo_kernels.trainer.rollout import ModelEngine
@@ -114,7 +121,7 @@ def make_engine(
             raise InputError(f"engine.url: got {url!r} and an engine; only one of them can sample")
         return engine
     if url is None:
-        return ModelEngine(model, end_ids, padding_token_id(tokenizer), config.rollout.batch_size)
+        return ModelEngine(model, end_ids, padding_token_id(tokenizer), size(config.rollout, "batch_size"))
     if url == "local" and not isinstance(source, str | Path):
         raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -263,7 +270,7 @@ class Updater:
         units = batch.group_ids if whole_groups else torch.arange(len(batch.completions), device=device)
         names = units.unique().cpu().numpy()
         share: dict[str, Any] = {"world": self.accelerator.num_processes}
-        share |= {"rank": self.accelerator.process_index, "budget": update.micro_batch_tokens}
+        share |= {"rank": self.accelerator.process_index, "budget": size(update, "micro_batch_tokens")}
         share["shared_prefix"] = update.shared_prefix
         minibatches = []
         for epoch in range(update.epochs):

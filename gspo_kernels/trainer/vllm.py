@@ -24,7 +24,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 
-from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.config import InputError, TrainConfig, size
 from gspo_kernels.trainer.processes import on_all, on_main
 from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask
 
@@ -168,7 +168,7 @@ class LocalVLLM:
                 model_path,
                 dtype="bfloat16" if config.update.precision == "bf16" else "float32",
                 gpu_memory_utilization=config.engine.memory,
-                max_num_seqs=config.rollout.batch_size,
+                max_num_seqs=size(config.rollout, "batch_size"),
                 seed=config.seed + accelerator.process_index,
                 **options,
             )

@@ -1,0 +1,217 @@
+"""What a run needs of memory, before it runs: a table, and the sizes that ``auto`` stands for.
+
+Forward and backward of the model run once on tensors without values, and the bytes that are alive are
+counted. So every layer counts as it is, in the run's precision, with adapters and gradient checkpointing.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gspo_kernels.ops.memory import chunk_rows, host_memory
+from gspo_kernels.trainer.batch import Segment, attention_mask, last_hidden_states
+from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, size
+from gspo_kernels.trainer.data import Rows, prepare_prompts
+from gspo_kernels.trainer.model import Policy, add_adapters, load_tokenizer
+from gspo_kernels.trainer.processes import make_accelerator, with_precision
+from gspo_kernels.trainer.update import needs_reference
+
+RESERVE = 0.9
+"""The share of the free memory that ``auto`` plans with; fragments and kernels' workspaces take the rest."""
+UPDATE = "a smaller update.micro_batch_tokens, or update.gradient_checkpointing"
+SAMPLING = "a smaller rollout.batch_size or rollout.max_new_tokens"
+
+
+@contextmanager
+def explained_memory(options: str) -> Iterator[None]:
+    """Turn running out of memory in the body into one sentence with the options that help."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("out of memory", "can't allocate memory")):
+            raise
+        kept = "--resume goes on from the last checkpoint"
+        raise InputError(f"out of memory; what helps: {options}; {kept} ({error!s:.200})") from error
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of all storages that operators made and that are still alive."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.alive = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return out
+
+    def _forget(self, key: int, count: int) -> None:
+        self.alive.discard(key)
+        self.now -= count
+
+
+class Memory(NamedTuple):
+    """Bytes that a run needs."""
+
+    weights: int
+    reference: int
+    gradients: int
+    optimizer: int
+    update: Sequence[tuple[int, int]]  # two numbers of tokens, and the bytes of a micro-batch of each
+    completion: int  # the cache and the logits of one completion that is being sampled
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are there during every update."""
+        return sum(self[:4])
+
+    def of_tokens(self, tokens: int) -> float:
+        """Return the bytes of a micro-batch: a line through the two that were traced."""
+        (few, low), (many, high) = self.update
+        return low + (high - low) * (tokens - few) / (many - few)
+
+    def fitting(self, available: float) -> dict[str, int]:
+        """Return the most tokens of a micro-batch, and completions of a batch, that fit."""
+        room, ((few, low), (many, high)) = RESERVE * available - self.fixed, self.update
+        tokens = int(few + (room - low) * (many - few) / (high - low)) // 256 * 256
+        rows = int((room + self.gradients) / self.completion)
+        most = {"micro_batch_tokens": max(tokens, 256), "batch_size": max(rows, 1)}
+        return {name: min(count, AUTO[name]) for name, count in most.items()}
+
+    def table(self, sizes: Mapping[str, int], available: float) -> str:
+        """Return the table that is printed before a run, and what mends it if the run does not fit."""
+        update = self.of_tokens(sizes["micro_batch_tokens"])
+        sampling = float(sizes["batch_size"] * self.completion)
+        parts: dict[str, float] = dict(zip(self._fields[:4], self[:4], strict=True))
+        parts[f"update of {sizes['micro_batch_tokens']:,} tokens"] = update
+        parts[f"sampling of {sizes['batch_size']:,} completions"] = sampling
+        sampling -= self.gradients  # there are none at this time
+        parts["most at once"] = self.fixed + max(update, sampling)
+        parts["available"] = available
+        lines = [f"  {name:<32}{count / 2**30:9.2f}" for name, count in parts.items() if count]
+        if parts["most at once"] > available:
+            enough = self.fixed + self.of_tokens(256) <= available
+            options = UPDATE if enough else "lora.rank above 0, or FSDP2 on several devices"
+            options = options if update >= sampling else SAMPLING
+            lines.append(f"  this will not fit; what helps: {options}")
+        return "\n".join(["memory in GiB, counted, not measured on a GPU yet:", *lines])
+
+
+def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int) -> Memory:
+    """Predict the memory of a run whose longest prompt has this many tokens; no weight is read or changed."""
+    bf16, weights = config.update.precision == "bf16", list(policy.parameters())
+    gradients = sum(p.nbytes for p in weights if p.requires_grad)
+    frozen = [] if reference is None else list(reference.parameters())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        copies: dict[int, Any] = {}
+        for tensor in [*weights, *policy.buffers()]:
+            empty: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, tensor.requires_grad)
+                empty.grad = torch.empty_like(empty) if tensor.requires_grad else None
+            copies[id(tensor)] = empty
+        fake = copy.deepcopy(policy, copies)
+        update = [(tokens, _update_bytes(fake, tokens, bf16)) for tokens in (256, AUTO["micro_batch_tokens"])]
+        completion = _completion_bytes(fake.model, longest + config.rollout.max_new_tokens, bf16)
+    total, other = (sum(p.nbytes for p in each) for each in (weights, frozen))
+    return Memory(total, other, gradients, 2 * gradients, update, completion)
+
+
+def _update_bytes(policy: Any, tokens: int, bf16: bool) -> int:
+    """Return the most bytes during forward, loss and backward of a row of two sequences."""
+    device, weights = torch.device("cpu"), list(policy.parameters())
+    known = [*weights, *policy.buffers(), *(p.grad for p in weights if p.grad is not None)]
+    with LiveBytes(known) as live, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        positions = torch.arange(tokens, dtype=torch.int64, device=device).unsqueeze(0)
+        inputs = {"input_ids": positions, "position_ids": positions}
+        inputs["attention_mask"] = attention_mask(policy.model, [Segment(-1, tokens // 2)] * 2, device)
+        with policy.checkpointed():
+            hidden = last_hidden_states(policy.model, inputs)
+        saved = live.now
+        hidden.backward(torch.empty_like(hidden))
+    head = policy.model.get_output_embeddings().weight
+    sums = 4 * head.numel() if head.requires_grad else 0  # the head's gradient, which is added to .grad later
+    rows = min(chunk_rows(4 * head.shape[0], 0, device), tokens)
+    late = sums if head is policy.model.get_input_embeddings().weight else 0  # as late as the embedding's
+    return max(saved + sums + 4 * rows * head.shape[0] + 2 * hidden.nbytes, live.peak + late)
+
+
+def _completion_bytes(model: Any, length: int, bf16: bool) -> int:
+    """Return the bytes of a completion's cache, of a layer's copy while it grows, and of logits and draws."""
+    from transformers import DynamicCache
+
+    cache, tokens = DynamicCache(config=model.config), torch.zeros(1, 8, dtype=torch.int64, device="cpu")
+    with torch.no_grad():
+        model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    kept = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    counts = [x.numel() // 8 * (2 if bf16 else x.element_size()) for x in kept]
+    return length * (sum(counts) + 2 * max(counts)) + 24 * int(model.get_output_embeddings().weight.shape[0])
+
+
+def available_bytes(config: TrainConfig, device: torch.device, loaded: int) -> float:
+    """Return the memory that a run may take on a device, where ``loaded`` bytes are its weights already."""
+    if device.type != "cuda":
+        return float(min(psutil.virtual_memory().available, host_memory()) + loaded)
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached + loaded - (config.engine.memory * total if config.engine.url == "local" else 0)
+
+
+def plan_memory(
+    policy: Any, reference: Any, config: TrainConfig, accelerator: Any, longest: int, saved: Mapping[str, int]
+) -> tuple[dict[str, int], str]:
+    """Return the sizes of a run, with saved ones in place of ``auto`` first, and the table of its memory."""
+    sections = {"micro_batch_tokens": config.update, "batch_size": config.rollout}
+    sizes = {name: size(section, name) for name, section in sections.items()}
+    auto = [name for name, section in sections.items() if getattr(section, name) == "auto"]
+    try:
+        if accelerator.is_fsdp2:
+            raise InputError("shards of FSDP2 are not traced")
+        memory = memory_of(policy, reference, config, longest)
+    except Exception as error:  # of the model's own code, on tensors without values
+        return sizes | {n: saved[n] for n in auto if n in saved}, f"memory is not predicted: {error!s:.200}"
+    meta = next(policy.parameters()).is_meta
+    available = available_bytes(config, accelerator.device, 0 if meta else memory.weights + memory.reference)
+    fits = memory.fitting(available) | dict(saved)
+    sizes |= {name: min(each[name] for each in gather_object([fits])) for name in auto}
+    return sizes, memory.table(sizes, available)
+
+
+def dry_run(config: TrainConfig, rows: Rows) -> str:
+    """Return the table of a run on these rows; of the model, only its configuration is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    accelerator = make_accelerator(config)
+    config = with_precision(config, accelerator)
+    half = config.lora.rank > 0 and config.update.precision == "bf16"
+    options = {"dtype": torch.bfloat16 if half else torch.float32, "attn_implementation": "sdpa"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model), **options)
+        if config.lora.rank > 0:
+            add_adapters(model, config.lora)
+    checkpointing = config.update.gradient_checkpointing
+    policy = Policy(model, temperature=config.rollout.temperature, checkpointing=checkpointing)
+    reference = policy if needs_reference(config) and config.lora.rank == 0 else None
+    prompts = prepare_prompts(load_tokenizer(config.model), rows, "the training dataset", longest=None)
+    return plan_memory(policy, reference, config, accelerator, max(map(len, prompts.tokens)), {})[1]

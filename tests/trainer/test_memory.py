@@ -1,0 +1,171 @@
+"""What a run needs of memory: the table against a real peak, the sizes that fit, and running out of it."""
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from gspo_kernels.cli import main
+from gspo_kernels.ops import memory as memory_module
+from gspo_kernels.trainer.batch import Batch
+from gspo_kernels.trainer.checkpoint import load_state
+from gspo_kernels.trainer.config import AUTO, InputError
+from gspo_kernels.trainer.memory import Memory, memory_of
+from gspo_kernels.trainer.model import make_policies
+from gspo_kernels.trainer.update import Updater
+from tests.forks import in_processes
+from tests.trainer.conftest import (
+    ROWS,
+    make_accelerator,
+    make_trainer,
+    odd_share,
+    small_config,
+    tiny_model,
+    tiny_qwen3,
+)
+
+# half of Qwen3-0.6B's widths
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 4096,
+}  # fmt: skip
+NARROW = {"num_hidden_layers": 1, "vocab_size": 300, "max_position_embeddings": 4096}
+TOKENS = 2048
+
+
+def resident(kind):
+    """Return VmRSS or VmHWM, the memory of this process now or at most, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+
+def peak_of_an_update(tokenizer, config, sizes, base):
+    """Return the predicted bytes of an update, and the real ones of the second one, above ``base``."""
+    accelerator = make_accelerator(config.update.precision)
+    model = tiny_model("qwen3", **sizes)
+    policies = make_policies(model, tokenizer, config, accelerator, needs_reference=False)[1:]
+    memory = memory_of(*policies[:2], config, longest=16)
+    updater = Updater(accelerator, config, *policies)
+    completions = [torch.randint(60, (TOKENS // 8 - 15,)) for _ in range(8)]
+    batch = Batch(
+        prompts=[torch.randint(60, (16,)) for _ in range(8)],
+        completions=completions,
+        advantages=torch.tensor([1.0, -1.0] * 4),
+        loss_mask=torch.ones(sum(map(len, completions)), dtype=torch.bool),
+        group_ids=torch.arange(8) // 2,
+    )
+    updater.update(batch)
+    Path("/proc/self/clear_refs").write_text("5")
+    updater.update(batch)
+    return memory.fixed + memory.of_tokens(TOKENS), resident("VmHWM") - base
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak of memory here")
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"update": {"gradient_checkpointing": True}},
+        {"update": {"precision": "bf16"}},
+        {"lora": {"rank": 4}},
+    ],
+    ids=["fp32", "checkpointing", "bf16", "adapters"],
+)
+def test_the_prediction_is_within_15_percent_of_a_real_peak(tokenizer, tmp_path, sections):
+    update = {"minibatches": 1, "micro_batch_tokens": TOKENS} | sections.get("update", {})
+    config = small_config(tmp_path, **sections | {"update": update})
+
+    def work(rank):
+        # what is freed goes back at once, and no pages are kept that the system may take any time
+        ctypes.CDLL("libc.so.6").mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+        memory_module.HUGE_PAGES_FROM = 2**60
+        peak_of_an_update(tokenizer, config, NARROW, 0)  # imports, and memory that libraries keep
+        gc.collect()
+        predicted, peak = peak_of_an_update(tokenizer, config, WIDE, resident("VmRSS"))
+        assert predicted == pytest.approx(peak, rel=0.15)
+
+    in_processes(1, work)
+
+
+GIB = 2**30
+MEMORY = Memory(2 * GIB, GIB, 2 * GIB, 4 * GIB, ((256, GIB), (16384, 64 * GIB)), GIB // 32)
+
+
+def test_auto_is_what_fits_and_the_table_says_what_does_not():
+    assert MEMORY.fitting(1000 * GIB) == AUTO
+    fits = MEMORY.fitting(20 * GIB)
+    needed = MEMORY.fixed + MEMORY.of_tokens(fits["micro_batch_tokens"])
+    one_more = MEMORY.fixed + MEMORY.of_tokens(fits["micro_batch_tokens"] + 256)
+    assert needed <= 0.9 * 20 * GIB < one_more
+    assert fits["batch_size"] == AUTO["batch_size"] and MEMORY.fitting(8 * GIB)["batch_size"] == 6
+    assert MEMORY.fitting(GIB) == {"micro_batch_tokens": 256, "batch_size": 1}
+    table = MEMORY.table(fits, 20 * GIB)
+    assert "weights                              2.00" in table and "counted" in table
+    assert "not fit" not in table and "available                           20.00" in table
+    for sizes, available, words in (
+        ({"micro_batch_tokens": 16384, "batch_size": 1}, 20, "a smaller update.micro_batch_tokens, or"),
+        ({"micro_batch_tokens": 256, "batch_size": 1}, 9, "lora.rank above 0"),
+        ({"micro_batch_tokens": 256, "batch_size": 999}, 20, "a smaller rollout.batch_size or"),
+    ):
+        assert f"not fit; what helps: {words}" in MEMORY.table(sizes, available * GIB)
+
+
+def test_sizes_that_auto_chose_are_used_again_on_resume(tokenizer, tmp_path, monkeypatch, capsys):
+    def made(free, **sections):
+        sections = {
+            "update": {"micro_batch_tokens": "auto", "steps": 1},
+            "checkpoint": {"every": 1},
+        } | sections
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: type("", (), {"available": free}))
+        return make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path, **sections))
+
+    trainer = made(4 * 2**20)
+    trainer.train()
+    chosen = trainer.sizes
+    assert "memory in GiB, counted" in capsys.readouterr().out
+    assert chosen["micro_batch_tokens"] < 16384 and chosen["batch_size"] <= 256
+    assert trainer.updater.config.update.micro_batch_tokens == chosen["micro_batch_tokens"]
+    assert trainer.engine.batch_size == chosen["batch_size"]
+    assert load_state(trainer.directory.latest_checkpoint())["sizes"] == chosen
+    again = made(64 * GIB, update={"micro_batch_tokens": "auto", "steps": 2}, rollout={"batch_size": 7})
+    again.train(resume=True)
+    assert again.sizes == chosen | {"batch_size": 7}
+    more = made(64 * GIB)
+    more.train(overwrite=True)
+    assert more.sizes == AUTO
+
+
+def test_running_out_of_memory_is_one_sentence_and_a_checkpoint_is_kept(tokenizer, tmp_path, monkeypatch):
+    trainer = make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path, checkpoint={"every": 1}))
+    update = trainer.update
+
+    def fails(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    trainer.update = lambda batch: update(batch) if trainer.step == 1 else fails()
+    options = r"micro_batch_tokens, or update\.gradient_checkpointing"
+    with pytest.raises(InputError, match=rf"out of memory; what helps: a smaller .*{options}"):
+        trainer.train()
+    assert trainer.directory.latest_checkpoint().name == "step_000001"
+    monkeypatch.setattr(type(trainer.engine), "generate", fails)
+    with pytest.raises(InputError, match=r"helps: a smaller rollout\.batch_size or rollout\.max"):
+        trainer.evaluate()
+
+
+def test_a_dry_run_reads_no_weights(tokenizer, tmp_path, capsys):
+    base = tmp_path / "base"
+    tiny_qwen3(tokenizer, hidden_size=64).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    (base / "model.safetensors").unlink()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n')
+    reward = "gspo_kernels.trainer.demo:exact"
+    words = ["--model", str(base), "--dataset", str(tmp_path / "rows.jsonl"), "--reward", reward]
+    for more in ([], ["--lora.rank", "2"], ["--kl.beta", "0.1", "--update.gradient_checkpointing"]):
+        assert main(["train", *words, *more, "--dry-run", "--output", str(tmp_path / "run")]) == 0
+        said = capsys.readouterr().out
+        assert "most at once" in said and ("reference" in said) == ("--kl.beta" in more)
+    assert not (tmp_path / "run").exists()
