@@ -546,7 +546,9 @@ def one_launch(device: torch.device, dtype: torch.dtype, head_size: int, window:
         return out.transpose(0, 1).unsqueeze(0)
 
     mask, generator = RowMask([Segment(-1, n) for n in (7, 1, 64, 64, 33)], window, device), torch.Generator()
-    draws = torch.randn(4, 1, 2, 169, head_size, generator=generator.manual_seed(0), device="cpu")
+    draws = torch.randn(
+        4, 1, 2, 169, head_size, generator=generator.manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     *inputs, upstream = draws.to(device, dtype).requires_grad_()
     results = []
     try:
