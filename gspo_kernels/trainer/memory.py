@@ -26,6 +26,7 @@ from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, size
 from gspo_kernels.trainer.data import Rows, prepare_prompts
 from gspo_kernels.trainer.model import Policy, add_adapters, load_tokenizer
 from gspo_kernels.trainer.processes import make_accelerator, with_precision
+from gspo_kernels.trainer.rollout import cache_argument
 from gspo_kernels.trainer.update import needs_reference
 
 RESERVE = 0.9
@@ -163,7 +164,8 @@ def _completion_bytes(model: Any, length: int, bf16: bool) -> int:
 
     cache, tokens = DynamicCache(config=model.config), torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     with torch.no_grad():
-        model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        options = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
+        model(input_ids=tokens, **options)
     kept = [x for layer in cache.layers for x in (layer.keys, layer.values)]
     counts = [x.numel() // 8 * (2 if bf16 else x.element_size()) for x in kept]
     return length * (sum(counts) + 2 * max(counts)) + 24 * int(model.get_output_embeddings().weight.shape[0])

@@ -176,7 +176,7 @@ class ModelEngine:
             cache.update = lambda k, v, *rest, **options: update(k.to(dtype), v.to(dtype), *rest, **options)
         draws: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = []
         ropes = varying_ropes(self.model)
-        name = "cache" if "cache" in signature(self.model.forward).parameters else "past_key_values"
+        name = cache_argument(self.model)
         for place in range(C):
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
             options = {name: cache, "use_cache": True, "logits_to_keep": 1}
@@ -230,6 +230,11 @@ class ModelEngine:
             logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()
             completions.append(Completion(ids[row, :length].clone(), bool(finished[row]), logp, mask=mask))
         return completions
+
+
+def cache_argument(model: Any) -> str:
+    """Return what the model's forward calls its cache; transformers 5.40 removes the older name."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
