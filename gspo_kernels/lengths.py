@@ -70,6 +70,12 @@ def prefetch(
         checks.tensor("loss_mask", loss_mask, tuple(labels.shape), "the labels' shape", labels.device)
     if advantages is not None:
         checks.tensor("advantages", advantages, None, "[B] or the labels' shape", labels.device)
+        sequences = labels.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        if advantages.shape not in ((sequences,), labels.shape):
+            raise ValueError(
+                f"advantages: got shape {tuple(advantages.shape)}, expected {(sequences,)} or "
+                f"{tuple(labels.shape)}"
+            )
     if not labels.is_cuda:
         return
     tokens = as_rows(labels, packed)

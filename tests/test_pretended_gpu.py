@@ -343,6 +343,8 @@ def test_prefetched_lengths_serve_one_call_of_the_same_tensors(gpu):
     assert len(lengths._PREFETCHED) == kept
     with pytest.raises(ValueError, match="loss_mask: got shape"):
         gk.prefetch(labels, mask[:1])
+    with pytest.raises(ValueError, match="advantages: got shape"):
+        gk.prefetch(labels, mask, advantages[1:])
 
 
 # --- rows that stay on the chip, of vocabularies that come in 16-byte pieces
