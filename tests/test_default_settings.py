@@ -65,7 +65,7 @@ def other_functions():
     }
     found |= {
         f"rollout_weights {level} {mode}": lambda options={"level": level, "mode": mode}: [
-            gk.rollout_weights(old, old - z[..., 3], loss_mask=mask, low=0.5, high=2.0, **options)
+            gk.rollout_weights(old, old - z[..., 3].abs(), loss_mask=mask, low=0.5, high=2.0, **options)
         ]
         for level in ("token", "sequence")
         for mode in ("truncate", "mask")
