@@ -80,7 +80,7 @@ def other_functions():
         "by ids": lambda: [gk.advantages.group_normalized(rewards, group_ids=pairs, scale="batch")],
         "off_policy_mask": lambda: [gk.off_policy_mask(old, old, z[:, 0, 0], delta=0.1)],
         "normalizer": lambda: [gk.normalizer(gk.DAPO(), mask)],
-        "OpenRLHF": lambda: [*corrected(old, old, z[..., 4], mask, old - z[..., 3])],
+        "OpenRLHF": lambda: [*corrected(old, old, z[..., 4], mask, old - z[..., 3].abs())],
     }
     return found
 
