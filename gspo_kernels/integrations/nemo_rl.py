@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,8 @@ class PolicyLoss:
         correction: weights for rollouts from the inference engine, or None.
         on_policy: take the current log-probs as the old ones. Set it with
             ``loss_fn.force_on_policy_ratio=true``: NeMo-RL then passes zeros as old log-probs.
+        use_fused_linear_logprobs: take log-probs from NeMo-RL's fused head, which writes no logits. It must
+            be ``policy.megatron_cfg.use_fused_linear_logprobs``.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -45,6 +48,8 @@ class PolicyLoss:
         loss_type: NeMo-RL's ``LossType``: whether the loss is divided by tokens or by sequences.
         input_type: NeMo-RL's ``LossInputType.LOGPROB``.
         reference_policy_kl_penalty: ``kl_beta``; NeMo-RL reads it when it filters by top-k or top-p.
+        metric_normalizations: NeMo-RL's ``MetricNormalizer`` of each metric, for trainers that pass counts of
+            1 and divide afterwards; empty before NeMo-RL has that.
     """
 
     def __init__(
@@ -55,23 +60,36 @@ class PolicyLoss:
         kl_estimator: str = "k3",
         correction: RolloutCorrection | None = None,
         on_policy: bool = False,
+        use_fused_linear_logprobs: bool = False,
     ) -> None:
         self.objective = hooks.check_objective(objective, "NeMo-RL", divides_by=("sequences", "tokens"))
         self.reference_policy_kl_penalty = checks.number("kl_beta", kl_beta)
         self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
         self.correction = hooks.check_correction(correction)
         self.on_policy = checks.flag("on_policy", on_policy)
+        self.use_fused_linear_logprobs = checks.flag("use_fused_linear_logprobs", use_fused_linear_logprobs)
         require_package("nemo-rl", SUPPORTED, optional=True)
         try:
-            from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
+            interfaces: Any = importlib.import_module("nemo_rl.algorithms.loss.interfaces")
         except ImportError as error:
             raise IntegrationError(
                 f"nemo-rl: its loss interface can't be imported ({error}); this adapter needs NeMo-RL "
                 f"{SUPPORTED}, installed from its repository: the package registry has only a placeholder"
             ) from None
         by_token = objective.outer_divisor()[0] == "tokens"
-        self.loss_type = LossType.TOKEN_LEVEL if by_token else LossType.SEQUENCE_LEVEL
-        self.input_type = LossInputType.LOGPROB
+        self.loss_type = interfaces.LossType.TOKEN_LEVEL if by_token else interfaces.LossType.SEQUENCE_LEVEL
+        self.input_type = interfaces.LossInputType.LOGPROB
+        of_ratios = "SEQUENCES" if objective.level == "sequence" else "TOKENS"
+        normalizers = getattr(interfaces, "MetricNormalizer", None)
+        self.metric_normalizations = {} if normalizers is None else {
+            name: normalizers[counted]
+            for name, counted in {
+                "loss": "TOKENS" if by_token else "SEQUENCES", "probs_ratio": of_ratios,
+                "clip_fraction": "TOKENS", "kl_old": "TOKENS", "kl_penalty": "TOKENS",
+                "active_fraction": "SEQUENCES", "num_valid_samples": "NONE",
+                "probs_ratio_min": "NONE", "probs_ratio_max": "NONE",
+            }.items()
+        }  # fmt: skip
 
     def __call__(
         self,
@@ -143,12 +161,12 @@ class PolicyLoss:
             "probs_ratio_min": torch.where(tokens > 0, mean["ratio/min"], math.inf),
             "probs_ratio_max": torch.where(tokens > 0, mean["ratio/max"], -math.inf),
         }
-        return out.loss, {name: float(value) for name, value in metrics.items()}
+        return out.loss, hooks.floats(metrics)
 
 
 def _refuse_placeholder(name: str, values: Tensor, current: Tensor, mask: Tensor, advice: str) -> None:
     """Raise ValueError if NeMo-RL has passed zeros, its placeholder for log-probs that it did not compute."""
     counts = mask != 0
-    if bool(((values != 0) & counts).any()) or not bool(((current.detach() < -0.01) & counts).any()):
-        return
-    raise ValueError(f"{name}: all zeros, NeMo-RL's sign that they were not computed; {advice}")
+    computed, likely = ((values != 0) & counts).any(), ~((current.detach() < -0.01) & counts).any()
+    if not bool(computed | likely):
+        raise ValueError(f"{name}: all zeros, NeMo-RL's sign that they were not computed; {advice}")

@@ -98,8 +98,8 @@ class SkyRLPolicyLoss:
             log_probs, old_log_probs: [B, T]. Only ``log_probs`` receives a gradient.
             advantages: [B, T], scaled by SkyRL's ``loss_reduction``; they may differ within a sequence only
                 where the objective takes one per token.
-            config: SkyRL's AlgorithmConfig: clip ranges (``OPTIONS``), ``loss_reduction`` for a warning, and
-                ``off_policy_correction``.
+            config: SkyRL's AlgorithmConfig: clip ranges (``OPTIONS``), ``loss_reduction`` for a warning,
+                ``cispo.cispo_anchor``, and ``off_policy_correction``.
             loss_mask: [B, T], bool or 0/1; None: all tokens count.
             rollout_logprobs: [B, T] or None: log-probs of the engine that sampled. SkyRL's own correction
                 turns them into weights and a mask, which multiply the loss, never the ratio.
@@ -119,10 +119,13 @@ class SkyRLPolicyLoss:
                 f"objective aggregates by {self.objective.aggregation!r}"
             )
         objective = self._objective(config)
+        behavior_log_probs = old_log_probs
+        if isinstance(objective, objectives.CISPO) and _anchors_on_rollouts(config, rollout_logprobs):
+            behavior_log_probs = rollout_logprobs
         weights, corrections = _correction(config, log_probs, old_log_probs, loss_mask, rollout_logprobs)
         output = policy_loss(
             log_probs,
-            old_log_probs,
+            behavior_log_probs,
             hooks.fitting_advantages(objective, advantages, loss_mask),
             loss_mask=loss_mask,
             rollout_weights=weights,
@@ -155,6 +158,21 @@ def _summing(objective: Objective) -> Objective:
             "divisor of the mean"
         )
     return whole  # type: ignore[no-any-return]
+
+
+def _anchors_on_rollouts(config: Any, rollout_logprobs: Tensor | None) -> bool:
+    """Return whether CISPO's ratio is that to the engine's log-probs (``cispo.cispo_anchor``)."""
+    if getattr(config.cispo, "cispo_anchor", "old") == "old":
+        return False
+    if rollout_logprobs is None:
+        raise IntegrationError("rollout_logprobs: got None, but cispo.cispo_anchor='rollout' needs them")
+    corrected = getattr(getattr(config, "off_policy_correction", None), "tis_ratio_type", None)
+    if corrected is not None:
+        raise IntegrationError(
+            f"off_policy_correction.tis_ratio_type: got {corrected!r}, expected None with "
+            "cispo.cispo_anchor='rollout', whose ratio is that correction already"
+        )
+    return True
 
 
 def _correction(

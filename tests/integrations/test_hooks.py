@@ -113,12 +113,15 @@ def raises(message):
 
 LossType = enum.Enum("LossType", "TOKEN_LEVEL SEQUENCE_LEVEL")
 LossInputType = enum.Enum("LossInputType", "LOGIT LOGPROB")
+MetricNormalizer = enum.Enum("MetricNormalizer", "TOKENS SEQUENCES NONE")
 
 
 @pytest.fixture(autouse=True)
 def nemo_rl_interfaces(monkeypatch):
-    """Provide the two enumerations that the adapter imports from NeMo-RL."""
-    interfaces = SimpleNamespace(LossType=LossType, LossInputType=LossInputType)
+    """Provide the enumerations that the adapter imports from NeMo-RL."""
+    interfaces = SimpleNamespace(
+        LossType=LossType, LossInputType=LossInputType, MetricNormalizer=MetricNormalizer
+    )
     monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.loss.interfaces", interfaces)
 
 
@@ -504,7 +507,7 @@ def nemo_loss(options):
     )
     names = peers.extract(
         peers.source("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py"), "ClippedPGLossConfig",
-        "ClippedPGLossFn", LossFunction=object, LossType=LossType, LossInputType=LossInputType,
+        "ClippedPGLossFn", LossFunction=object, LossType=LossType, LossInputType=LossInputType, MetricNormalizer=MetricNormalizer,
         BaseModel=BaseModel, masked_mean=utils["masked_mean"], calculate_kl=utils["calculate_kl"],
     )  # fmt: skip
     bounds = {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.9}
@@ -546,6 +549,9 @@ def test_equals_the_framework(name, objective, options, theirs):
     if name == "nemo-rl":
         assert inspect.signature(theirs).parameters.keys() == inspect.signature(ours).parameters.keys()
         assert theirs.loss_type is ours.loss_type
+        if said := getattr(theirs, "metric_normalizations", None):  # after 0.7
+            shared = said.keys() & ours.metric_normalizations.keys() - {"probs_ratio", "kl_penalty"}
+            assert all(ours.metric_normalizations[name] is said[name] for name in shared)
         mine, its = {}, {}
         for loss_fn, metrics in ((ours, mine), (theirs, its)):
             nemo_step(loss_fn, given, WHOLE, metrics=metrics)
@@ -625,6 +631,27 @@ def test_nemo_rl_s_metrics_add_up():
     empty = {}
     nemo_step(nemo_rl.PolicyLoss(GSPO), given, ((5,),), metrics=empty)
     assert empty["probs_ratio_min"] == [math.inf] and empty["probs_ratio_max"] == [-math.inf]
+
+
+def test_nemo_rl_s_metrics_are_the_same_when_counts_come_afterwards(monkeypatch):
+    """Trainers after 0.7 pass counts of 1 and divide each metric by what the loss says of it."""
+    given, one = problem(), torch.tensor(1.0)
+    counts = {
+        MetricNormalizer.TOKENS: given.mask.sum().item(),
+        MetricNormalizer.SEQUENCES: given.mask.any(1).sum().item(),
+        MetricNormalizer.NONE: 1,
+    }
+    for objective in (GSPO, gk.DAPO(), gk.GSPOToken()):
+        loss_fn, whole = nemo_rl.PolicyLoss(objective), {}
+        nemo_step(loss_fn, given, WHOLE, metrics=whole)
+        loss, raw = loss_fn(given.logprobs, nemo_data(given), one, one)
+        assert raw.keys() == loss_fn.metric_normalizations.keys()
+        for name, counted in loss_fn.metric_normalizations.items():
+            assert raw[name] / counts[counted] == pytest.approx(whole[name][0], rel=1e-6), (objective, name)
+    assert loss_fn.use_fused_linear_logprobs is False
+    assert nemo_rl.PolicyLoss(use_fused_linear_logprobs=True).use_fused_linear_logprobs is True
+    monkeypatch.delattr(sys.modules["nemo_rl.algorithms.loss.interfaces"], "MetricNormalizer")
+    assert nemo_rl.PolicyLoss().metric_normalizations == {}  # 0.6 and 0.7
 
 
 def test_nemo_rl_s_placeholders_are_refused():

@@ -322,6 +322,23 @@ def test_wrong_calls():
             adapter.register("mine", gk.GSPO)
 
 
+def test_skyrl_s_cispo_takes_its_ratio_to_the_rollouts():
+    start, old, advantages = batch()[:3]
+    rollout, loss_fn = old - 0.05 * start.detach().abs(), skyrl.LOSSES["gk_cispo"]
+    cispo = {"cispo_eps_clip_low": 0.1, "cispo_eps_clip_high": 0.2}
+    given = skyrl_config(cispo=SimpleNamespace(cispo_anchor="rollout", **cispo))
+    got = skyrl_call(loss_fn, start, old, advantages, given, rollout=rollout)
+    assert_equal(got, skyrl_call(loss_fn, start, rollout, advantages, skyrl_config()))
+    assert abs(got[0] - skyrl_call(loss_fn, start, old, advantages, skyrl_config())[0]) > 1e-4
+    with pytest.raises(IntegrationError, match="rollout_logprobs: got None"):
+        skyrl_call(loss_fn, start, old, advantages, given)
+    given.off_policy_correction = SimpleNamespace(tis_ratio_type="token")
+    with pytest.raises(IntegrationError, match="tis_ratio_type: got 'token', expected None"):
+        skyrl_call(loss_fn, start, old, advantages, given, rollout=rollout)
+    # other objectives do not read it
+    skyrl_call(skyrl.LOSSES["gk_grpo"], start, old, advantages, skyrl_config(cispo=given.cispo))
+
+
 def test_every_word_of_a_config_reaches_its_objective():
     """For verl, clip_ratio replaces clip_ratio_low or clip_ratio_high where that is None."""
     rows = batch()[:3]
