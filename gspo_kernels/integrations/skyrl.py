@@ -60,6 +60,9 @@ OPTIONS: dict[type[Objective], hooks.Readers] = {
 }
 """Options that an objective and its subclasses read from ``trainer.algorithm``, like SkyRL's own losses."""
 
+ANCHORED = (objectives.CISPO,)
+"""Objectives whose ratio is to the log-probs that ``cispo.cispo_anchor`` names."""
+
 
 @dataclass(frozen=True)
 class SkyRLPolicyLoss:
@@ -119,13 +122,13 @@ class SkyRLPolicyLoss:
                 f"objective aggregates by {self.objective.aggregation!r}"
             )
         objective = self._objective(config)
-        behavior_log_probs = old_log_probs
-        if isinstance(objective, objectives.CISPO) and _anchors_on_rollouts(config, rollout_logprobs):
-            behavior_log_probs = rollout_logprobs
+        before = old_log_probs
+        if isinstance(objective, ANCHORED):
+            before = _anchor(config, old_log_probs, rollout_logprobs)
         weights, corrections = _correction(config, log_probs, old_log_probs, loss_mask, rollout_logprobs)
         output = policy_loss(
             log_probs,
-            behavior_log_probs,
+            before,
             hooks.fitting_advantages(objective, advantages, loss_mask),
             loss_mask=loss_mask,
             rollout_weights=weights,
@@ -160,10 +163,10 @@ def _summing(objective: Objective) -> Objective:
     return whole  # type: ignore[no-any-return]
 
 
-def _anchors_on_rollouts(config: Any, rollout_logprobs: Tensor | None) -> bool:
-    """Return whether CISPO's ratio is that to the engine's log-probs (``cispo.cispo_anchor``)."""
+def _anchor(config: Any, old_log_probs: Tensor, rollout_logprobs: Tensor | None) -> Tensor:
+    """Return the log-probs that ``cispo.cispo_anchor`` names: the old policy's, or the engine's."""
     if getattr(config.cispo, "cispo_anchor", "old") == "old":
-        return False
+        return old_log_probs
     if rollout_logprobs is None:
         raise IntegrationError("rollout_logprobs: got None, but cispo.cispo_anchor='rollout' needs them")
     corrected = getattr(getattr(config, "off_policy_correction", None), "tis_ratio_type", None)
@@ -172,7 +175,7 @@ def _anchors_on_rollouts(config: Any, rollout_logprobs: Tensor | None) -> bool:
             f"off_policy_correction.tis_ratio_type: got {corrected!r}, expected None with "
             "cispo.cispo_anchor='rollout', whose ratio is that correction already"
         )
-    return True
+    return rollout_logprobs
 
 
 def _correction(

@@ -507,8 +507,9 @@ def nemo_loss(options):
     )
     names = peers.extract(
         peers.source("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py"), "ClippedPGLossConfig",
-        "ClippedPGLossFn", LossFunction=object, LossType=LossType, LossInputType=LossInputType, MetricNormalizer=MetricNormalizer,
-        BaseModel=BaseModel, masked_mean=utils["masked_mean"], calculate_kl=utils["calculate_kl"],
+        "ClippedPGLossFn", LossFunction=object, LossType=LossType, LossInputType=LossInputType,
+        MetricNormalizer=MetricNormalizer, BaseModel=BaseModel, masked_mean=utils["masked_mean"],
+        calculate_kl=utils["calculate_kl"],
     )  # fmt: skip
     bounds = {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.9}
     if "truncated_importance_sampling_type" in options:
@@ -644,7 +645,7 @@ def test_nemo_rl_s_metrics_are_the_same_when_counts_come_afterwards(monkeypatch)
     for objective in (GSPO, gk.DAPO(), gk.GSPOToken()):
         loss_fn, whole = nemo_rl.PolicyLoss(objective), {}
         nemo_step(loss_fn, given, WHOLE, metrics=whole)
-        loss, raw = loss_fn(given.logprobs, nemo_data(given), one, one)
+        _, raw = loss_fn(given.logprobs, nemo_data(given), one, one)
         assert raw.keys() == loss_fn.metric_normalizations.keys()
         for name, counted in loss_fn.metric_normalizations.items():
             assert raw[name] / counts[counted] == pytest.approx(whole[name][0], rel=1e-6), (objective, name)
