@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from gspo_kernels import checks
 from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import RolloutCorrection
-from gspo_kernels.integrations.layouts import offsets_of, response_predictions
 from gspo_kernels.layout import layout_of
 from gspo_kernels.losses import fused_policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import BACKENDS
+from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.terms import KL_ESTIMATORS
 
 SUPPORTED = ">=0.3,<0.4"
@@ -27,12 +28,7 @@ IGNORE = -100
 __all__ = ["PolicyLoss", "RolloutCorrection"]
 
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "tensor_model_parallel_size": (
-        1,
-        "a rank holds a part of the vocabulary, and this adapter passes no tp_group",
-    ),
-    "context_parallel_size": (1, "a rank holds a part of a sequence, and this adapter passes no cp_group"),
-    "allgather_cp": (False, "a rank holds a part of a sequence, and this adapter passes no cp_group"),
+    "allgather_cp": (False, "logits and log-probs of a rank then belong to different tokens"),
     "rollout_top_p": (1.0, "this adapter passes no mask of sampled tokens"),
     "use_opsm": (False, "off-policy sequence masking is not part of this loss"),
     "use_tis": (False, "give PolicyLoss a correction=RolloutCorrection(...) instead"),
@@ -47,7 +43,9 @@ class PolicyLoss:
     """Any objective as a slime loss function, from the logits of a packed micro-batch.
 
     It returns the *sum* over the micro-batch's samples (or tokens, under ``--calculate-per-token-loss``).
-    slime itself divides this sum by the number of the step's rollouts (or tokens). The loss follows slime's
+    slime itself divides this sum by the number of the step's rollouts (or tokens). Megatron's ranks may share
+    the vocabulary and the tokens of sequences; each then has the loss of all, and the gradient of its own
+    logits. The loss follows slime's
     arguments ``entropy_coef``, ``use_kl_loss``, ``kl_loss_coef``, ``kl_loss_type``, ``rollout_temperature``
     and ``use_rollout_logprobs``. It ignores ``eps_clip``: the clip range is the objective's.
 
@@ -88,25 +86,36 @@ class PolicyLoss:
         Args:
             args: slime's arguments.
             batch: lists with one entry per sample: ``unconcat_tokens`` (prompt and response),
-                ``total_lengths``, ``response_lengths``, ``loss_masks``, ``advantages`` and ``log_probs`` (of
-                the response), ``rollout_mask_sums``, and where an option needs them ``ref_log_probs`` and
-                ``rollout_log_probs``. Without ``log_probs`` the loss is on-policy, unless
-                ``use_rollout_logprobs`` is set.
-            logits: [1, T, V], fp32; T counts all tokens and some padding.
+                ``total_lengths``, ``response_lengths``, ``loss_masks`` (of the response), ``advantages`` and
+                ``log_probs`` (of this rank's part of the response), ``rollout_mask_sums``, and where an
+                option needs them ``ref_log_probs`` and ``rollout_log_probs``. Without ``log_probs`` the loss
+                is on-policy, unless ``use_rollout_logprobs`` is set.
+            logits: [1, T, V of the rank], fp32; T counts the rank's tokens and some padding.
             sum_of_sample_mean: slime's reduction over response tokens; only metrics use it.
 
         Raises:
             IntegrationError: an argument changes slime's loss and is not supported here.
         """
         self.check_arguments(args)
-        where, cu_seqlens = _positions(batch["total_lengths"], batch["response_lengths"], logits)
+        parallel, rank, ranks = _ranks(args)
+        if ranks > 1 and self.correction is not None and self.correction.level != "token":
+            raise IntegrationError(
+                f"correction: got level={self.correction.level!r}, expected 'token' with "
+                "context_parallel_size above 1: a rank has a part of each sequence"
+            )
+        where, taken, cu_seqlens = _responses(batch, logits, rank, ranks)
+
+        def placed(values: Tensor) -> Tensor:
+            return logits.new_zeros(logits.shape[1]).index_copy(0, where, values.to(logits))
 
         def rows(name: str) -> Tensor:
-            values = torch.cat([*batch[name]]).to(logits)
-            return logits.new_zeros(logits.shape[1]).index_copy(0, where, values)
+            return placed(torch.cat([*batch[name]]))
 
-        labels = _labels(batch["unconcat_tokens"], batch["response_lengths"], where, logits)
-        mask = rows("loss_masks")
+        lengths = zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True)
+        tokens = torch.cat([ids[len(ids) - length :] for ids, length in lengths])
+        labels = torch.full((logits.shape[1],), IGNORE, dtype=torch.int64, device=logits.device)
+        labels = labels.index_copy(0, where, tokens.to(labels)[taken])
+        mask = placed(torch.cat([*batch["loss_masks"]]).to(logits)[taken])
         old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
         old_logprobs = rows(old) if args.use_rollout_logprobs or batch.get(old) else None
         weights = None
@@ -116,7 +125,7 @@ class PolicyLoss:
             weights = self.correction.weights(old_logprobs, rows("rollout_log_probs"), mask, cu_seqlens)
         kl_beta: float | Tensor = args.kl_loss_coef if args.use_kl_loss else 0.0
         entropy_coef: float | Tensor = args.entropy_coef
-        shares = self._shares(batch, mask, cu_seqlens)
+        shares = self._shares(batch, mask)
         if shares is not None:
             of_tokens = layout_of(mask[None], cu_seqlens).expand(shares)[0]
             kl_beta, entropy_coef = kl_beta * of_tokens, entropy_coef * of_tokens
@@ -124,11 +133,18 @@ class PolicyLoss:
                 weights = shares
             else:
                 weights = weights * (of_tokens if weights.shape == mask.shape else shares)
+        advantages = hooks.fitting_advantages(self.objective, rows("advantages"), mask, cu_seqlens)
+        if ranks > 1 and not self.objective.takes_token_advantages:
+            # a rank without a counted token of a sequence does not know its advantage
+            counted = layout_of(mask[None], cu_seqlens).sum(mask[None]) > 0
+            advantages = torch.where(counted, advantages, -torch.inf)
+            torch.distributed.all_reduce(advantages, torch.distributed.ReduceOp.MAX, parallel.cp_group)
+            advantages = advantages.masked_fill(advantages == -torch.inf, 0.0)
         out = fused_policy_loss(
             logits[0],
             labels,
             old_logprobs,
-            hooks.fitting_advantages(self.objective, rows("advantages"), mask, cu_seqlens),
+            advantages,
             loss_mask=mask,
             cu_seqlens=cu_seqlens,
             ref_logprobs=rows("ref_log_probs") if args.use_kl_loss else None,
@@ -141,14 +157,16 @@ class PolicyLoss:
             inplace_backward=self.inplace_backward,
             objective=self.objective,
             backend=self.backend,
+            parallel=parallel,
         )
         logprobs = out.logprobs[where]
         before = logprobs if old_logprobs is None else old_logprobs[where]
-        counted = self.objective.outer_divisor()[0]
-        clipped = out.metrics["clip_fraction/tokens"]
+        by_token = self.objective.outer_divisor()[0] == "tokens"
+        of = sum(each.sum() for each in batch["loss_masks"]) if by_token else len(batch["total_lengths"])
         metrics = {
-            "loss": out.loss.detach(),
-            "pg_clipfrac": clipped * (mask.sum() if counted == "tokens" else len(batch["total_lengths"])),
+            # slime adds up the ranks that share tokens; each has the loss and the fraction of all
+            "loss": out.loss.detach() / ranks,
+            "pg_clipfrac": out.metrics["clip_fraction/tokens"] * of / ranks,
             "ppo_kl": sum_of_sample_mean(before - logprobs),
         }
         if out.entropy is not None:
@@ -178,40 +196,67 @@ class PolicyLoss:
                 f"{'tokens' if by_token else 'sequences'}, expected {by_token}"
             )
 
-    def _shares(self, batch: Mapping[str, Any], mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
+    def _shares(self, batch: Mapping[str, Any], mask: Tensor) -> Tensor | None:
         """Return each sample's share of the tokens of its rollout (``rollout_mask_sums``), [B + 1].
 
         The last share, the padding's, is 0. None if the objective doesn't average over a sequence's tokens.
         """
         if self.objective.aggregation != "sequence_mean" or batch.get("rollout_mask_sums") is None:
             return None
-        layout = layout_of(mask[None], cu_seqlens)
-        sums = batch["rollout_mask_sums"]
-        totals = torch.stack([torch.as_tensor(each, dtype=mask.dtype, device=mask.device) for each in sums])
-        return layout.sum(mask[None]) / torch.cat([totals.clamp(min=1.0), totals.new_ones(1)])
+        tokens, totals = (
+            torch.stack([torch.as_tensor(each, dtype=mask.dtype, device=mask.device) for each in values])
+            for values in ([each.sum() for each in batch["loss_masks"]], batch["rollout_mask_sums"])
+        )
+        return torch.cat([tokens / totals.clamp(min=1.0), tokens.new_zeros(1)])
 
 
-def _positions(
-    total_lengths: Sequence[int], response_lengths: Sequence[int], logits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the rows that predict response tokens, and ``cu_seqlens`` with the padding as last sequence."""
-    checks.floats("logits", logits, (1, *logits.shape[1:]), "[1, T, V]", None)
-    offsets, response_offsets = (
-        offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
-        for lengths in (total_lengths, response_lengths)
+def _ranks(args: Namespace) -> tuple[Parallel, int, int]:
+    """Return Megatron's groups, and this rank's number among the ranks that share tokens."""
+    tensor, context = args.tensor_model_parallel_size > 1, args.context_parallel_size > 1
+    if not tensor and not context:
+        return Parallel(), 0, 1
+    mpu = importlib.import_module("megatron.core.mpu")
+    parallel = Parallel(
+        tp_group=mpu.get_tensor_model_parallel_group() if tensor else None,
+        cp_group=mpu.get_context_parallel_group() if context else None,
     )
-    rows = logits.shape[1]
-    if offsets[-1] > rows:
-        raise ValueError(f"logits: got {rows} rows for {int(offsets[-1])} tokens in total_lengths")
-    where = response_predictions(offsets, response_offsets)
-    padding = offsets.new_tensor([rows])
-    return where.to(logits.device), torch.cat([offsets, padding]).to(logits.device)
+    return parallel, mpu.get_context_parallel_rank() if context else 0, args.context_parallel_size
 
 
-def _labels(
-    tokens: Sequence[Tensor], response_lengths: Sequence[int], where: Tensor, logits: Tensor
-) -> Tensor:
-    """Return the response token that each row predicts, [T]; ``IGNORE`` for all other rows."""
-    responses = [each[each.numel() - length :] for each, length in zip(tokens, response_lengths, strict=True)]
-    labels = torch.full((logits.shape[1],), IGNORE, dtype=torch.int64, device=logits.device)
-    return labels.index_copy(0, where, torch.cat(responses).to(labels))
+def _responses(
+    batch: Mapping[str, Any], logits: Tensor, rank: int, ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where this rank predicts response tokens.
+
+    With context parallelism a sequence is padded to 2 * ranks equal runs, of which the rank has two, as in
+    ``tokens_of_rank``.
+
+    Returns:
+        The rows of ``logits``, the places of their tokens among the response tokens of all samples, and
+        ``cu_seqlens`` of the rank's rows, with the padding as the last sequence.
+    """
+    checks.floats("logits", logits, (1, *logits.shape[1:]), "[1, T, V]", None)
+    rows, places, ends, responses = [], [], [0], 0
+    for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
+        if response >= max(total, 1):
+            raise ValueError(
+                f"response_lengths: got {response} of {total} tokens, expected a prompt of at least one token"
+            )
+        run = -(-total // (2 * ranks))
+        runs = [(0, total)]
+        if ranks > 1:
+            runs = [(each * run, run) for each in (rank, 2 * ranks - 1 - rank)]
+        positions = torch.cat([torch.arange(start, start + size, device="cpu") for start, size in runs])
+        place = positions - (total - response - 1)
+        here = (place >= 0) & (place < response)
+        rows.append(ends[-1] + here.nonzero().squeeze(1))
+        places.append(responses + place[here])
+        ends.append(ends[-1] + len(positions))
+        responses += response
+    if ends[-1] > logits.shape[1]:
+        raise ValueError(f"logits: got {logits.shape[1]} rows, total_lengths have {ends[-1]} on this rank")
+    offsets = torch.tensor([*ends, logits.shape[1]], dtype=torch.int32, device="cpu")
+    where, taken, cu_seqlens = (
+        each.to(logits.device) for each in (torch.cat(rows), torch.cat(places), offsets)
+    )
+    return where, taken, cu_seqlens

@@ -30,6 +30,7 @@ from gspo_kernels.integrations.backends.replacing import Replacements
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.hooks import RolloutCorrection
 from tests.cases import generator, offsets
+from tests.forks import in_processes
 from tests.integrations import peers
 from tests.objectives.sample_batches import ADVANTAGES, examples, make_batch
 from tests.test_docs import run
@@ -842,18 +843,16 @@ def test_slime_s_calls():
     assert loss.item() == pytest.approx(-sum(ADVANTAGES[:5])) and metrics["ppo_kl"] == 0
     with raises("correction: needs the batch's log_probs and rollout_log_probs"):
         slime_call(slime.PolicyLoss(correction=TIS), log_probs=None)
-    with raises(r"logits: got \d+ rows for 180 tokens in total_lengths"):
+    with raises(r"logits: got \d+ rows, total_lengths have 180 on this rank"):
         slime_call(slime.PolicyLoss(), total_lengths=[30] * 6)
-    with raises("as long as its sequence or longer, expected a"):
+    with raises("response_lengths: got 9 of 9 tokens, expected a prompt of at least one"):
         slime_call(slime.PolicyLoss(), rows=[0], response_lengths=[9])
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tensor_model_parallel_size": 2}, "got 2, expected 1: a rank holds a part of the vocabulary"),
-        ({"context_parallel_size": 2}, "a rank holds a part of a sequence"),
-        ({"allgather_cp": True}, "a rank holds a part of a sequence"),
+        ({"allgather_cp": True}, "logits and log-probs of a rank then belong to different tokens"),
         ({"rollout_top_p": 0.9}, "no mask of sampled tokens"),
         ({"use_tis": True}, "give PolicyLoss a correction="),
         ({"use_opsm": True}, "off-policy sequence masking"),
@@ -918,3 +917,63 @@ def test_equals_slime(objective, changes):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     for name in {*metrics} - ({"pg_clipfrac"} if not by_token else set()):
         assert metrics[name] == pytest.approx(their_metrics[name], rel=1e-5, abs=1e-6), name
+
+
+def part_of_rank(batch, logits, rank, ranks):
+    """Return a micro-batch as a rank among those that share tokens has it, and the rows that it has."""
+    rows, parts, start = [], {name: [] for name in ("log_probs", "ref_log_probs", "rollout_log_probs")}, 0
+    parts["advantages"] = []
+    for i, (total, response) in enumerate(
+        zip(batch["total_lengths"], batch["response_lengths"], strict=True)
+    ):
+        run = -(-total // (2 * ranks))
+        own = [k * run + j for k in (rank, 2 * ranks - 1 - rank) for j in range(run)]
+        rows += [start + each if each < total else -1 for each in own]
+        places = [each - (total - response - 1) for each in own]
+        places = [each for each in places if 0 <= each < response]
+        for name, values in parts.items():
+            values.append(batch[name][i][places])
+        start += total
+    rows = torch.tensor([*rows, -1, -1, -1])
+    local = torch.where(rows.unsqueeze(1) < 0, 0.5, logits[0, rows.clamp(min=0)])
+    return batch | parts, local.unsqueeze(0), rows
+
+
+@pytest.mark.parametrize("objective", [GSPO, gk.DAPO(), gk.GSPOToken()], ids=lambda each: type(each).__name__)
+def test_slime_s_megatron_ranks_share_vocabulary_and_tokens(objective):
+    """Two ranks share the vocabulary, and two such pairs the tokens: numbers are those of one process."""
+    given, by_token = shared_rollout(), objective.outer_divisor()[0] == "tokens"
+    changes = {"calculate_per_token_loss": by_token, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    batch, logits = slime_batch(given, given.logprobs)
+    loss_fn = slime.PolicyLoss(objective, correction=TIS)
+    reducer = sum_of_sample_mean(batch, by_token)
+    whole = logits.clone().requires_grad_()
+    loss, metrics = loss_fn(slime_arguments(**changes), batch, whole, reducer)
+    (gradient,) = torch.autograd.grad(loss, whole)
+
+    def over_ranks(rank):
+        torch.distributed.init_process_group("gloo")
+        (cp, tp), new = divmod(rank, 2), torch.distributed.new_group
+        tensor, context = ([new(pair) for pair in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        sys.modules["megatron.core.mpu"] = SimpleNamespace(
+            get_tensor_model_parallel_group=lambda: tensor[cp],
+            get_context_parallel_group=lambda: context[tp],
+            get_context_parallel_rank=lambda: cp,
+        )
+        args = slime_arguments(tensor_model_parallel_size=2, context_parallel_size=2, **changes)
+        own, local, rows = part_of_rank(batch, logits, cp, 2)
+        leaf = local[..., tp : tp + 1].clone().requires_grad_()
+        got, reported = loss_fn(args, own, leaf, lambda values: values.sum())
+        assert_same(got, loss)
+        (mine,) = torch.autograd.grad(got, leaf)
+        want = torch.where(rows.unsqueeze(1) < 0, 0.0, gradient[0, rows.clamp(min=0), tp : tp + 1])
+        assert_same(mine[0], want)
+        for name in ("loss", "pg_clipfrac"):  # slime adds these up
+            value = torch.as_tensor(reported[name]).detach().double().clone()
+            torch.distributed.all_reduce(value, group=context[tp])
+            assert_same(value, torch.as_tensor(metrics[name]).double(), name)
+        sequences = slime.PolicyLoss(objective, correction=RolloutCorrection(level="sequence", high=1.1))
+        with raises("correction: got level='sequence', expected 'token' with context_parallel_size above 1"):
+            sequences(args, own, leaf, reducer)
+
+    in_processes(4, over_ranks)
