@@ -18,7 +18,7 @@ from gspo_kernels.ops.library import checked_values
 from gspo_kernels.ops.values import check_cu_seqlens, check_mask, checked_rows
 from gspo_kernels.types import stats_dtype
 
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "mean", "none")
 
 
 def group_normalized(
@@ -38,9 +38,10 @@ def group_normalized(
         rewards: [B], floating point.
         group_size: groups are runs of this many consecutive rewards. Pass either this or ``group_ids``.
         group_ids: [B], integers: rewards with equal ids form a group.
-        scale: "group": divide by the group's std. "batch": divide by the std over all rewards. "none": don't
-            divide (Dr. GRPO).
-        eps: added to the std; verl uses 1e-6.
+        scale: "group": divide by the group's std. "batch": divide by the std over all rewards. "mean": divide
+            by the group's mean, for rewards of at least 0 (MaxRL, arXiv 2602.02710, as prime-rl states it); a
+            group whose mean is not positive gets 0. "none": don't divide (Dr. GRPO).
+        eps: added to the divisor; verl and SkyRL use 1e-6, prime-rl's MaxRL 0.
 
     Returns:
         [B], fp32 (fp64 for fp64 rewards).
@@ -206,7 +207,7 @@ def turn_normalized(
         group_size, group_ids, eps: as in ``group_normalized``.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
         scale: "group": divide by the std of the group's turn. "batch": divide by the std over all rewards.
-            "none": don't divide.
+            "mean": divide by the mean of the group's turn. "none": don't divide.
 
     Returns:
         The shape of ``turn_ids``, fp32 (fp64 for fp64 rewards): per-token advantages; 0 outside turns.
@@ -334,6 +335,11 @@ class _Groups:
         """Return for each value how many values of its group are not NaN."""
         return self.reduce(exact(~values.isnan()), "sum")
 
+    def mean(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted mean of each value's group; 0 where the weights are."""
+        total = self.reduce(weights, "sum")
+        return self.reduce(weights * values, "sum") / torch.where(total == 0, 1.0, total)
+
     def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Subtract the group's (weighted) mean; 0 for NaN, and exactly 0 where a group's values are equal."""
         present = ~values.isnan()
@@ -341,8 +347,7 @@ class _Groups:
         share = exact(present)
         if weights is not None:
             share = torch.where(present, weights, 0.0)
-        total = self.reduce(share, "sum")
-        mean = self.reduce(share * kept, "sum") / torch.where(total == 0, 1.0, total)
+        mean = self.mean(kept, share)
         # equal rewards have no advantage, whatever their mean rounds to
         high = self.reduce(torch.where(present, values, -torch.inf), "max")
         low = self.reduce(torch.where(present, values, torch.inf), "min")
@@ -356,6 +361,9 @@ def _normalized(values: Tensor, groups: _Groups, scale: str, eps: float) -> Tens
         advantages = advantages / (variance.sqrt() + eps)
     elif scale == "batch":
         advantages = advantages / (_std(values) + eps)
+    elif scale == "mean":
+        mean = groups.mean(values.nan_to_num(nan=0.0), exact(~values.isnan()))
+        advantages = torch.where(mean > 0, advantages / (mean + eps), 0.0)
     return torch.nan_to_num(advantages, nan=0.0)
 
 

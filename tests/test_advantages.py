@@ -10,7 +10,7 @@ from gspo_kernels.advantages import class_normalized, gdpo, group_normalized, tu
 from tests.cases import generator, offsets
 
 NAN = math.nan
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "mean", "none")
 
 
 # --- the formula sheet, one group after the other in Python's floats; NaN is left out and gets 0
@@ -42,6 +42,8 @@ def normalized_loop(rewards, ids, scale="group", eps=1e-4):
         mean, variance = mean_and_variance([rewards[j] for j in members])
         if scale == "batch":
             variance = mean_and_variance(everything)[1]
+        if scale == "mean":
+            return (rewards[i] - mean) / (mean + eps) if mean > 0 else 0.0
         return (rewards[i] - mean) / (1.0 if scale == "none" else math.sqrt(variance) + eps)
 
     return by_groups(rewards, ids, advantage)
@@ -70,6 +72,14 @@ def test_group_normalized(size, scale):
     for eps in (1e-4, 0.0, 0.5):
         got = group_normalized(rewards, group_size=size, scale=scale, eps=eps)
         assert_equal(got, normalized_loop(rewards.tolist(), ids, scale, eps))
+
+
+def test_divided_by_the_mean_of_binary_rewards():
+    """MaxRL: of G rewards with k ones, a one gets (G - k) / k and a zero gets -1; without a one all get 0."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    got = group_normalized(rewards, group_size=4, scale="mean", eps=0.0)
+    third = 1 / 3
+    assert got.tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0, third, third, -1.0, third, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -152,6 +162,7 @@ def test_class_normalized_takes_the_classes_for_a_group():
 ESTIMATORS = {
     "by its group": lambda r, w, **g: group_normalized(r, **g),
     "by the batch": lambda r, w, **g: group_normalized(r, scale="batch", **g),
+    "by its mean": lambda r, w, **g: group_normalized(r, scale="mean", **g),
     "centred": lambda r, w, **g: group_normalized(r, scale="none", **g),
     "leave_one_out": lambda r, w, **g: gk.advantages.leave_one_out(r, **g),
     "optimal_baseline": lambda r, w, **g: gk.advantages.optimal_baseline(r, w, **g),

@@ -239,7 +239,9 @@ class TrainConfig(Section):
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1")
     reward_timeout: float | None = option(None, "seconds that a reward, in a thread, may take", gt=0)
     advantages: Method = option("group_normalized", "how rewards become advantages")
-    advantage_scale: Literal["group", "batch", "none"] = option("group", "group_normalized divides by it")
+    advantage_scale: Literal["group", "batch", "mean", "none"] = option(
+        "group", "group_normalized divides by it"
+    )
     output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
     seed: int = option(0, "seed of every random choice", ge=0)
     save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")

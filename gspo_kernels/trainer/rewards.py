@@ -336,7 +336,7 @@ def advantages_of(
         method: a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the others
             take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it
             whitens over the batch, "reinforce_plus_plus" only whitens.
-        scale: the divisor of "group_normalized": "group", "batch" or "none"; other methods do not use it.
+        scale: the divisor of "group_normalized", as it has them; other methods do not use it.
         lengths: numbers of counted tokens, [B]; needed for "optimal_baseline".
     """
     from gspo_kernels import advantages
