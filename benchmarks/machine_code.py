@@ -59,7 +59,7 @@ class Recorder:
 
     def __init__(self, blocks: int = 0) -> None:
         self.calls: list[Call] = []
-        one_pass.most_blocks = lambda device: blocks
+        one_pass.max_blocks = lambda device: blocks
         for module in _LAUNCHING:
             module.launch = self  # type: ignore[assignment]
 

@@ -69,9 +69,9 @@ def whole_vectors(row, width, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
 
 
 @triton.jit
-def edge_columns(lanes, first, whole, width, VECTOR: tl.constexpr):
+def edge_columns(lanes, first, inner_width, width, VECTOR: tl.constexpr):
     """Return the columns before and behind a row's whole vectors, and which lanes have such a column."""
-    columns = tl.where(lanes < VECTOR, lanes, first + whole + (lanes - VECTOR))
+    columns = tl.where(lanes < VECTOR, lanes, first + inner_width + (lanes - VECTOR))
     return columns, (columns < first) | ((lanes >= VECTOR) & (columns < width))
 
 

@@ -56,24 +56,24 @@ class PairConstants(NamedTuple):
 
 @triton.jit
 def _load(row, start, lanes, width, stride_v, slopes, mask, ROW: tl.constexpr):
-    """Load a block's transformed logits, -inf beyond the width and where masked, and the softcap's bend."""
+    """Load a block's transformed logits, -inf beyond the width and where masked, and the softcap's slope."""
     ACCESS: tl.constexpr = ROW.ACCESS
     raw = load_columns(row, start, lanes, width, stride_v, ACCESS, True, "evict_last")
-    z, bend = transformed(raw, slopes, ROW)
+    z, tanh_slope = transformed(raw, slopes, ROW)
     inside = start + lanes < width
     if mask is not None:
         inside = inside & is_kept(mask, start + lanes, width)
-    return tl.where(inside, z, -float("inf")), bend
+    return tl.where(inside, z, -float("inf")), tanh_slope
 
 
 @triton.jit
-def _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW: tl.constexpr):
+def _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW: tl.constexpr):
     """Store a block of a gradient, 0 for columns that the mask excludes, whatever their logits and the row's
     coefficients hold.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
     if ROW.SOFTCAP:
-        grad = grad * bend
+        grad = grad * tanh_slope
     grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
     if mask is not None:
         grad = tl.where(is_kept(mask, start + lanes, width), grad, tl.zeros_like(grad))
@@ -164,17 +164,17 @@ def divergence_kernel(
             other_peak, other_total = _add_block(other_peak, other_total, z, PLATFORM)
         zero = tl.zeros([], STATS)
         no_label = counted & False
-        _logp, base, rest, _ = combine_threads(peak, total, total, zero, no_label, False, STATS)
-        _logp, other_base, other_rest, _ = combine_threads(
+        _logp, lse_hi, lse_lo, _ = combine_threads(peak, total, total, zero, no_label, False, STATS)
+        _logp, other_hi, other_lo, _ = combine_threads(
             other_peak, other_total, other_total, zero, no_label, False, STATS
         )
-        tl.store(stats.lse + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
-        lse = add_hi_lo(other_base, other_rest, tl.float64)
+        tl.store(stats.lse + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
+        lse = add_hi_lo(other_hi, other_lo, tl.float64)
         tl.store(stats.teacher_lse + n, tl.where(counted, lse, 0.0))
     else:
-        base, rest = split_hi_lo(tl.load(stats.lse + n), STATS)
-        other_base, other_rest = split_hi_lo(tl.load(stats.teacher_lse + n), STATS)
-    finite = _is_finite(base + rest) & _is_finite(other_base + other_rest)
+        lse_hi, lse_lo = split_hi_lo(tl.load(stats.lse + n), STATS)
+        other_hi, other_lo = split_hi_lo(tl.load(stats.teacher_lse + n), STATS)
+    finite = _is_finite(lse_hi + lse_lo) & _is_finite(other_hi + other_lo)
 
     share = decode_float(mixture[0]).to(STATS)
     logs = (
@@ -201,10 +201,10 @@ def divergence_kernel(
         tl.debug_barrier()
     if WRITES_AT_ONCE or PAIR.KNOWN != "all":
         for start in range(0, written if PAIR.KNOWN == "all" else width, BLOCK):
-            z, bend = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
-            log_p = (z - base) - rest
+            z, tanh_slope = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
+            log_p = (z - lse_hi) - lse_lo
             z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
-            log_q = (z - other_base) - other_rest
+            log_q = (z - other_hi) - other_lo
             p = exp_flushed(log_p, PLATFORM)
             q = exp_flushed(log_q, PLATFORM)
             if PAIR.KIND == "forward":
@@ -212,14 +212,14 @@ def divergence_kernel(
             elif PAIR.KIND == "reverse":
                 value += _relative_entropy(p, log_p, q, log_q)
             else:
-                of_student, of_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
-                of_student = tl.where(p == 0, 0.0, p * of_student)
-                of_teacher = tl.where(q == 0, 0.0, q * of_teacher)
-                to_mixture += of_student
-                value += (1.0 - share) * of_student + share * of_teacher
+                student_part, teacher_part = _to_mixture(log_p, log_q, logs, PLATFORM)
+                student_part = tl.where(p == 0, 0.0, p * student_part)
+                teacher_part = tl.where(q == 0, 0.0, q * teacher_part)
+                to_mixture += student_part
+                value += (1.0 - share) * student_part + share * teacher_part
             if WRITES_AT_ONCE:
                 grad = coefficient * (p - q)
-                _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW)
+                _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW)
     if PAIR.KNOWN == "all":
         divergence = tl.load(stats.divergences + n)
         centre = tl.load(stats.centres + n)
@@ -236,22 +236,22 @@ def divergence_kernel(
     if out_ptr is not None:
         if PAIR.KIND != "forward":
             tl.debug_barrier()
-            whole = centre if PAIR.KIND == "reverse" else (1.0 - share) * centre
+            mean_slope = centre if PAIR.KIND == "reverse" else (1.0 - share) * centre
             # An infinite divergence has no direction: the gradient is NaN.
             coefficient = tl.where(_is_finite(divergence) | (coefficient == 0), coefficient, float("nan"))
             for start in range(0, written, BLOCK):
-                z, bend = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
-                log_p = (z - base) - rest
+                z, tanh_slope = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
+                log_p = (z - lse_hi) - lse_lo
                 z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
-                log_q = (z - other_base) - other_rest
+                log_q = (z - other_hi) - other_lo
                 p = exp_flushed(log_p, PLATFORM)
                 if PAIR.KIND == "reverse":
-                    far = log_p - log_q
+                    slope = log_p - log_q
                 else:
-                    far, _to_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
-                    far = (1.0 - share) * far
-                grad = coefficient * tl.where(p == 0, 0.0, p * (far - whole))
-                _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW)
+                    slope, _to_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
+                    slope = (1.0 - share) * slope
+                grad = coefficient * tl.where(p == 0, 0.0, p * (slope - mean_slope))
+                _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW)
         zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
         for start in range(0, tl.where(written != 0, 0, V), BLOCK):
             tl.store(out_row + (start + lanes), zeros, mask=start + lanes < V)

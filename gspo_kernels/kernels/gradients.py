@@ -44,15 +44,15 @@ from gspo_kernels.types import LogitRows, RowGradients, RowStats
 def _gradient(raw, is_label, of_row, slopes, ENTROPY: tl.constexpr, OUT: tl.constexpr, ROW: tl.constexpr):
     """Return the gradient of some logits of a row; ``write_gradient`` has the formula."""
     PLATFORM: tl.constexpr = ROW.PLATFORM
-    at_label, base, rest, grad_logp, entropy, grad_entropy = of_row
-    z, bend = transformed(raw, slopes, ROW)
-    log_p = (z - base) - rest
+    at_label, lse_hi, lse_lo, grad_logp, entropy, grad_entropy = of_row
+    z, tanh_slope = transformed(raw, slopes, ROW)
+    log_p = (z - lse_hi) - lse_lo
     weight = -grad_logp
     if ENTROPY:
         weight -= grad_entropy * (tl.maximum(log_p, -HUGE) + entropy)
     grad = tl.where(is_label, at_label, exp_flushed(log_p, PLATFORM) * weight)
     if ROW.SOFTCAP:
-        grad = grad * bend
+        grad = grad * tanh_slope
     return narrowed(grad, OUT, PLATFORM)
 
 
@@ -88,7 +88,7 @@ def write_gradient(
         grads: upstream gradients (of the log-prob, of the entropy); without ENTROPY only the first is used.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
-    logp, base, rest, entropy = stats
+    logp, lse_hi, lse_lo, entropy = stats
     grad_logp, grad_entropy = grads
     ACCESS: tl.constexpr = ROW.ACCESS
     BLOCK: tl.constexpr = ROW.BLOCK
@@ -104,14 +104,14 @@ def write_gradient(
     if ENTROPY:
         at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, -HUGE) + entropy)
     # A row with +inf has NaN for log-probs, also where exp(z - inf) is 0.
-    rest = tl.where(base == float("inf"), float("nan"), rest)
-    of_row = (at_label, base, rest, grad_logp, entropy, grad_entropy)
-    whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
-    whole_out = out_row
+    lse_lo = tl.where(lse_hi == float("inf"), float("nan"), lse_lo)
+    of_row = (at_label, lse_hi, lse_lo, grad_logp, entropy, grad_entropy)
+    inner_row, first, inner_width = whole_vectors(row, width, VECTOR, ACCESS)
+    inner_out = out_row
     if ACCESS == "shifted":
-        whole_out = tl.multiple_of(out_row + first, 16)
+        inner_out = tl.multiple_of(out_row + first, 16)
         # The edges are read before any store, because out may be the logits.
-        columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, whole, width, VECTOR)
+        columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, inner_width, width, VECTOR)
         reads = inside & (columns < tl.where(active, width, 0))
         shown = reads
         if mask is not None:
@@ -122,24 +122,24 @@ def write_gradient(
         if not ROW.NARROWS_IN_PLACE:
             tl.store(out_row + columns, edge, mask=inside)
     UNIT: tl.constexpr = 1 if ACCESS == "single" else VECTOR
-    read = tl.multiple_of(tl.where(active, whole, 0), UNIT)
-    zeroed = tl.multiple_of(tl.where(active, 0, whole), UNIT)
-    ahead = load_columns(whole_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
+    read = tl.multiple_of(tl.where(active, inner_width, 0), UNIT)
+    zeroed = tl.multiple_of(tl.where(active, 0, inner_width), UNIT)
+    ahead = load_columns(inner_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
     for start in range(0, read, BLOCK):
         raw = ahead
         # This load stands before the store: out may be the logits, so the compiler can't move it across.
-        ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
+        ahead = load_columns(inner_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
         grad = _gradient(raw, is_label, of_row, slopes, ENTROPY, OUT, ROW)
         grad = mask_gradient(grad, first + start, first + read, mask, VECTOR, ACCESS)
         if ROW.NARROWS_IN_PLACE:
             # Block k of the gradient overwrites logits of blocks up to k, which other threads may still read.
             tl.debug_barrier()
-        tl.store(whole_out + (start + lanes), grad, mask=start + lanes < read, eviction_policy="evict_first")
+        tl.store(inner_out + (start + lanes), grad, mask=start + lanes < read, eviction_policy="evict_first")
     zeros = tl.zeros([BLOCK], OUT)
     for start in range(0, zeroed, BLOCK):
         tl.store(
-            whole_out + (start + lanes), zeros, mask=start + lanes < zeroed, eviction_policy="evict_first"
+            inner_out + (start + lanes), zeros, mask=start + lanes < zeroed, eviction_policy="evict_first"
         )
     if ACCESS == "shifted" and ROW.NARROWS_IN_PLACE:
         tl.debug_barrier()
@@ -179,7 +179,7 @@ def logprobs_backward_kernel(
         # Without a label in range the log-prob is NaN and depends on no logit.
         grad_logp = tl.where(labelled, grad_logp, 0.0)
     logp = tl.load(logprobs_ptr + n)
-    base, rest = split_hi_lo(tl.load(lse_ptr + n), STATS)
+    lse_hi, lse_lo = split_hi_lo(tl.load(lse_ptr + n), STATS)
     active = counted & (grad_logp != 0)
     entropy = logp
     grad_entropy = grad_logp
@@ -192,7 +192,7 @@ def logprobs_backward_kernel(
     stride_v = decode_wide(rows.logits[2])
     column = tl.where(labelled, label, -1).to(tl.int32)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
-    stats = (logp, base, rest, entropy)
+    stats = (logp, lse_hi, lse_lo, entropy)
     grads = (grad_logp, grad_entropy)
     ENTROPY: tl.constexpr = grad_entropy_ptr is not None
     write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, ENTROPY, ROW)

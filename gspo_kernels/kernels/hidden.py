@@ -56,7 +56,7 @@ def _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS: tl
 
 
 @triton.jit
-def _rows_here(count, ROWS: tl.constexpr):
+def _program_rows(count, ROWS: tl.constexpr):
     """Return the rows of this program, int64, and which of them exist."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return rows.to(tl.int64), rows < count
@@ -65,7 +65,7 @@ def _rows_here(count, ROWS: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         *("coefficients_ptr", "factors_ptr", "active_ptr", "unit_ptr"),
-        *("count", "stride", "most"),
+        *("count", "stride", "bound"),
     ]
 )
 def product_operand_kernel(
@@ -78,21 +78,21 @@ def product_operand_kernel(
     count: tl.int32,
     stride: tl.int64,
     width,
-    most: tl.float64,
+    bound: tl.float64,
     STATS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
     """Compute some rows of the operand of dWeight's product: hidden states times coefficients."""
-    rows, inside = _rows_here(count, ROWS)
+    rows, inside = _program_rows(count, ROWS)
     share, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     reads = inside & (share != 0)
     if active_ptr is not None:
         reads = reads & (tl.load(active_ptr + rows, mask=inside, other=0) != 0)
-    bound = tl.full([], most, STATS)
+    limit = tl.full([], bound, STATS)
     # Comparisons instead of a minimum, which would lose a NaN.
-    share = tl.where(share > bound, bound, tl.where(share < -bound, -bound, share))
+    share = tl.where(share > limit, limit, tl.where(share < -limit, -limit, share))
     if factors_ptr is not None:
         share = times(share, factor)
     if unit_ptr is not None:
@@ -101,12 +101,12 @@ def product_operand_kernel(
     targets = out_ptr + rows * width
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        beyond = columns[None, :] < width
-        values = tl.load(sources[:, None] + columns[None, :], mask=reads[:, None] & beyond, other=0.0)
+        in_width = columns[None, :] < width
+        values = tl.load(sources[:, None] + columns[None, :], mask=reads[:, None] & in_width, other=0.0)
         # Selected: a row without gradient is not read, and its hidden state may be anything.
         values = tl.where(reads[:, None], values.to(STATS) * share[:, None], 0.0)
         values = narrowed(values, out_ptr.dtype.element_ty, PLATFORM)
-        tl.store(targets[:, None] + columns[None, :], values, mask=inside[:, None] & beyond)
+        tl.store(targets[:, None] + columns[None, :], values, mask=inside[:, None] & in_width)
 
 
 def product_operand(
@@ -134,7 +134,7 @@ def product_operand(
 @triton.jit(
     do_not_specialize=[
         *("coefficients_ptr", "factors_ptr", "before_ptr", "out_ptr"),
-        *("count", "stride", "most"),
+        *("count", "stride", "bound"),
     ]
 )
 def sum_unit_kernel(
@@ -144,7 +144,7 @@ def sum_unit_kernel(
     out_ptr,
     count: tl.int32,
     stride: tl.int64,
-    most: tl.float64,
+    bound: tl.float64,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -154,7 +154,7 @@ def sum_unit_kernel(
         rows = start + tl.arange(0, BLOCK)
         inside = rows < count
         share, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
-        share = times(tl.minimum(tl.abs(share), tl.full([], most, STATS)), factor)
+        share = times(tl.minimum(tl.abs(share), tl.full([], bound, STATS)), factor)
         peaks = tl.maximum(peaks, tl.abs(share))
     power, inverse = power_of_two(tl.max(peaks, axis=0), STATS)
     if before_ptr is not None:
@@ -212,7 +212,7 @@ def store_hidden_kernel(
     PLATFORM: tl.constexpr,
 ):
     """Store some rows of dHidden."""
-    rows, inside = _rows_here(count, ROWS)
+    rows, inside = _program_rows(count, ROWS)
     coefficient, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     if WHOLE_LAST:
         scale = times(coefficient, factor)
@@ -285,7 +285,7 @@ def scale_rows_kernel(
     PLATFORM: tl.constexpr,
 ):
     """Multiply some rows by the scale of each row and by one factor for all."""
-    rows, inside = _rows_here(count, ROWS)
+    rows, inside = _program_rows(count, ROWS)
     scale = tl.load(scales_ptr + rows, mask=inside, other=0.0).to(STATS) * tl.load(factor_ptr).to(STATS)
     lines = values_ptr + rows * width
     for start in range(0, width, BLOCK):

@@ -38,11 +38,11 @@ def logprobs_forward_kernel(
     labelled = counted & in_row(label, V, mask)
     width = tl.where(counted, V, 0)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
-    logp, base, rest, entropy = online_logsumexp(
+    logp, lse_hi, lse_lo, entropy = online_logsumexp(
         row, stride_v, label, labelled, width, mask, slopes, entropy_ptr is not None, "evict_first", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-    tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
     if entropy_ptr is not None:
         tl.store(entropy_ptr + n, tl.where(counted, entropy, 0.0))
 

@@ -47,11 +47,11 @@ _CLUSTERS_FROM = (3, 8)
 """The first Triton that compiles reductions over the blocks of a cluster."""
 _BLOCKS_BY_CAPABILITY = {9: 16, 10: 16, 12: 8}
 _NUMBERS = 40
-"""The most exponentials that a thread keeps; with everything else they take 64 to 80 registers."""
+"""How many exponentials a thread keeps at most; with everything else they take 64 to 80 registers."""
 
 
-def most_blocks(device: torch.device) -> int:
-    """Return the most blocks of threads that a program may have."""
+def max_blocks(device: torch.device) -> int:
+    """Return how many blocks of threads a program may have."""
     if platform() == "interpreter":
         return 16
     if platform() == "hip" or triton_version() < _CLUSTERS_FROM:
@@ -74,7 +74,7 @@ def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) ->
     """Return ``on_chip_tile`` of rows that come in 16-byte pieces."""
     if V == 0 or size == 8 or transform.softcap or transform.kept is not None:
         return None
-    threads, blocks = 64 if platform() == "hip" else 32, most_blocks(device)
+    threads, blocks = 64 if platform() == "hip" else 32, max_blocks(device)
     # With eight warps, blocks of four programs share an NVIDIA multiprocessor, each at another stage.
     for warps in (8, 16):
         count = 1
@@ -139,7 +139,7 @@ def on_chip_row_kernel(
 
         # As in ``online_logsumexp`` each thread has its maximum and its sum.
         peak = tl.zeros([THREADS], ROW.STATS) + lowest(ROW.STATS)
-        heights = ()
+        transformed_logits = ()
         for piece in tl.static_range(PIECES):
             z, _ = transformed(raws[piece], slopes, ROW)
             if piece == PIECES - 1:
@@ -149,23 +149,23 @@ def on_chip_row_kernel(
                 tl.debug_barrier()
                 z = tl.where(lanes == place - piece * BLOCK, -float("inf"), z)
             peak = tl.maximum(peak, tl.max(z, axis=1))
-            heights += (z,)  # type: ignore[assignment]
+            transformed_logits += (z,)  # type: ignore[assignment]
         total = tl.zeros([THREADS], ROW.STATS)
         exponentials = ()
         for piece in tl.static_range(PIECES):
-            e = exp_flushed(heights[piece] - peak[:, None], PLATFORM)
+            e = exp_flushed(transformed_logits[piece] - peak[:, None], PLATFORM)
             total += tl.sum(e, axis=1)
             exponentials += (e,)  # type: ignore[assignment]
-        logp, base, rest, _ = combine_threads(peak, total, peak, z_label, labelled, False, ROW.STATS)
+        logp, lse_hi, lse_lo, _ = combine_threads(peak, total, peak, z_label, labelled, False, ROW.STATS)
         tl.store(logprobs_ptr + n, logp)
-        tl.store(lse_ptr + n, add_hi_lo(base, rest, tl.float64))
+        tl.store(lse_ptr + n, add_hi_lo(lse_hi, lse_lo, tl.float64))
         if coefficient != 0:
             if ROW.SCALED != 0:
                 coefficient *= slopes[0][0] + slopes[0][1]
             at_label = coefficient * one_minus_exp(logp, ROW.STATS, PLATFORM)
             # A row with +inf has NaN for log-probs.
-            rest = tl.where(base == float("inf"), float("nan"), rest)
-            weight = -coefficient * exp_flushed((peak - base) - rest, PLATFORM)
+            lse_lo = tl.where(lse_hi == float("inf"), float("nan"), lse_lo)
+            weight = -coefficient * exp_flushed((peak - lse_hi) - lse_lo, PLATFORM)
             # If out lies in the memory of the logits, no thread may overwrite what others have yet to read.
             # The blocks of a cluster have waited for each other in the reductions.
             tl.debug_barrier()
@@ -215,16 +215,16 @@ def logprobs_and_grad_kernel(
     slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
     row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
     stride_v = decode_wide(rows.logits[2])
-    logp, base, rest, _ = online_logsumexp(
+    logp, lse_hi, lse_lo, _ = online_logsumexp(
         row, stride_v, label, labelled, tl.where(counted, V, 0), mask, slopes, False, "evict_last", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-    tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
     # Where out is the logits, no thread may overwrite what another still reads.
     tl.debug_barrier()
     out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
     column = tl.where(labelled, label, -1).to(tl.int32)
-    stats = (logp, base, rest, logp)
+    stats = (logp, lse_hi, lse_lo, logp)
     grads = (coefficient, coefficient)
     active = coefficient != 0
     write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, False, ROW)

@@ -189,9 +189,9 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
                     a = tl.load(a_pointers)
                     b = tl.load(b_pointers)
                 else:
-                    there = start + step * DEPTH + tl.arange(0, DEPTH) < K
-                    a = tl.load(a_pointers, mask=there[None, :], other=0.0)
-                    b = tl.load(b_pointers, mask=there[:, None], other=0.0)
+                    in_depth = start + step * DEPTH + tl.arange(0, DEPTH) < K
+                    a = tl.load(a_pointers, mask=in_depth[None, :], other=0.0)
+                    b = tl.load(b_pointers, mask=in_depth[:, None], other=0.0)
                 if PLATFORM == "interpreter":
                     # There tl.dot is NumPy's product: it takes bf16 bits for integers, and on some
                     # processors rounds an element by its place in the tile.
@@ -250,8 +250,8 @@ def fixed_product(
     if lines.stride(1) != 1 or (a_vector > 1 and not _comes_in_vectors(lines, vector)):
         lines = lines.clone(memory_format=torch.contiguous_format)
     a = lines if a_along_k else lines.t()
-    whole = K % SEGMENT == 0
-    tile = _tile(a.element_size(), min(a_vector, b_vector) > 1, whole, a.device)
+    whole_segments = K % SEGMENT == 0
+    tile = _tile(a.element_size(), min(a_vector, b_vector) > 1, whole_segments, a.device)
     tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
     programs = min(tiles, _multiprocessors(a.device))
     launch(
@@ -267,7 +267,7 @@ def fixed_product(
             B_ALONG_K=b_along_k,
             A_VECTOR=a_vector,
             B_VECTOR=b_vector,
-            WHOLE=whole,
+            WHOLE=whole_segments,
             ACCUMULATE=accumulate,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
@@ -286,15 +286,15 @@ def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
     return starts and lines.shape[1] % vector == 0
 
 
-def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> _ProductTile:
+def _tile(size: int, wide: bool, whole_segments: bool, device: torch.device) -> _ProductTile:
     """Return the tile for elements of ``size`` bytes. ``wide``: both operands come in 16-byte pieces.
-    ``whole``: K consists of whole segments.
+    ``whole_segments``: K consists of them.
     """
     if platform() == "interpreter":
         return _INTERPRETED
     if not wide:
         return _NARROW[size]
-    if not whole:
+    if not whole_segments:
         return _MASKED[size]
     return _LARGE if size == 2 and _holds_large_tiles(device) else _WIDE[size]
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, load_block
-from gspo_kernels.kernels.sampling_mask import mask_heights
+from gspo_kernels.kernels.sampling_mask import mask_logits
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
@@ -168,28 +168,8 @@ def row_slopes(rows, row_temperature_ptr, b, t, STATS: tl.constexpr):
 
 
 @triton.jit
-def transformed(raw, slopes, ROW: tl.constexpr):
-    """Return z of some logits, and the factor of dz/dx that varies within the row."""
-    PLATFORM: tl.constexpr = ROW.PLATFORM
-    x = raw.to(ROW.STATS)
-    bend = 1.0
-    if ROW.SOFTCAP:
-        bent = tanh(_multiply(x, slopes[1]), ROW.STATS, PLATFORM)
-        z = _multiply(bent, slopes[2])
-        bend = (1.0 - bent) * (1.0 + bent)
-    elif ROW.SCALED:
-        z = _multiply(x, slopes[0])
-    else:
-        z = x
-    return z, bend
-
-
-# --- the online log-sum-exp
-
-
-@triton.jit
-def _height(raw, slopes, ROW: tl.constexpr):
-    """Return the heights of logits: z is the height times the row's steepness, which is positive."""
+def _unscaled_logits(raw, slopes, ROW: tl.constexpr):
+    """Return logits before the multiplication by ``_scale``: softcapped, or as they are."""
     PLATFORM: tl.constexpr = ROW.PLATFORM
     x = raw.to(ROW.STATS)
     if ROW.SOFTCAP:
@@ -200,8 +180,35 @@ def _height(raw, slopes, ROW: tl.constexpr):
 
 
 @triton.jit
-def _exp_of_height(x, power, ROW: tl.constexpr):
-    """Return exp(x * steepness) for x <= 0; ``power`` is the steepness, times log2(e) where exp2 is used."""
+def _scale(slopes, ROW: tl.constexpr):
+    """Return the positive factor that makes z of ``_unscaled_logits``."""
+    scale = slopes[0]
+    if ROW.SOFTCAP:
+        scale = slopes[2]
+    elif ROW.SCALED == -1:
+        scale = (-scale[0], -scale[1])
+    return scale
+
+
+@triton.jit
+def transformed(raw, slopes, ROW: tl.constexpr):
+    """Return z of some logits, and the factor of dz/dx that varies within the row."""
+    x = _unscaled_logits(raw, slopes, ROW)
+    z = x
+    if ROW.SOFTCAP or ROW.SCALED != 0:
+        z = _multiply(x, _scale(slopes, ROW))
+    tanh_slope = 1.0
+    if ROW.SOFTCAP:
+        tanh_slope = (1.0 - x) * (1.0 + x)
+    return z, tanh_slope
+
+
+# --- the online log-sum-exp
+
+
+@triton.jit
+def _exp_scaled(x, power, ROW: tl.constexpr):
+    """Return exp(x * scale) for x <= 0; ``power`` is the scale, times log2(e) where exp2 is used."""
     PLATFORM: tl.constexpr = ROW.PLATFORM
     if ROW.SCALED == 0 and not ROW.SOFTCAP:
         return exp_flushed(x, PLATFORM)
@@ -211,23 +218,23 @@ def _exp_of_height(x, power, ROW: tl.constexpr):
 
 
 @triton.jit
-def _add_block(state, y, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
-    """Add heights [loads, threads, vector] to each thread's (peak, total, spread): the highest height, the
-    sum of exp(z - peak), and the sum of exp(z - peak) (z - peak) divided by the steepness.
+def _add_block(state, x, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
+    """Add unscaled logits [loads, threads, vector] to each thread's (peak, total, moment): the highest, the
+    sum of exp(z - peak), and the sum of exp(z - peak) (z - peak) divided by the scale.
     """
-    peak, total, spread = state
-    top = tl.maximum(peak, tl.max(tl.max(y, axis=2), axis=0))
-    drop = peak - top
-    shrink = _exp_of_height(drop, power, ROW)
-    distance = y - top[None, :, None]
-    e = _exp_of_height(distance, power, ROW)
+    peak, total, moment = state
+    top = tl.maximum(peak, tl.max(tl.max(x, axis=2), axis=0))
+    shift = peak - top
+    rescale = _exp_scaled(shift, power, ROW)
+    distance = x - top[None, :, None]
+    e = _exp_scaled(distance, power, ROW)
     if ENTROPY:
         # Where the distance is infinite the exponential is 0. A NaN logit makes `total` NaN.
-        gained = e * tl.maximum(distance, -HUGE)
-        spread = shrink * (spread + tl.maximum(drop, -HUGE) * total)
-        spread += tl.sum(tl.sum(gained, axis=2), axis=0)
-    total = tl.fma(total, shrink, tl.sum(tl.sum(e, axis=2), axis=0))
-    return top, total, spread
+        weighted = e * tl.maximum(distance, -HUGE)
+        moment = rescale * (moment + tl.maximum(shift, -HUGE) * total)
+        moment += tl.sum(tl.sum(weighted, axis=2), axis=0)
+    total = tl.fma(total, rescale, tl.sum(tl.sum(e, axis=2), axis=0))
+    return top, total, moment
 
 
 @triton.jit
@@ -269,51 +276,47 @@ def online_logsumexp(
     home = tl.maximum(label, 0) // BLOCK
     label_block = load_block(row, home * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
 
-    steepness = slopes[0]
-    if ROW.SOFTCAP:
-        steepness = slopes[2]
-    elif ROW.SCALED == -1:
-        steepness = (-steepness[0], -steepness[1])
-    exact = steepness[0].to(tl.float64) + steepness[1].to(tl.float64)
+    scale = _scale(slopes, ROW)
+    scale_64 = scale[0].to(tl.float64) + scale[1].to(tl.float64)
     if ROW.PLATFORM == "cuda" and ROW.STATS == tl.float32:
-        exact *= _LOG2_E  # for exp2
-    power = _split_factor(exact, ROW.STATS)
+        scale_64 *= _LOG2_E  # for exp2
+    power = _split_factor(scale_64, ROW.STATS)
 
     peak = tl.zeros([THREADS], ROW.STATS) + lowest(ROW.STATS)
     state = (peak, tl.zeros_like(peak), tl.zeros_like(peak))
 
     # The label's block comes first, so that no other block has to look for the label.
     columns = home * BLOCK + lanes
-    y = mask_heights(_height(label_block, slopes, ROW), home * BLOCK, width, mask)
+    x = mask_logits(_unscaled_logits(label_block, slopes, ROW), home * BLOCK, width, mask)
     is_label = columns == label
-    y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
-    y = tl.where(is_label | (columns >= width), -float("inf"), y)
-    state = _add_block(state, y, power, ENTROPY, ROW)
+    x_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, x, 0.0), axis=2), axis=0), axis=0)
+    x = tl.where(is_label | (columns >= width), -float("inf"), x)
+    state = _add_block(state, x, power, ENTROPY, ROW)
 
     full = width // BLOCK
     for other in range(tl.where(home < full, full - 1, full)):
         start = tl.where(other < home, other, other + 1) * BLOCK
         raw = load_block(row, start, lanes, width, stride_v, False, EVICT, ROW)
-        y = mask_heights(_height(raw, slopes, ROW), start, width, mask)
-        state = _add_block(state, y, power, ENTROPY, ROW)
+        x = mask_logits(_unscaled_logits(raw, slopes, ROW), start, width, mask)
+        state = _add_block(state, x, power, ENTROPY, ROW)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
         last_block = load_block(row, full * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
-        y = mask_heights(_height(last_block, slopes, ROW), full * BLOCK, width, mask)
-        y = tl.where(columns < width, y, -float("inf"))
-        state = _add_block(state, y, power, ENTROPY, ROW)
+        x = mask_logits(_unscaled_logits(last_block, slopes, ROW), full * BLOCK, width, mask)
+        x = tl.where(columns < width, x, -float("inf"))
+        state = _add_block(state, x, power, ENTROPY, ROW)
 
-    peak, total, spread = state
-    z_label = y_label
+    peak, total, moment = state
+    z_label = x_label
     if ROW.SOFTCAP or ROW.SCALED != 0:
-        peak = tl.maximum(_multiply(peak, steepness), lowest(ROW.STATS))
-        spread = _multiply(spread, steepness)
-        z_label = _multiply(y_label, steepness)
-    return combine_threads(peak, total, spread, z_label, labelled, ENTROPY, ROW.STATS)
+        peak = tl.maximum(_multiply(peak, scale), lowest(ROW.STATS))
+        moment = _multiply(moment, scale)
+        z_label = _multiply(x_label, scale)
+    return combine_threads(peak, total, moment, z_label, labelled, ENTROPY, ROW.STATS)
 
 
 @triton.jit
-def combine_threads(peak, total, spread, z_label, labelled, ENTROPY: tl.constexpr, STATS: tl.constexpr):
+def combine_threads(peak, total, moment, z_label, labelled, ENTROPY: tl.constexpr, STATS: tl.constexpr):
     """Combine the threads' sums over the other columns with the label's logit into the row's statistics."""
     top = tl.max(peak, axis=0)
     distance = peak - top
@@ -328,25 +331,25 @@ def combine_threads(peak, total, spread, z_label, labelled, ENTROPY: tl.constexp
     # As in PyTorch, the log-prob of a label at +inf is inf - inf, which is NaN.
     logp = tl.where(labelled & (z_label != float("inf")), logp, float("nan"))
 
-    base = tl.where(excess >= 0, top, z_label)
-    rest = tl.where(excess >= 0, log_others + softplus_down, softplus_down)
+    lse_hi = tl.where(excess >= 0, top, z_label)
+    lse_lo = tl.where(excess >= 0, log_others + softplus_down, softplus_down)
     # As in PyTorch, a row with +inf has NaN for log-probs and +inf for its log-sum-exp.
     infinite = tl.maximum(top, z_label) == float("inf")
-    base = tl.where(infinite, float("inf"), base)
-    rest = tl.where((others == 0) | infinite, 0.0, rest)
+    lse_hi = tl.where(infinite, float("inf"), lse_hi)
+    lse_lo = tl.where((others == 0) | infinite, 0.0, lse_lo)
 
     entropy = logp
     if ENTROPY:
         # Relate all lanes to their common peak, then lanes and label to the higher of peak and label.
         down = tl.maximum(distance, -HUGE)
-        others_spread = tl.sum(e * (spread + down * total), axis=0)
-        height = tl.maximum(top, z_label)
-        down_others = tl.maximum(top - height, -HUGE)
-        down_label = tl.maximum(z_label - height, -HUGE)
+        others_moment = tl.sum(e * (moment + down * total), axis=0)
+        highest = tl.maximum(top, z_label)
+        down_others = tl.maximum(top - highest, -HUGE)
+        down_label = tl.maximum(z_label - highest, -HUGE)
         e_others = tl.exp(down_others)
         # A label at +inf or NaN makes the entropy NaN; the term of a label at -inf is 0.
-        e_label = tl.exp(z_label - height)
-        whole = others * e_others + e_label
-        whole_spread = e_others * (others_spread + down_others * others) + e_label * down_label
-        entropy = tl.log(whole) - whole_spread / whole
-    return logp, base, rest, entropy
+        e_label = tl.exp(z_label - highest)
+        total_all = others * e_others + e_label
+        moment_all = e_others * (others_moment + down_others * others) + e_label * down_label
+        entropy = tl.log(total_all) - moment_all / total_all
+    return logp, lse_hi, lse_lo, entropy

@@ -26,17 +26,17 @@ def in_row(label, width, mask):
 
 
 @triton.jit
-def mask_heights(heights, start, width, mask):
-    """Return heights [loads, threads, vector] of a block with -inf for columns that the mask excludes."""
+def mask_logits(logits, start, width, mask):
+    """Return logits [loads, threads, vector] of a block with -inf for columns that the mask excludes."""
     if mask is not None:
-        LOADS: tl.constexpr = heights.shape[0]
-        THREADS: tl.constexpr = heights.shape[1]
-        VECTOR: tl.constexpr = heights.shape[2]
+        LOADS: tl.constexpr = logits.shape[0]
+        THREADS: tl.constexpr = logits.shape[1]
+        VECTOR: tl.constexpr = logits.shape[2]
         vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
         bits = _bits_of_vectors(mask, start + vectors * VECTOR, width, VECTOR, False)
         lanes = tl.arange(0, VECTOR)[None, None, :]
-        heights = tl.where(((bits[:, :, None] >> lanes) & 1) != 0, heights, -float("inf"))
-    return heights
+        logits = tl.where(((bits[:, :, None] >> lanes) & 1) != 0, logits, -float("inf"))
+    return logits
 
 
 @triton.jit

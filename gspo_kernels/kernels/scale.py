@@ -11,7 +11,7 @@ from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(8192, 8)
 _PROGRAMS = 2048
-"""The most programs of a launch: enough for any GPU, and so few that they cost nothing if the factor is 1."""
+"""How many programs a launch has at most: enough for any GPU, and cheap if the factor is 1."""
 
 
 @triton.jit(do_not_specialize=["factor_ptr", "count"])

@@ -94,11 +94,11 @@ def sequence_ratio_kernel(
         labelled = counted & in_row(label, V, mask)
         width = tl.where(counted, V, 0)
         slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
-        logp, base, rest, _ = online_logsumexp(
+        logp, lse_hi, lse_lo, _ = online_logsumexp(
             row, stride_v, label, labelled, width, mask, slopes, False, "evict_first", ROW
         )
         tl.store(out.logprobs + n, tl.where(counted, logp, 0.0))
-        tl.store(out.lse + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
+        tl.store(out.lse + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
         if cu_seqlens_ptr is not None:
             sequence = sequence_of(n, cu_seqlens_ptr, sequences)
         else:
@@ -124,7 +124,7 @@ def sequence_ratio_kernel(
 
 
 def sequence_ratio_forward(
-    rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
+    rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, doubt: Doubt = None
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     logits, labels, transform, _ = rows
@@ -141,7 +141,7 @@ def sequence_ratio_forward(
         metrics=new((len(METRICS),)),
     )
     if sequences == 0:
-        fill_without_sequences(form, operands.normalizer, stats.loss, stats.divisor, stats.metrics)
+        fill_without_sequences(ratio_clip, operands.normalizer, stats.loss, stats.divisor, stats.metrics)
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats
@@ -159,12 +159,12 @@ def sequence_ratio_forward(
             torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
         ),
         RowNumbers.of(*rows),
-        RatioNumbers.of(form, T, B * T, sequences, False, None, *ratio_tensors[:4], None, None),
+        RatioNumbers.of(ratio_clip, T, B * T, sequences, False, None, *ratio_tensors[:4], None, None),
         ROW=RowConstants.of(logits, transform, tile),
         RATIO=RatioConstants(
             STATS=stats_type(logits.dtype),
-            COUNT_TOKENS=form.count_tokens,
-            DIVISOR=form.divisor,
+            COUNT_TOKENS=ratio_clip.count_tokens,
+            DIVISOR=ratio_clip.divisor,
             PER_TOKEN=False,
             ESTIMATOR=None,
             TOKENS_PER_BLOCK=32 * tile.warps * _TOKENS_PER_THREAD,

@@ -43,18 +43,18 @@ class RatioNumbers(NamedTuple):
 
     @staticmethod
     def of(
-        form: RatioClip, T: int, tokens: int, sequences: int, packed: bool, *terms: Tensor | None
+        ratio_clip: RatioClip, T: int, tokens: int, sequences: int, packed: bool, *terms: Tensor | None
     ) -> RatioNumbers:
         """Encode sizes, and strides of terms: [sequences] or like the tokens, in the attributes' order."""
         sizes = encode(T), encode(tokens), encode(sequences)
-        return RatioNumbers(*sizes, *_bounds(form), *(_strides(term, packed) for term in terms))
+        return RatioNumbers(*sizes, *_bounds(ratio_clip), *(_strides(term, packed) for term in terms))
 
 
 @functools.lru_cache(maxsize=64)
-def _bounds(form: RatioClip) -> tuple[tuple[Wide, ...], Wide]:
+def _bounds(ratio_clip: RatioClip) -> tuple[tuple[Wide, ...], Wide]:
     """Encode the bounds of the clip, and the divisor's factor."""
-    bounds = (encode_float(form.log_low), encode_float(form.log_high), encode_float(form.log_dual))
-    return bounds, encode_float(form.divisor_scale)
+    bounds = tuple(encode_float(bound) for bound in ratio_clip[:3])
+    return bounds, encode_float(ratio_clip.divisor_scale)
 
 
 _ZERO = encode_wide(0)
@@ -304,8 +304,8 @@ def _column(scratch_ptr, row: tl.constexpr, indices, sequences):
 
 
 @triton.jit
-def _share(part, whole):
-    return part / tl.where(whole > 0, whole, 1.0)
+def _share(part, total):
+    return part / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -317,8 +317,8 @@ def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.cons
     BLOCK: tl.constexpr = RATIO.SEQUENCES_PER_BLOCK
     lanes = tl.arange(0, BLOCK)
     ratios = tl.zeros([BLOCK], tl.float64)
-    least = tl.full([BLOCK], float("inf"), STATS)
-    most = tl.full([BLOCK], -float("inf"), STATS)
+    min_ratio = tl.full([BLOCK], float("inf"), STATS)
+    max_ratio = tl.full([BLOCK], -float("inf"), STATS)
     losses = tl.zeros([BLOCK], tl.float64)
     lengths = tl.zeros([BLOCK], tl.float64)
     counts = tl.zeros([BLOCK], tl.float64)
@@ -342,8 +342,8 @@ def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.cons
         if RATIO.PER_TOKEN:
             smallest = _column(scratch_ptr, SMALLEST, indices, sequences)
             largest = _column(scratch_ptr, LARGEST, indices, sequences)
-        least = tl.minimum(least, tl.where(some, smallest, float("inf")).to(STATS))
-        most = tl.maximum(most, tl.where(some, largest, -float("inf")).to(STATS))
+        min_ratio = tl.minimum(min_ratio, tl.where(some, smallest, float("inf")).to(STATS))
+        max_ratio = tl.maximum(max_ratio, tl.where(some, largest, -float("inf")).to(STATS))
         losses += _column(scratch_ptr, _LOSS, indices, sequences)
         lengths += _column(scratch_ptr, _LENGTH, indices, sequences)
         counts += count
@@ -380,8 +380,8 @@ def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.cons
         items = tokens
     mean = tl.sum(ratios, axis=0) / tl.where(items > 0, items, 1.0)
     undefined = mean != mean
-    low_ratio = tl.where(undefined, mean, tl.min(least, axis=0))
-    high_ratio = tl.where(undefined, mean, tl.max(most, axis=0))
+    low_ratio = tl.where(undefined, mean, tl.min(min_ratio, axis=0))
+    high_ratio = tl.where(undefined, mean, tl.max(max_ratio, axis=0))
     tl.store(metrics_ptr + 0, tl.where(number > 0, mean, 1.0).to(STATS))
     tl.store(metrics_ptr + 1, tl.where(number > 0, low_ratio, 1.0).to(STATS))
     tl.store(metrics_ptr + 2, tl.where(number > 0, high_ratio, 1.0).to(STATS))
@@ -408,11 +408,11 @@ def rows_of(sequence, cu_seqlens_ptr, tokens, T):
 
 
 def fill_without_sequences(
-    form: RatioClip, normalizer: Tensor | None, loss: Tensor, divisor: Tensor, metrics: Tensor
+    ratio_clip: RatioClip, normalizer: Tensor | None, loss: Tensor, divisor: Tensor, metrics: Tensor
 ) -> None:
     """Fill in loss, divisor and metrics of a batch without sequences."""
     loss.zero_()
-    divisor.fill_(form.divisor_scale)
+    divisor.fill_(ratio_clip.divisor_scale)
     if normalizer is not None:
         divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
     metrics.zero_()[:3] = 1.0

@@ -158,7 +158,7 @@ def test_rows_come_along_only_where_that_is_less_work():
 )
 def test_rows_are_held_where_they_fit(monkeypatch, V, dtype, expected):
     for blocks, wanted in zip((1, 16, 8), expected, strict=True):
-        monkeypatch.setattr(one_pass, "most_blocks", lambda device, blocks=blocks: blocks)
+        monkeypatch.setattr(one_pass, "max_blocks", lambda device, blocks=blocks: blocks)
         tile = on_chip_tile(*empty(V, dtype), PLAIN)
         assert (tile and (tile.warps, tile.blocks)) == wanted, blocks
 
@@ -176,7 +176,7 @@ def test_clusters_need_a_triton_and_a_gpu_that_know_them(monkeypatch):
         monkeypatch.setattr(one_pass.triton, "__version__", version)
         monkeypatch.setattr(one_pass, "platform", lambda platform=platform: platform)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert one_pass.most_blocks(torch.device("cuda", 0)) == expected, (version, capability, platform)
+        assert one_pass.max_blocks(torch.device("cuda", 0)) == expected, (version, capability, platform)
 
 
 # --- what is refused
