@@ -182,6 +182,24 @@ class LogitTransform(NamedTuple):
         temperature, kept = (x if x is None else change(x) for x in (self.row_temperature, self.kept))
         return self._replace(row_temperature=temperature, kept=kept)
 
+    def apply(self, x: Tensor) -> Tensor:
+        """Return z of raw logits [B, T, columns] in their dtype, whatever ``kept`` says; differentiable."""
+        z = x * self.logit_scale
+        if self.softcap:
+            z = self.softcap * torch.tanh(z / self.softcap)
+        return z / self._divisor()
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Return dz/dx of ``apply``; it keeps its relative accuracy where the softcap is flat."""
+        slope = torch.full_like(x, self.logit_scale)
+        if self.softcap:
+            tanh_x = torch.tanh(x * self.logit_scale / self.softcap)
+            slope = slope * (1 - tanh_x) * (1 + tanh_x)
+        return slope / self._divisor()
+
+    def _divisor(self) -> Tensor | float:
+        return self.temperature if self.row_temperature is None else self.row_temperature.unsqueeze(-1)
+
 
 class LogitRows(NamedTuple):
     """Rows of logits with their labels, as backends take them: see ``ops.backends.RowBackend``.
@@ -382,9 +400,9 @@ def pair_dtypes(dtype: torch.dtype, exact: torch.dtype = torch.float64) -> tuple
 
 def allocate_pair_stats(logits: Tensor, known: Normalizers | PairStats | None = None) -> PairStats:
     """Return known statistics of logits [B, T, V], contiguous in their dtypes, and memory for the others."""
-    given = () if known is None else known
+    existing = () if known is None else known
     kinds = pair_dtypes(stats_dtype(logits.dtype))
     return PairStats(
-        *(each.to(kind).contiguous() for each, kind in zip(given, kinds, strict=False)),
-        *(torch.empty(logits.shape[:2], dtype=kind, device=logits.device) for kind in kinds[len(given) :]),
+        *(each.to(kind).contiguous() for each, kind in zip(existing, kinds, strict=False)),
+        *(torch.empty(logits.shape[:2], dtype=kind, device=logits.device) for kind in kinds[len(existing) :]),
     )

@@ -38,7 +38,7 @@ class SelectedRows(NamedTuple):
 
     logprobs: Tensor
     tail: Tensor
-    rest: Tensor
+    lse_others: Tensor
 
 
 class SelectedGradients(NamedTuple):
@@ -63,17 +63,17 @@ def checked_ids(
     Rows whose label is ``ignore_index`` may hold anything; labels of None: all count. Of a shard
     ``vocabulary`` counts its columns.
     """
-    first, whole = columns_of(options.shard, vocabulary)
+    first, total = columns_of(options.shard, vocabulary)
     counted = None if labels is None else labels != options.ignore_index
-    check_ids("ids", ids, whole, counted)
+    check_ids("ids", ids, total, counted)
     if teacher_logprobs is not None and checked_values(ids.device):
         present = ids != bits.NO_ID
         present = present if counted is None else present & counted.unsqueeze(-1)
         check_logprobs("teacher_logprobs", teacher_logprobs, present, packed)
     kept = options.transform.kept
     if kept is not None and checked_values(ids.device):
-        here = (ids >= first) & (ids < first + vocabulary)
-        cut = here & ~_are_kept(kept, torch.where(here, ids - first, 0))
+        local = (ids >= first) & (ids < first + vocabulary)
+        cut = local & ~_are_kept(kept, torch.where(local, ids - first, 0))
         if bool(cut.any()):
             b, t, k = cut.nonzero()[0].tolist()
             place = [t] if packed else [b, t]
@@ -150,28 +150,15 @@ def first_places(ids: Tensor, vocabulary: int | None) -> Tensor:
     return _IdSet(ids, present).first
 
 
-def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
-    """Return z and dz/dx of raw logits x [B, T, K]; in fp64."""
-    heat: Tensor | float = transform.temperature
-    if transform.row_temperature is not None:
-        heat = exact(transform.row_temperature).unsqueeze(-1)
-    z = exact(raw) * transform.logit_scale
-    slope = torch.full_like(z, transform.logit_scale)
-    if transform.softcap:
-        bent = torch.tanh(z / transform.softcap)
-        z, slope = transform.softcap * bent, slope * (1 - bent) * (1 + bent)
-    return z / heat, slope / heat
-
-
 def _softplus(x: Tensor) -> Tensor:
     """Return log(1 + exp(x)) with full relative accuracy."""
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def _rest(logits: Tensor, ids: Tensor, here: _LocalIds, transform: LogitTransform) -> LogitRows:
+def _others(logits: Tensor, ids: Tensor, local: _LocalIds, transform: LogitTransform) -> LogitRows:
     """Return the rows with the selected columns cut; rows without ids are ignored."""
     width = logits.shape[-1]
-    others = ~bits.packed_ids(torch.where(here.present, here.index, bits.NO_ID), width)
+    others = ~bits.packed_ids(torch.where(local.present, local.index, bits.NO_ID), width)
     if transform.kept is not None:
         others &= transform.kept
     labels = torch.where((ids != bits.NO_ID).any(-1), width, -1)
@@ -185,33 +172,33 @@ def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Sel
     If ranks share the columns, 2 K + 1 numbers per row are gathered from each rank.
     """
     V, transform, shard = logits.shape[-1], options.transform, options.shard
-    here = _LocalIds(ids, V, transform.kept, columns_of(shard, V)[0])
+    local = _LocalIds(ids, V, transform.kept, columns_of(shard, V)[0])
     if within:
-        rest = torch.full(ids.shape[:-1], -torch.inf, dtype=exact_dtype(ids.device), device=ids.device)
+        lse_others = torch.full(ids.shape[:-1], -torch.inf, dtype=exact_dtype(ids.device), device=ids.device)
     else:
-        rest = load(options.backend).logprobs_forward(_rest(logits, ids, here, transform), False).lse
-    z, _ = _transformed(logits.gather(-1, here.index), transform)
-    present = here.present
+        lse_others = load(options.backend).logprobs_forward(_others(logits, ids, local, transform), False).lse
+    z = transform.apply(exact(logits.gather(-1, local.index)))
+    present = local.present
     if shard.group:
-        z, present, rest = selected_of_all(shard, z, present, rest)
+        z, present, lse_others = selected_of_all(shard, z, present, lse_others)
     unique = _IdSet(ids, present)
     z = torch.where(present, z, -torch.inf)
     # Relative to the likeliest id, whose log-prob may be near 0: log p = -log(1 + other mass / its own).
     top, at = z.max(-1, keepdim=True)
     is_top = unique.present & (unique.ids == unique.ids.gather(-1, at))
     each = torch.where(unique.first, z, -torch.inf)
-    remaining = torch.logaddexp(each.masked_fill(is_top, -torch.inf).logsumexp(-1), rest).unsqueeze(-1)
+    remaining = torch.logaddexp(each.masked_fill(is_top, -torch.inf).logsumexp(-1), lse_others).unsqueeze(-1)
     logp_top = -_softplus(remaining - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
-    tail = -_softplus(each.logsumexp(-1) - rest)
+    tail = -_softplus(each.logsumexp(-1) - lse_others)
     # a row with +inf or NaN has no softmax, nor has a row of -inf alone
-    none = ~torch.maximum(top.squeeze(-1), rest).isfinite()
+    none = ~torch.maximum(top.squeeze(-1), lse_others).isfinite()
     logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
     return SelectedRows(
         torch.where(unique.present, logprobs, torch.nan).masked_fill(ids == bits.NO_ID, 0.0).to(dtype),
         torch.where(unique.present.any(-1), tail, 0.0).to(dtype),
-        rest,
+        lse_others,
     )
 
 
@@ -229,38 +216,38 @@ def write_gradient(
     For ``out`` see ``RowBackend.logprobs_backward``.
     """
     V, transform = logits.shape[-1], options.transform
-    here = _LocalIds(ids, V, transform.kept, columns_of(options.shard, V)[0])
-    present = here.present
+    local = _LocalIds(ids, V, transform.kept, columns_of(options.shard, V)[0])
+    present = local.present
     if options.shard.group:
         # an id that no rank has, or that is cut, has a log-prob of NaN in a row that has a softmax
         nobodys = rows.logprobs.isnan() & ~rows.tail.isnan().unsqueeze(-1)
         present = (ids != bits.NO_ID) & ~nobodys
     unique = _IdSet(ids, present)
-    _, slope = _transformed(logits.gather(-1, here.index), transform)
+    slope = transform.slope(exact(logits.gather(-1, local.index)))
     logp, g = exact(rows.logprobs), exact(torch.where(unique.present, grads.logprobs, 0.0))
     g_tail = g.new_zeros(()) if grads.tail is None else exact(grads.tail)
     inactive = (g == 0).all(-1) & (g_tail == 0)
     if within:
         out.zero_()
     else:
-        tail, rest = exact(rows.tail), rows.rest
+        tail, lse_others = exact(rows.tail), rows.lse_others
         outside = g_tail * -torch.expm1(tail) - g.sum(-1) * tail.exp()
         # if the set is the whole row, there is no other column to take a gradient
-        outside = torch.where((rest == -torch.inf) & ~tail.isnan(), 0.0, outside)
+        outside = torch.where((lse_others == -torch.inf) & ~tail.isnan(), 0.0, outside)
         outside = outside.masked_fill(inactive, 0.0).to(rows.tail.dtype)
-        others = _rest(logits, ids, here, transform)
-        stats = RowStats(torch.zeros_like(rows.tail), rest, None)
+        others = _others(logits, ids, local, transform)
+        stats = RowStats(torch.zeros_like(rows.tail), lse_others, None)
         load(options.backend).logprobs_backward(others, stats, RowGradients(-outside), out, sharded=True)
     every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), unique.sums(g)
     at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
     at_ids = at_ids.masked_fill(inactive.unsqueeze(-1), 0.0)
     # A place without an id repeats a place with one, so a column gets the same number in any order of writes.
     places = torch.arange(ids.shape[-1], device=ids.device)
-    place = torch.where(here.present, places, here.present.byte().argmax(-1, keepdim=True))
-    columns = here.index.gather(-1, place)
+    place = torch.where(local.present, places, local.present.byte().argmax(-1, keepdim=True))
+    columns = local.index.gather(-1, place)
     # rows without an id in these columns stay as they are
-    there = torch.where(here.present.any(-1, keepdim=True), at_ids.gather(-1, place), out.gather(-1, columns))
-    out.scatter_(-1, columns, there.to(out.dtype))
+    some, at_columns = local.present.any(-1, keepdim=True), at_ids.gather(-1, place)
+    out.scatter_(-1, columns, torch.where(some, at_columns, out.gather(-1, columns)).to(out.dtype))
 
 
 @operator

@@ -29,23 +29,15 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """Return the transformed logits, z of ``LogitTransform``, in the statistics' dtype; differentiable."""
-    z = logits.to(stats_dtype(logits.dtype)) * transform.logit_scale
-    if transform.softcap:
-        z = transform.softcap * torch.tanh(z / transform.softcap)
-    if transform.row_temperature is not None:
-        return z / transform.row_temperature.unsqueeze(-1)
-    return z / transform.temperature
-
-
 def _counted_columns(logits: Tensor, ignored: Tensor, transform: LogitTransform) -> Tensor:
-    """Return ``transform_logits`` with 0 for logits of ignored rows and -inf for columns that a mask cuts."""
-    ignored = ignored.unsqueeze(-1)
+    """Return z in the statistics' dtype, with 0 for logits of ignored rows and -inf for columns that a mask
+    cuts; differentiable.
+    """
+    ignored, wide = ignored.unsqueeze(-1), stats_dtype(logits.dtype)
     if transform.kept is None:
-        return transform_logits(logits.masked_fill(ignored, 0.0), transform)
+        return transform.apply(logits.masked_fill(ignored, 0.0).to(wide))
     cut = ~bits.columns(transform.kept, logits.shape[-1])
-    z = transform_logits(logits.masked_fill(ignored | cut, 0.0), transform)
+    z = transform.apply(logits.masked_fill(ignored | cut, 0.0).to(wide))
     return z.masked_fill(cut & ~ignored, -torch.inf)
 
 
@@ -82,15 +74,15 @@ def logprobs_backward(
     with inner_autograd():
         leaf = rows.logits.detach().to(stats_dtype(rows.logits.dtype)).requires_grad_()
         rows = rows._replace(logits=leaf)
-        outputs = _of_wider_rows(rows, stats) if sharded else token_statistics(rows)
+        outputs = _surrogates(rows, stats) if sharded else token_statistics(rows)
         assert outputs.entropy is not None
-        given = [(outputs.logprobs, grad_logprobs)]
+        pairs = [(outputs.logprobs, grad_logprobs)]
         if grad_entropy is not None:
-            given.append((outputs.entropy, grad_entropy))
+            pairs.append((outputs.entropy, grad_entropy))
         inactive = rows.labels == rows.ignore_index
-        inactive = inactive | torch.stack([grad == 0 for _, grad in given]).all(0)
+        inactive = inactive | torch.stack([grad == 0 for _, grad in pairs]).all(0)
         grad_logits = torch.zeros_like(leaf)
-        for output, grad in given:
+        for output, grad in pairs:
             (slope,) = torch.autograd.grad(output.sum(), leaf, retain_graph=True)
             weight = grad.to(leaf.dtype) * (1.0 if grad_scale is None else grad_scale)
             # a weight that overflowed may make slopes infinite, but must not turn zeros into NaN
@@ -98,19 +90,19 @@ def logprobs_backward(
     out.copy_(grad_logits.masked_fill(inactive.unsqueeze(-1), 0.0))
 
 
-def _of_wider_rows(rows: LogitRows, whole: RowStats) -> RowStats:
+def _surrogates(rows: LogitRows, full: RowStats) -> RowStats:
     """Return numbers whose derivatives by some columns of wider rows equal those of the rows' statistics:
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H).
     """
     logits, labels, transform, ignore_index = rows
     z = _counted_columns(logits, labels == ignore_index, transform)
-    log_p = (z.detach() - whole.lse.unsqueeze(-1)).to(z.dtype)
-    p = torch.where(whole.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
-    logprobs = (_slopes_of_logprob(p, labels, whole.logprobs) * z).sum(-1)
-    if whole.entropy is None:
-        return RowStats(logprobs, whole.lse, logprobs)
-    surprise = torch.where(p > 0, log_p + whole.entropy.unsqueeze(-1), 0.0)
-    return RowStats(logprobs, whole.lse, -(p * surprise * z).sum(-1))
+    log_p = (z.detach() - full.lse.unsqueeze(-1)).to(z.dtype)
+    p = torch.where(full.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
+    logprobs = (_slopes_of_logprob(p, labels, full.logprobs) * z).sum(-1)
+    if full.entropy is None:
+        return RowStats(logprobs, full.lse, logprobs)
+    surprise = torch.where(p > 0, log_p + full.entropy.unsqueeze(-1), 0.0)
+    return RowStats(logprobs, full.lse, -(p * surprise * z).sum(-1))
 
 
 def _slopes_of_logprob(p: Tensor, labels: Tensor, logprobs: Tensor) -> Tensor:
@@ -179,15 +171,15 @@ def divergence(
         if out is not None and grad is not None:
             p = log_p.exp()
             if beta == 0:
-                far = p + slope
+                grad_z = p + slope
             else:
-                far = slope - p * (stats.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
+                grad_z = slope - p * (stats.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
                 # an infinite divergence has no direction: the gradient is NaN
-                far = torch.where(stats.divergences.isfinite().unsqueeze(-1), far, torch.nan)
+                grad_z = torch.where(stats.divergences.isfinite().unsqueeze(-1), grad_z, torch.nan)
             weight = grad.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
-            of_z = torch.where(weight == 0, 0.0, far * weight)
-            (chained,) = torch.autograd.grad(z, leaf, of_z)
-            out.copy_(torch.where(of_z == 0, 0.0, chained))
+            weighted = torch.where(weight == 0, 0.0, grad_z * weight)
+            (chained,) = torch.autograd.grad(z, leaf, weighted)
+            out.copy_(torch.where(weighted == 0, 0.0, chained))
     return stats
 
 
