@@ -149,21 +149,21 @@ def _divergence_of_two_dtypes(
     for b in range(B):
         for start in range(0, T, step):
             at = (slice(b, b + 1), slice(start, start + step))
-            here = rows._replace(
+            piece = rows._replace(
                 logits=rows.logits[at].to(wide),
                 teacher_logits=rows.teacher_logits[at].to(wide),
                 labels=rows.labels[at],
                 transform=rows.transform.rows(lambda values: values[at]),  # noqa: B023
                 teacher_transform=rows.teacher_transform.rows(lambda values: values[at]),  # noqa: B023
             )
-            part = divergence(
-                here,
+            piece_stats = divergence(
+                piece,
                 None if known is None else type(known)(*(each[at] for each in known)),
                 None if grad is None else grad[at],
                 None if out is None else out[at],
             )
-            for whole, values in zip(stats, part, strict=True):
-                whole[at] = values
+            for values, piece_values in zip(stats, piece_stats, strict=True):
+                values[at] = piece_values
     return stats
 
 

@@ -78,9 +78,9 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
 
 def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
     """Return the error for a label in a counted position; a vocabulary of 0 has an unknown size."""
-    most = vocabulary or "the vocabulary's size"
+    bound = vocabulary or "the vocabulary's size"
     return ValueError(
-        f"labels: got {value} in a counted position, expected 0 <= label < {most} "
+        f"labels: got {value} in a counted position, expected 0 <= label < {bound} "
         f"or ignore_index={options.ignore_index}"
     )
 
@@ -99,8 +99,8 @@ def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int,
     if lowest < 0 or (total and highest >= total):
         raise wrong_label(lowest if lowest < 0 else highest, total, options)
     if options.transform.kept is not None:
-        here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
-        check_kept(labels, options.transform.kept, here, start)
+        local = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
+        check_kept(labels, options.transform.kept, local, start)
     return start, width, lowest, highest
 
 
@@ -131,9 +131,9 @@ def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
     Raises:
         ValueError: see ``range_of`` and ``check_ranges``.
     """
-    here = range_of(labels, width, options)
+    local_range = range_of(labels, width, options)
     if options.shard.start >= 0 and checked_values(labels.device):
-        check_ranges(gathered_numbers(options.shard.group, labels.device, here), options)
+        check_ranges(gathered_numbers(options.shard.group, labels.device, local_range), options)
 
 
 @operator
@@ -275,12 +275,12 @@ class KnownCoefficientsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
     ) -> tuple[Tensor, Tensor]:
-        known = logprobs_and_grad(logits, labels, coefficients, options)
+        result = logprobs_and_grad(logits, labels, coefficients, options)
         save_rows(ctx, options, logits, labels, coefficients)
-        ctx.grad_logits = known.grad_logits
-        ctx.mark_non_differentiable(known.logprobs)
+        ctx.grad_logits = result.grad_logits
+        ctx.mark_non_differentiable(result.logprobs)
         # a scalar of value 0 to carry the gradient: the caller adds it to the loss that it evaluates
-        return known.logprobs.new_zeros(()), known.logprobs
+        return result.logprobs.new_zeros(()), result.logprobs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:

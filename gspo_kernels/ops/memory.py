@@ -35,9 +35,9 @@ def default_chunk_bytes(row_bytes: int, total_memory: int, device: str) -> int:
         total_memory: the device's memory in bytes.
         device: the device's type; any that is not "cpu" counts as a GPU.
     """
-    fewest, most = CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"])
-    wanted = max(fewest * row_bytes, min(most * row_bytes, CHUNK_BYTES), MIN_CHUNK_BYTES)
-    return min(wanted, max(total_memory // MEMORY_SHARE, 1))
+    min_rows, max_rows = CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"])
+    size = max(min_rows * row_bytes, min(max_rows * row_bytes, CHUNK_BYTES), MIN_CHUNK_BYTES)
+    return min(size, max(total_memory // MEMORY_SHARE, 1))
 
 
 @functools.cache

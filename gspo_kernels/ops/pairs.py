@@ -53,17 +53,17 @@ class TeacherRows(NamedTuple):
     logprobs: Tensor | None
     transform: LogitTransform
 
-    def at(self, where: slice | Tensor, logits: Tensor | None) -> TeacherRows:
+    def at(self, index: slice | Tensor, logits: Tensor | None) -> TeacherRows:
         """Return some of the rows as [1, n]; ``logits`` are theirs, [n, V], or None."""
 
-        def here(values: Tensor) -> Tensor:
-            return values.flatten(0, 1)[where].unsqueeze(0)
+        def select(values: Tensor) -> Tensor:
+            return values.flatten(0, 1)[index].unsqueeze(0)
 
         return TeacherRows(
             None if logits is None else logits.unsqueeze(0),
-            None if self.ids is None else here(self.ids),
-            None if self.logprobs is None else here(self.logprobs),
-            self.transform.rows(here),
+            None if self.ids is None else select(self.ids),
+            None if self.logprobs is None else select(self.logprobs),
+            self.transform.rows(select),
         )
 
 

@@ -84,5 +84,5 @@ def check_agreement(argument: str, every: Sequence[Mapping[str, Any]]) -> None:
 def _short(value: str | None) -> str | None:
     if value is None or len(value) <= _LONGEST:
         return value
-    whole = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
-    return f"{value[: _LONGEST - 20]}... ({whole})"
+    digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
+    return f"{value[: _LONGEST - 20]}... ({digest})"

@@ -67,13 +67,13 @@ def _share(name: str, value: DTensor, placement: Any) -> str:
 
 def _group_of(share: str, groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> ProcessGroup | None:
     """Return the one group whose ranks have parts of the vocabulary, or of the tokens, or None."""
-    found = [each.group for each in groups if each.share == share]
-    if len(found) > 1:
+    matching = [each.group for each in groups if each.share == share]
+    if len(matching) > 1:
         raise ValueError(
-            f"{', '.join(dtensors)}: {len(found)} dimensions of device meshes cut the {share}, expected one; "
-            "FSDP2 gathers its own where the module is called"
+            f"{', '.join(dtensors)}: {len(matching)} dimensions of device meshes cut the {share}, expected "
+            "one; FSDP2 gathers its own where the module is called"
         )
-    return found[0] if found else None
+    return matching[0] if matching else None
 
 
 def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> None:
@@ -87,10 +87,10 @@ def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> 
         for name, placement in each.placements.items():
             if not shares[name] and placement != Replicate():
                 raise ValueError(f"{name}: {_refusal(name, placement)}")
-        whole = [name for name in VOCABULARY if name in dtensors and shares.get(name) != "vocabulary"]
-        if each.share == "vocabulary" and whole:
-            like = _ALIKE.get(whole[0]) or next(name for name in shares if shares[name] == "vocabulary")
-            raise ValueError(f"{whole[0]}: expected a DTensor of {like}'s placement, as {like} is one")
+        unsharded = [name for name in VOCABULARY if name in dtensors and shares.get(name) != "vocabulary"]
+        if each.share == "vocabulary" and unsharded:
+            like = _ALIKE.get(unsharded[0]) or next(name for name in shares if shares[name] == "vocabulary")
+            raise ValueError(f"{unsharded[0]}: expected a DTensor of {like}'s placement, as {like} is one")
 
 
 _ALIKE = {
@@ -137,11 +137,11 @@ def _resolve(
         if getattr(parallel, name) is not None:
             raise ValueError(f"{name}: the DTensors {', '.join(dtensors)} determine it, expected None")
     for name, like in _ALIKE.items():
-        alone = (name in dtensors) != (like in dtensors)
-        if tensors.get(name) is not None and vocabulary is not None and alone:
+        differ = (name in dtensors) != (like in dtensors)
+        if tensors.get(name) is not None and vocabulary is not None and differ:
             raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
     local: dict[str, Any] = dict(tensors)
-    found: dict[str, Any] = {"cp_group": tokens} if shared else {}
+    changes: dict[str, Any] = {"cp_group": tokens} if shared else {}
     for name, dtensor in dtensors.items():
         over_vocabulary, gradient = _dim_over(dtensor, vocabulary), list(dtensor.placements)
         # the dimension over which each rank has a part of the gradient: the parts are summed
@@ -158,10 +158,10 @@ def _resolve(
         if share == "vocabulary":
             dim, mesh = VOCABULARY[name] % dtensor.ndim, dtensor.device_mesh
             shape, offset = compute_local_shape_and_global_offset(dtensor.shape, mesh, dtensor.placements)
-            found |= {"tp_group": vocabulary, "vocab_range": (offset[dim], offset[dim] + shape[dim])}
+            changes |= {"tp_group": vocabulary, "vocab_range": (offset[dim], offset[dim] + shape[dim])}
         elif share == "tokens":
-            found["sequence_parallel"] = True
-    return local, replace(parallel, **found)
+            changes["sequence_parallel"] = True
+    return local, replace(parallel, **changes)
 
 
 def _dim_over(value: DTensor, group: ProcessGroup | None) -> int | None:

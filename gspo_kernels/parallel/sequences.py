@@ -23,8 +23,8 @@ class _SumValues(torch.autograd.Function):
     """The sum over ranks; its gradient passes through unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: str) -> Tensor:
-        return sum_(group, local.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, values: Tensor, group: str) -> Tensor:
+        return sum_(group, values.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -49,25 +49,25 @@ class AcrossRanks(Layout):
     """A layout of this rank's tokens, whose sums are those over all ranks; each rank gets the same bits.
 
     Attributes:
-        here: the layout of this rank's tokens alone; all ranks have equally many sequences.
+        local: the layout of this rank's tokens alone; all ranks have equally many sequences.
         group: the process group's name.
     """
 
-    here: Layout
+    local: Layout
     group: str
 
     @property
     def sequences(self) -> int:
         """Number of sequences, including those without a token on this rank."""
-        return self.here.sequences
+        return self.local.sequences
 
     def sum(self, tokens: Tensor) -> Tensor:
         """Sum over each sequence: tokens -> [B], the same on all ranks; one all-reduce."""
-        return self.over_ranks(self.here.sum(tokens))
+        return self.over_ranks(self.local.sum(tokens))
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its sequence: [B] -> tokens; one all-reduce in the backward."""
-        return self.here.expand(_SumGradients.apply(values, self.group))
+        return self.local.expand(_SumGradients.apply(values, self.group))
 
     def over_ranks(self, sums: Tensor) -> Tensor:
         """Turn this rank's sums into those over all ranks; one all-reduce."""
@@ -82,7 +82,7 @@ class GatheredTokens:
     """The tokens of all ranks, sequence by sequence and, within each, in the order of ranks.
 
     Args:
-        here: the layout of this rank's tokens.
+        local: the layout of this rank's tokens.
         tokens: a tensor that has the shape and device of this rank's tokens.
         group: the process group's name.
 
@@ -90,9 +90,9 @@ class GatheredTokens:
         cu_seqlens: int32 [B + 1], the offsets of the whole sequences among the packed tokens.
     """
 
-    def __init__(self, here: Layout, tokens: Tensor, group: str):
+    def __init__(self, local: Layout, tokens: Tensor, group: str):
         self._group, self._shape = group, tokens.shape
-        counts = gathered(group, here.sum(torch.ones_like(tokens, dtype=torch.float64)).to(torch.int64))
+        counts = gathered(group, local.sum(torch.ones_like(tokens, dtype=torch.float64)).to(torch.int64))
         self.cu_seqlens = pad(counts.sum(0).cumsum(0), (1, 0)).to(torch.int32)
         totals = counts.sum(1)
         self._most = int(totals.max())
@@ -105,13 +105,13 @@ class GatheredTokens:
         self._places = (rank * self._most + place)[order]
         self._mine = (rank[order] == rank_and_size(group)[0]).nonzero().squeeze(1)
 
-    def whole(self, local: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, local_values: Sequence[Tensor]) -> list[Tensor]:
         """Gather values of this rank's tokens to those of all tokens, [1, N]; one gather, 8 bytes a value."""
-        stacked = torch.stack([values.flatten().to(torch.float64) for values in local])
+        stacked = torch.stack([values.flatten().to(torch.float64) for values in local_values])
         every = gathered(self._group, pad(stacked, (0, self._most - stacked.shape[1])))
         packed = every.transpose(0, 1).flatten(1)[:, self._places]
-        return [row.unsqueeze(0).to(values.dtype) for row, values in zip(packed, local, strict=True)]
+        return [row.unsqueeze(0).to(values.dtype) for row, values in zip(packed, local_values, strict=True)]
 
-    def local_part(self, whole: Tensor) -> Tensor:
+    def local_part(self, values: Tensor) -> Tensor:
         """Select this rank's tokens from values of all tokens, [1, N]."""
-        return whole.squeeze(0)[self._mine].view(self._shape)
+        return values.squeeze(0)[self._mine].view(self._shape)

@@ -42,18 +42,18 @@ class ScatteredTokens:
             )
         return cls(group, tuple(itertools.accumulate(lengths)))
 
-    def begin_gather(self, local: Tensor, where: slice | Tensor) -> Callable[[], Tensor]:
+    def begin_gather(self, local: Tensor, index: slice | Tensor) -> Callable[[], Tensor]:
         """Begin to gather rows [n, H] at flattened positions of [B, T] from the ranks' ``local`` [B, T_r, H].
 
         Returns:
             A function that waits for the rows and returns them.
         """
-        here, _ = rank_and_size(self.group)
-        pieces = self._pieces(where, local.device)
+        own_rank, _ = rank_and_size(self.group)
+        pieces = self._pieces(index, local.device)
         parts = [local.new_empty(chosen.numel(), local.shape[-1]) for chosen, _, _ in pieces]
         sent = []
         for rank, ((_, b, t), part) in enumerate(zip(pieces, parts, strict=True)):
-            if rank == here:
+            if rank == own_rank:
                 part.copy_(local[b, t])
             if part.numel():
                 sent.append(begin_broadcast(self.group, part, rank))
@@ -68,29 +68,29 @@ class ScatteredTokens:
 
         return finish
 
-    def reduce(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
+    def reduce(self, values: Tensor, index: slice | Tensor) -> tuple[Tensor, list[Work]]:
         """Begin to sum ``values`` [n, H] over ranks.
 
         Returns:
             This rank's rows of the sum, in the order of ``own_rows``, and the works that complete them.
         """
-        parts = [values[chosen] for chosen, _, _ in self._pieces(where, values.device)]
+        parts = [values[chosen] for chosen, _, _ in self._pieces(index, values.device)]
         sent = [begin_reduce(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
         return parts[rank_and_size(self.group)[0]], sent
 
-    def own_rows(self, where: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    def own_rows(self, index: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return which rows at some positions are this rank's, and their places in its tokens [B * T_r]."""
         rank, _ = rank_and_size(self.group)
-        chosen, b, t = self._pieces(where, device)[rank]
+        chosen, b, t = self._pieces(index, device)[rank]
         first, last = (0, *self.ends)[rank : rank + 2]
         return chosen, b * (last - first) + t
 
-    def _pieces(self, where: slice | Tensor, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _pieces(self, index: slice | Tensor, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return for each rank which of the rows it has, and b and t of these rows among its own tokens."""
-        if isinstance(where, slice):
-            where = torch.arange(where.start, where.stop, device=device)
+        if isinstance(index, slice):
+            index = torch.arange(index.start, index.stop, device=device)
         length = self.ends[-1]
-        b, t = where // length, where % length
+        b, t = index // length, index % length
         pieces = []
         for first, last in itertools.pairwise((0, *self.ends)):
             chosen = ((t >= first) & (t < last)).nonzero().squeeze(1)
