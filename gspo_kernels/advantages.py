@@ -323,10 +323,10 @@ class _Groups:
             self.offsets = pad(sizes.cumsum(0), (1, 0))
         self.members = torch.repeat_interleave(self.offsets.diff(), output_size=rewards.numel())
 
-    def reduce(self, values: Tensor, how: str) -> Tensor:
+    def reduce(self, values: Tensor, operation: str) -> Tensor:
         if values.numel() == 0:
             return values
-        sums = segment_reduce(values[self.order], how, self.offsets)
+        sums = segment_reduce(values[self.order], operation, self.offsets)
         result = torch.empty_like(values)
         result[self.order] = sums[self.members]
         return result

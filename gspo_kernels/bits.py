@@ -44,9 +44,9 @@ def packed_rows(ids: Tensor, counts: Tensor, vocabulary: int) -> Tensor:
 def packed_columns(kept: Tensor) -> Tensor:
     """Turn bool [..., V] into masks [..., W]."""
     length = words(kept.shape[-1])
-    whole = torch.nn.functional.pad(kept, (0, length * 32 - kept.shape[-1]))
+    padded = torch.nn.functional.pad(kept, (0, length * 32 - kept.shape[-1]))
     bits = torch.arange(32, dtype=torch.int32, device=kept.device)
-    return (whole.reshape(*kept.shape[:-1], length, 32).to(torch.int32) << bits).sum(-1, dtype=torch.int32)
+    return (padded.reshape(*kept.shape[:-1], length, 32).to(torch.int32) << bits).sum(-1, dtype=torch.int32)
 
 
 def part(mask: Tensor, first: int, count: int) -> Tensor:

@@ -139,8 +139,8 @@ def parse_arguments(
     line = re.sub(pattern, lambda m: f"{m[1]}={(m[2] or 'true').title()}", "\0".join(arguments))
     arguments = line.split("\0") if line else []
     flags = {name: f"--{name}=True" in arguments for name in names}
-    given = [f"--{name}={value}" for name in names for value in (True, False)]
-    arguments = [word for word in arguments if word not in given]
+    flag_words = [f"--{name}={value}" for name in names for value in (True, False)]
+    arguments = [word for word in arguments if word not in flag_words]
     output = re.findall(r"(?<![^\0])--output[=\0]([^\0]+)", line)
     if path is None and flags["resume"] and output:
         path = str(Path(output[-1]) / "config.yaml")

@@ -53,16 +53,16 @@ def supported_versions(adapter: str) -> str:
 def _frameworks() -> list[str]:
     """Return a line per framework: its version, and whether the adapter serves it."""
     lines = []
-    for adapter, distribution, how in _FRAMEWORKS:
+    for adapter, distribution, advice in _FRAMEWORKS:
         installed, supported = _version(distribution), supported_versions(adapter)
         if installed == "not installed":
-            verdict = f"adapter for {supported}: {how.format(range=supported)}"
+            verdict = f"adapter for {supported}: {advice.format(range=supported)}"
         else:
             try:
                 require_package(distribution, supported)
                 verdict = f"supported ({supported})"
             except IntegrationError:
-                verdict = f"not supported, the adapter needs {supported}: {how.format(range=supported)}"
+                verdict = f"not supported, the adapter needs {supported}: {advice.format(range=supported)}"
         lines.append(f"  {distribution:<13} {installed:<14} {verdict}")
     return lines
 

@@ -66,9 +66,9 @@ def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metric
     with inner_autograd():
         usable = terms.each(lambda _, tensor: _usable(tensor))
         shown = None if entropy is None else _usable(entropy)
-        beyond_sums = from_spec(terms.objective).coefficient_scope in ("turn", "batch")
-        how = _evaluate_gathered if terms.cp_group and beyond_sums else _evaluate
-        return how(_usable(logprobs), shown, usable, want_metrics)
+        needs_tokens = from_spec(terms.objective).coefficient_scope in ("turn", "batch")
+        run = _evaluate_gathered if terms.cp_group and needs_tokens else _evaluate
+        return run(_usable(logprobs), shown, usable, want_metrics)
 
 
 def _usable(tensor: Tensor) -> Tensor:
@@ -84,24 +84,24 @@ def _evaluate_gathered(
     """
     from gspo_kernels.parallel.sequences import GatheredTokens
 
-    everyone = GatheredTokens(terms.layout(logprobs), logprobs, terms.cp_group)
-    local = {"logprobs": logprobs, "loss_mask": terms.counted(logprobs)}
+    tokens = GatheredTokens(terms.layout(logprobs), logprobs, terms.cp_group)
+    values = {"logprobs": logprobs, "loss_mask": terms.counted(logprobs)}
     if entropy is not None:
-        local["entropy"] = entropy
+        values["entropy"] = entropy
     for name, spec in SPECS.items():
         value = getattr(terms, name)
         if spec.shape == "broadcast" and value is not None and value.numel() > 1:
             value = value.to(logprobs.device).expand(logprobs.shape)
         if value is not None and value.ndim == 2 and name != "loss_mask":
-            local[name] = value
-    whole: dict[str, Any] = dict(zip(local, everyone.whole(list(local.values())), strict=True))
-    logprobs, entropy = whole.pop("logprobs"), whole.pop("entropy", None)
-    terms = terms._replace(**whole, cu_seqlens=everyone.cu_seqlens, cp_group="")
+            values[name] = value
+    gathered: dict[str, Any] = dict(zip(values, tokens.gather(list(values.values())), strict=True))
+    logprobs, entropy = gathered.pop("logprobs"), gathered.pop("entropy", None)
+    terms = terms._replace(**gathered, cu_seqlens=tokens.cu_seqlens, cp_group="")
     step = _evaluate(logprobs, entropy, terms, want_metrics)
-    of_entropy = step.grad_entropy
+    grad_entropy = step.grad_entropy
     return step._replace(
-        grad_logprobs=everyone.local_part(step.grad_logprobs),
-        grad_entropy=everyone.local_part(of_entropy) if of_entropy.numel() else of_entropy,
+        grad_logprobs=tokens.local_part(step.grad_logprobs),
+        grad_entropy=tokens.local_part(grad_entropy) if grad_entropy.numel() else grad_entropy,
     )
 
 
@@ -151,22 +151,22 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     if entropy is not None and terms.entropy_coef is not None:
         leaves.append(entropy.requires_grad_())
         sums.append(-_weighted_sum(_times(entropy, terms.entropy_coef), token_shares))
-    of_tokens = sums[1:] if sequence_level else sums
-    if of_tokens:
-        sums[-len(of_tokens) :] = layout.over_ranks(torch.stack(of_tokens)).unbind()
+    token_sums = sums[1:] if sequence_level else sums
+    if token_sums:
+        sums[-len(token_sums) :] = layout.over_ranks(torch.stack(token_sums)).unbind()
     loss = sum(sums[1:], start=sums[0])
 
-    everywhere = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    moving = present
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    with_gradient = present
     if terms.old_logprobs is not None and (not old.is_cpu or math.isnan(float(old.sum()))):
         # old log-probs may be NaN where the gradient is zero anyway: it must stay zero
-        moving = present & may_move(logprobs, terms)
-    grads = [torch.where(moving, grad, 0.0) for grad in everywhere]
+        with_gradient = present & may_move(logprobs, terms)
+    grads = [torch.where(with_gradient, grad, 0.0) for grad in gradients]
     metrics = logp.new_empty(0)
     if want_metrics:
         active = torch.stack([grad != 0 for grad in grads]).any(0)
-        there = aggregation.nonempty if terms.skipped is None else aggregation.nonempty & ~terms.skipped
-        metrics = _metrics(batch, (present, there), result, log_ratio, active, kl, entropy)
+        sequences = aggregation.nonempty if terms.skipped is None else aggregation.nonempty & ~terms.skipped
+        metrics = _metrics(batch, (present, sequences), result, log_ratio, active, kl, entropy)
     grad_entropy = grads[1] if len(grads) > 1 else logp.new_empty(0)
     dtype = stats_dtype(logprobs.dtype)
     return PolicyStep(*(output.detach().to(dtype) for output in (loss, grads[0], grad_entropy, metrics)))
@@ -189,19 +189,19 @@ def _means(
     """
     tokens, sequences = present
 
-    def inside(value: Tensor) -> Tensor:
-        among = tokens if value.ndim == tokens.ndim else sequences
-        return exact_sum(torch.where(among, exact(value), 0.0).flatten())
+    def total(value: Tensor) -> Tensor:
+        counted = tokens if value.ndim == tokens.ndim else sequences
+        return exact_sum(torch.where(counted, exact(value), 0.0).flatten())
 
-    of_tokens = [inside(value) for value in values if value.ndim == tokens.ndim]
+    token_totals = [total(value) for value in values if value.ndim == tokens.ndim]
     count = exact(tokens.sum())
-    count, *rest = layout.over_ranks(torch.stack([count, *of_tokens])).unbind()
-    means, left = [], iter(rest)
+    count, *totals = layout.over_ranks(torch.stack([count, *token_totals])).unbind()
+    means, remaining = [], iter(totals)
     for value in values:
         if value.ndim == tokens.ndim:
-            means.append(next(left) / count.clamp(min=1))
+            means.append(next(remaining) / count.clamp(min=1))
         else:
-            means.append(inside(value) / sequences.sum().clamp(min=1))
+            means.append(total(value) / sequences.sum().clamp(min=1))
     return means, count
 
 
@@ -235,13 +235,13 @@ def _metrics(
     (mean, *others), count = _means(values, present, layout)
     nothing = (count if by_token else sequences.sum()) == 0
     # one more value, so that amax is defined without items
-    beyond = ratio.new_full((1,), float("-inf"))
+    bottom = ratio.new_full((1,), float("-inf"))
     extremes = torch.stack(
         [
-            torch.cat([torch.where(items, value, float("-inf")).flatten(), beyond]).amax()
+            torch.cat([torch.where(items, value, float("-inf")).flatten(), bottom]).amax()
             for value in (-ratio, ratio)
         ]
     )
-    least, most = (layout.largest(extremes) if by_token else extremes).unbind()
-    ratios = [torch.where(nothing, 1.0, value) for value in (mean, -least, most)]
+    negated_min, maximum = (layout.largest(extremes) if by_token else extremes).unbind()
+    ratios = [torch.where(nothing, 1.0, value) for value in (mean, -negated_min, maximum)]
     return torch.stack([*ratios, *others])

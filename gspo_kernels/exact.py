@@ -46,22 +46,22 @@ def compensated_sum(values: Tensor) -> Tensor:
     return (values + kept.masked_fill(~values.isfinite(), 0.0)).squeeze(-1)
 
 
-def segment_reduce(values: Tensor, how: str, offsets: Tensor) -> Tensor:
+def segment_reduce(values: Tensor, operation: str, offsets: Tensor) -> Tensor:
     """Reduce the values between offsets [B + 1] by "sum", "max" or "min", [N] -> [B]; an empty sum is 0."""
-    if how == "sum" and not values.numel():
+    if operation == "sum" and not values.numel():
         return values.new_zeros(offsets.numel() - 1)
     if exact_dtype(values.device) == torch.float64:
-        initial = 0 if how == "sum" else None
-        return torch.segment_reduce(values, how, offsets=offsets, unsafe=True, initial=initial)
+        initial = 0 if operation == "sum" else None
+        return torch.segment_reduce(values, operation, offsets=offsets, unsafe=True, initial=initial)
     # MPS has no segment_reduce: reduce rows that are as long as the longest segment
     lengths = offsets.diff().unsqueeze(1)
     places = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=values.device)
     index = (offsets[:-1].unsqueeze(1) + places).clamp(max=values.numel() - 1)
-    nothing = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[how]
+    nothing = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[operation]
     table = values[index].masked_fill(places >= lengths, nothing)
-    if how == "sum":
+    if operation == "sum":
         return exact_sum(table)
-    return table.amax(1) if how == "max" else table.amin(1)
+    return table.amax(1) if operation == "max" else table.amin(1)
 
 
 # Arithmetic in which coefficients of any size neither overflow nor vanish on their way into gradients

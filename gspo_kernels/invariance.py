@@ -93,12 +93,12 @@ def is_batch_invariant() -> bool:
     return in_force(None)
 
 
-def in_force(asked: bool | None) -> bool:
+def in_force(requested: bool | None) -> bool:
     """Return whether a call is batch-invariant: its argument or, if that is None, the current mode."""
-    if asked is not None:
-        return checks.flag("batch_invariant", asked)
-    own = _thread.switches
-    switches = own if any(each._entered for each in own) else _switches
+    if requested is not None:
+        return checks.flag("batch_invariant", requested)
+    thread_switches = _thread.switches
+    switches = thread_switches if any(each._entered for each in thread_switches) else _switches
     return [False, *[each._mode for each in switches]][-1]
 
 

@@ -93,8 +93,8 @@ def prefetch(
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(labels.device))
     key = id(labels)
-    given = (labels, loss_mask, advantages, cu_seqlens)
-    inputs = [None if x is None else (weakref.ref(x), _version(x)) for x in given]
+    tensors = (labels, loss_mask, advantages, cu_seqlens)
+    inputs = [None if x is None else (weakref.ref(x), _version(x)) for x in tensors]
     _PREFETCHED[key] = _Prefetched(inputs, ignore_index, lengths, copied)
     weakref.finalize(labels, _PREFETCHED.pop, key, None).atexit = False
 
@@ -111,18 +111,18 @@ def take_prefetched(
     """
     if not _PREFETCHED or torch.compiler.is_compiling():
         return None
-    found = _PREFETCHED.pop(id(labels), None)
-    if found is None or found.ignore_index != ignore_index:
+    entry = _PREFETCHED.pop(id(labels), None)
+    if entry is None or entry.ignore_index != ignore_index:
         return None
-    for seen, tensor in zip(found.inputs, (labels, loss_mask, advantages, cu_seqlens), strict=True):
+    for seen, tensor in zip(entry.inputs, (labels, loss_mask, advantages, cu_seqlens), strict=True):
         if seen is None or tensor is None:
             same = seen is None and tensor is None
         else:
             same = seen[0]() is tensor and seen[1] == _version(tensor)
         if not same:
             return None
-    found.copied.synchronize()
-    return found.lengths
+    entry.copied.synchronize()
+    return entry.lengths
 
 
 def _version(tensor: Tensor) -> int:

@@ -255,9 +255,9 @@ def _validate_options(
         low, high = 0.5 if low is None else low, 5.0 if high is None else high
     if low is None and high is None:
         raise ValueError(f"low, high: mode={mode!r} needs at least one bound, got None for both")
-    least = None if mode == "k1" else 0.0
-    low = None if low is None else checks.number("low", low, minimum=least)
-    high = None if high is None else checks.number("high", high, minimum=least)
+    minimum = None if mode == "k1" else 0.0
+    low = None if low is None else checks.number("low", low, minimum=minimum)
+    high = None if high is None else checks.number("high", high, minimum=minimum)
     if low is not None and high is not None and low > high:
         raise ValueError(f"low: got {low}, expected at most high = {high}")
     return low, high

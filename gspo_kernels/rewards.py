@@ -99,8 +99,8 @@ def last_number(
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = re.findall(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", text)
-    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+    numbers = re.findall(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", text)
+    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
 def math_answer(
@@ -199,8 +199,8 @@ def _verify() -> None:
         completion, answer, seconds = json.loads(line)
         # Without "$" math-verify would take "\frac{a}{2}" for the number 2.
         right = parse(answer if "$" in answer else f"${answer}$", parsing_timeout=seconds)
-        found = parse(completion, parsing_timeout=seconds) if right else []
-        reward = float(verify(right, found, timeout_seconds=seconds)) if right else None
+        parsed = parse(completion, parsing_timeout=seconds) if right else []
+        reward = float(verify(right, parsed, timeout_seconds=seconds)) if right else None
         print(json.dumps(reward), file=answers)
 
 

@@ -95,11 +95,11 @@ def fitting_advantages(
     values = advantages.detach().unsqueeze(0) if packed else advantages.detach()
     layout = layout_of(values, cu_seqlens)
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None else (mask != 0).view(values.shape)
-    known = torch.where(counts, exact(values), 0.0)
-    means = layout.sum(known) / layout.sum(exact(counts)).clamp(min=1.0)
+    counted = torch.where(counts, exact(values), 0.0)
+    means = layout.sum(counted) / layout.sum(exact(counts)).clamp(min=1.0)
     if not average:
-        spread = torch.where(counts, known - layout.expand(means), 0.0).abs()
-        if bool((spread > ROUNDING * torch.finfo(advantages.dtype).eps * known.abs().max()).any()):
+        deviations = torch.where(counts, counted - layout.expand(means), 0.0).abs()
+        if bool((deviations > ROUNDING * torch.finfo(advantages.dtype).eps * counted.abs().max()).any()):
             raise ValueError(
                 f"advantages: differ within a sequence, but {type(objective).__name__} takes one per "
                 "sequence; keep a KL penalty out of the reward, or take one with token advantages, such as "

@@ -42,8 +42,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
     checks.tensor("lengths", lengths, None, "[B]", None, checks.INTEGERS)
     if lengths.ndim != 1:
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected [B]")
-    if checked_values(lengths.device) and lengths.numel() and (least := int(lengths.min())) < 0:
-        raise ValueError(f"lengths: got {least}, expected numbers of at least 0")
+    if checked_values(lengths.device) and lengths.numel() and (lowest := int(lengths.min())) < 0:
+        raise ValueError(f"lengths: got {lowest}, expected numbers of at least 0")
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -243,8 +243,8 @@ def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "z
     sequence = segment_ids(cu_seqlens, tokens)
     # run k of a sequence begins at length * k // (number of runs)
     run = ((positions - cu_seqlens[sequence] + 1) * len(runs) * ranks - 1) // cu_seqlens.diff()[sequence]
-    here = torch.isin(run, run.new_tensor(runs)).nonzero().squeeze(1)
-    return PackedTokens(here, offsets_of(torch.bincount(sequence[here], minlength=len(cu_seqlens) - 1)))
+    local = torch.isin(run, run.new_tensor(runs)).nonzero().squeeze(1)
+    return PackedTokens(local, offsets_of(torch.bincount(sequence[local], minlength=len(cu_seqlens) - 1)))
 
 
 def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Tensor:

@@ -87,11 +87,11 @@ def _rotated_alone(
     lengths = lengths.to(positions.device)
     rotated = output if isinstance(output, tuple) else (output,)
     for regime, equal in groupby(sorted({*lengths.flatten().tolist()}), rope.regime):
-        here = torch.isin(lengths, lengths.new_tensor([*equal]))
+        chosen = torch.isin(lengths, lengths.new_tensor([*equal]))
         # positions of other sequences don't count, and the last one of a sequence does
         last = torch.full_like(positions[..., :1], max(regime - 1, 0))
-        own = rope.rotate(torch.cat([torch.where(here, positions, 0), last], -1), **passed)
-        own = own if isinstance(own, tuple) else (own,)
-        pairs = zip(own, rotated, strict=True)
-        rotated = tuple(torch.where(here.unsqueeze(-1), new[..., :-1, :], old) for new, old in pairs)
+        updated = rope.rotate(torch.cat([torch.where(chosen, positions, 0), last], -1), **passed)
+        updated = updated if isinstance(updated, tuple) else (updated,)
+        pairs = zip(updated, rotated, strict=True)
+        rotated = tuple(torch.where(chosen.unsqueeze(-1), new[..., :-1, :], old) for new, old in pairs)
     return rotated if isinstance(output, tuple) else rotated[0]

@@ -153,14 +153,14 @@ class SkyRLPolicyLoss:
 def _summing(objective: Objective) -> Objective:
     """Return the objective as a plain sum; raise IntegrationError if it isn't proportional to advantages."""
     checks.objective(objective, Objective)
-    whole: Any = dataclasses.replace(objective, aggregation="sum", aggregation_constant=None)
-    hooks.check_objective(whole, "SkyRL", divides_by=("one",))
-    if not whole.zero_advantage_is_inactive:
+    summed: Any = dataclasses.replace(objective, aggregation="sum", aggregation_constant=None)
+    hooks.check_objective(summed, "SkyRL", divides_by=("one",))
+    if not summed.zero_advantage_is_inactive:
         raise IntegrationError(
-            f"objective: {type(whole).__name__} is not proportional to its advantages, but SkyRL's carry the "
-            "divisor of the mean"
+            f"objective: {type(summed).__name__} is not proportional to its advantages, but SkyRL's carry "
+            "the divisor of the mean"
         )
-    return whole  # type: ignore[no-any-return]
+    return summed  # type: ignore[no-any-return]
 
 
 def _anchor(config: Any, old_log_probs: Tensor, rollout_logprobs: Tensor | None) -> Tensor:
@@ -247,7 +247,7 @@ def register_all() -> None:
         IntegrationError: no SkyRL in ``SUPPORTED`` is installed.
     """
     registry = _registry()
-    there = set(registry.list_available())
+    registered = set(registry.list_available())
     for name, loss in LOSSES.items():
-        if name not in there:
+        if name not in registered:
             registry.register(name, loss)

@@ -510,18 +510,18 @@ def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
         module.training = False
     try:
         with _replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
-            for where, part in ((positions, slice(6)), (positions, slice(3, 6)), (far, slice(6))):
-                inputs = {"input_ids": tokens[:, part], "position_ids": where[..., part]}
+            for position_ids, part in ((positions, slice(6)), (positions, slice(3, 6)), (far, slice(6))):
+                inputs = {"input_ids": tokens[:, part], "position_ids": position_ids[..., part]}
                 forward(**inputs, use_cache=False, return_dict=True)
     finally:
         for module in training:
             module.training = True
     # the second sequence beside the first and alone, the first beside a near and a far one
     packed = exact(torch.cat([hidden[0][:, 3:], hidden[0][:, :3]]))
-    alone = exact(torch.cat([hidden[1], hidden[2][:, :3]]))
+    separate = exact(torch.cat([hidden[1], hidden[2][:, :3]]))
     # allow rounding; at 16 bits it may make a router send a token to another expert
     tolerance = 0.1 if hidden[0].dtype in _LOW_PRECISION else 1e-3
-    difference = float((packed - alone).norm() / alone.norm())
+    difference = float((packed - separate).norm() / separate.norm())
     if not difference <= tolerance:
         raise IntegrationError(
             f"cu_seqlens: packed sequences see each other in {type(model).__name__} with "

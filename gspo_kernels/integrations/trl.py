@@ -80,8 +80,8 @@ class _SequenceRatio:
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
-        whole = dataclasses.replace(batch, log_ratio=_sequence_ratios(batch))
-        return super().evaluate(whole)  # type: ignore[misc, no-any-return]
+        by_sequence = dataclasses.replace(batch, log_ratio=_sequence_ratios(batch))
+        return super().evaluate(by_sequence)  # type: ignore[misc, no-any-return]
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,10 @@ def _check(chosen: argparse.Namespace) -> None:
         "clip_low": (0.0, 1.0),
         "clip_high": (0.0, 1.0),
     }
-    for name, (least, most) in ranges.items():
+    for name, (minimum, maximum) in ranges.items():
         value = getattr(chosen, name)
-        if not least <= value <= most:
-            expected = f"at least {least:g}" + ("" if most == math.inf else f" and at most {most:g}")
+        if not minimum <= value <= maximum:
+            expected = f"at least {minimum:g}" + ("" if maximum == math.inf else f" and at most {maximum:g}")
             raise InputError(f"--{name.replace('_', '-')}: got {value}, expected {expected}")
 
 

@@ -123,11 +123,11 @@ def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
     One hundredth of the difference counts as equally near. A switch that makes sampled tokens impossible
     explains nothing.
     """
-    whole = [each for each in switched if bool(each.comparison.possible.all())]
-    left = [each.comparison.summary()["tokens/mean"] for each in whole]
-    if not whole or not before > 0 or min(left) > (1 - EXPLAINED) * before:
+    possible = [each for each in switched if bool(each.comparison.possible.all())]
+    left = [each.comparison.summary()["tokens/mean"] for each in possible]
+    if not possible or not before > 0 or min(left) > (1 - EXPLAINED) * before:
         return None
-    return next(each for each, mean in zip(whole, left, strict=True) if mean <= min(left) + 0.01 * before)
+    return next(each for each, mean in zip(possible, left, strict=True) if mean <= min(left) + 0.01 * before)
 
 
 def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:

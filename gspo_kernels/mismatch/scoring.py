@@ -41,15 +41,15 @@ class Samples:
         return offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
 
-def read_samples(path: Path, tokenizer: Any, most: int, tell: Callable[[str], None]) -> Samples:
-    """Read at most the first ``most`` completions of a file that a run has kept (``save_rollouts``).
+def read_samples(path: Path, tokenizer: Any, max_count: int, tell: Callable[[str], None]) -> Samples:
+    """Read at most the first ``max_count`` completions of a file that a run has kept (``save_rollouts``).
 
     The columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt_ids". Files of older
     releases have "prompt" in its place; ``tell`` then gets a sentence. "sampling_mask" is used if every
     completion has one. An `InputError` names a row that does not fit.
     """
-    whole = load_prompts(path)
-    rows = [whole[i] for i in range(min(most, len(whole)))]
+    stored = load_prompts(path)
+    rows = [stored[i] for i in range(min(max_count, len(stored)))]
     for number, row in enumerate(rows, start=1):
         _check_row(row, f"{path}, row {number}")
     prompts = None
@@ -265,8 +265,8 @@ def _head_logprobs(
     if not half:  # logits stay in fp32, also with 16-bit weights
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     parts = []
-    most = max(1, _LOGIT_BYTES // (4 * weight.shape[0]))
-    for rows in torch.arange(len(labels), device=labels.device).split(most):
+    max_rows = max(1, _LOGIT_BYTES // (4 * weight.shape[0]))
+    for rows in torch.arange(len(labels), device=labels.device).split(max_rows):
         logits = head.transform(torch.nn.functional.linear(hidden[rows], weight, bias).float())
         logits = logits / setting.temperature
         mask = None if kept is None else kept[rows]

@@ -80,8 +80,8 @@ class PolicyBatch:
 
         def largest(candidates: Tensor) -> Tensor:
             kept = torch.where(self.mask, candidates, -math.inf).flatten()
-            found = values.new_full((self.layout.sequences,), -math.inf)
-            return self.layout.largest(found.scatter_reduce(0, sequences, kept, "amax"))
+            initial = values.new_full((self.layout.sequences,), -math.inf)
+            return self.layout.largest(initial.scatter_reduce(0, sequences, kept, "amax"))
 
         return -largest(-values), largest(values)
 
@@ -363,9 +363,9 @@ def refuse_multipliers(low: float, high: float) -> None:
         )
 
 
-def require_numbers(least: float = 0.0, most: float = math.inf, **values: object) -> None:
-    """Check options that are numbers: finite, from ``least`` to ``most``."""
+def require_numbers(minimum: float = 0.0, maximum: float = math.inf, **values: object) -> None:
+    """Check options that are numbers: finite, from ``minimum`` to ``maximum``."""
     for name, value in values.items():
-        if not least <= checks.number(name, value) <= most:
-            expected = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
+        if not minimum <= checks.number(name, value) <= maximum:
+            expected = f"from {minimum} to {maximum}" if maximum < math.inf else f"of at least {minimum}"
             raise ValueError(f"{name}: got {value}, expected a finite number {expected}")

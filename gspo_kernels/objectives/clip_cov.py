@@ -53,7 +53,7 @@ class ClipCov(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_clip_range(self.clip_low, self.clip_high, None)
-        require_numbers(most=1.0, clip_cov_ratio=self.clip_cov_ratio)
+        require_numbers(maximum=1.0, clip_cov_ratio=self.clip_cov_ratio)
         require_numbers(-float("inf"), clip_cov_lb=self.clip_cov_lb)
         require_numbers(self.clip_cov_lb, clip_cov_ub=self.clip_cov_ub)
         checks.integer("seed", self.seed)

@@ -38,7 +38,7 @@ class CTPO(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high)
-        require_numbers(most=1.0, power=self.power)
+        require_numbers(maximum=1.0, power=self.power)
         if self.log_dual_clip is not None:
             require_numbers(self.log_clip_high, log_dual_clip=self.log_dual_clip)
 

@@ -76,6 +76,6 @@ class DHPO(Objective):
             return torch.full_like(batch.log_ratio, self.mix, requires_grad=False)
         assert batch.entropy is not None
         entropy = batch.entropy.detach()
-        least, most = map(batch.per_token, batch.range_of(entropy))
-        spread = most - least
-        return torch.where(spread > 0, (entropy - least) / torch.where(spread > 0, spread, 1.0), 0.5)
+        lowest, highest = map(batch.per_token, batch.range_of(entropy))
+        width = highest - lowest
+        return torch.where(width > 0, (entropy - lowest) / torch.where(width > 0, width, 1.0), 0.5)

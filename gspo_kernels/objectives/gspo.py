@@ -42,4 +42,4 @@ class GSPO(ClippedRatio):
 
     def ratio_form(self) -> RatioClip | None:
         """Return the clipped ratio per sequence; None for subclasses with another loss."""
-        return self.clip_form(GSPO)
+        return self.ratio_clip_of(GSPO)

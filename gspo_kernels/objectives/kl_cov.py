@@ -36,7 +36,7 @@ class KLCov(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_numbers(most=1.0, kl_cov_ratio=self.kl_cov_ratio)
+        require_numbers(maximum=1.0, kl_cov_ratio=self.kl_cov_ratio)
         require_numbers(ppo_kl_coef=self.ppo_kl_coef)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:

@@ -56,9 +56,9 @@ class ClippedRatio(Objective):
 
     def ratio_form(self) -> RatioClip | None:
         """Return the clipped ratio per token; None for longer segments, or if a subclass has another loss."""
-        return self.clip_form(ClippedRatio) if self.ratio_level == "token" else None
+        return self.ratio_clip_of(ClippedRatio) if self.ratio_level == "token" else None
 
-    def clip_form(self, cls: type[Objective]) -> RatioClip | None:
+    def ratio_clip_of(self, cls: type[Objective]) -> RatioClip | None:
         """Return the clipped ratio at this level, with this aggregation, if ``evaluate`` is ``cls``'s."""
         if type(self).evaluate is not cls.evaluate:
             return None

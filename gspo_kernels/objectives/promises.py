@@ -15,7 +15,7 @@ from gspo_kernels.objectives.base import Objective, PolicyBatch, log_clip
 _GROUP_IDS = (0, 0, 1, 1, 0, 1)
 _ADVANTAGES = (1.0, -0.7, 0.3, -1.3, 2.0, 0.4)
 _TOKENS = 7
-_SPREADS = (0.0, 1e-4, 0.02, 0.2, 2.0)
+_DEVIATIONS = (0.0, 1e-4, 0.02, 0.2, 2.0)
 """Sizes of log-ratios: within and beyond every clip range, and on-policy."""
 _DRAWS = 2
 _TERMS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "token_weights")
@@ -41,15 +41,15 @@ def check(objective: Objective) -> None:
         raise TypeError(f"objective: got {objective!r}, expected an instance of Objective")
     for seed in range(_DRAWS):
         rng = torch.Generator().manual_seed(seed)
-        for spread in _SPREADS:
-            if faults := list(_faults(objective, spread, rng)):
+        for deviation in _DEVIATIONS:
+            if faults := list(_faults(objective, deviation, rng)):
                 name = type(objective).__name__
                 raise ValueError("\n- ".join([f"objective: {name} is not what it declares:", *faults]))
 
 
-def _faults(objective: Objective, spread: float, rng: torch.Generator) -> Iterator[str]:
+def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Iterator[str]:
     """Yield what a drawn batch contradicts, a sentence for each declaration."""
-    scope, values = objective.coefficient_scope, _draw(spread, rng)
+    scope, values = objective.coefficient_scope, _draw(deviation, rng)
     mask, sequences = values["mask"], len(_ADVANTAGES)
 
     def uniform(*size: int) -> Tensor:
@@ -64,7 +64,7 @@ def _faults(objective: Objective, spread: float, rng: torch.Generator) -> Iterat
         yield f"evaluate, called with what needs={objective.needs} names, raises {_text(error)}"
         return
     if not bool(plain.isfinite().all()):
-        yield f"its gradient is not finite for log-ratios around {spread}"
+        yield f"its gradient is not finite for log-ratios around {deviation}"
         return
     everything = _coefficients(objective, values, terms=("token_weights", "rollout_weights"))
 
@@ -78,12 +78,12 @@ def _faults(objective: Objective, spread: float, rng: torch.Generator) -> Iterat
             yield f"coefficient_scope is {scope!r}, but coefficients change without other {others}"
     if scope in ("nothing", "token", "turn"):
         kept = {"nothing": mask & False, "token": uniform(*mask.shape) < 0.5, "turn": values["turn_ids"] == 0}
-        other, stays = _draw(spread or 0.3, rng), kept[scope]
+        other, stays = _draw(deviation or 0.3, rng), kept[scope]
         redrawn = {
             name: torch.where(stays, values[name], other[name]) for name in _TERMS if name != "token_weights"
         }
-        where = mask if scope == "nothing" else mask & stays
-        if not _equal(changed(**redrawn)[where], plain[where]):
+        compared = mask if scope == "nothing" else mask & stays
+        if not _equal(changed(**redrawn)[compared], plain[compared]):
             whose = "any token" if scope == "nothing" else f"tokens outside of its {scope}"
             yield f"coefficient_scope is {scope!r}, but a coefficient changes with log-probs of {whose}"
     if objective.ratio_only:
@@ -134,15 +134,15 @@ def _faults(objective: Objective, spread: float, rng: torch.Generator) -> Iterat
         yield "rollout_weights change nothing: evaluate returns batch.weighted(loss)"
     if not _equal(_coefficients(objective, values, packed=True), plain):
         yield "coefficients change if sequences are packed: combine tokens through batch.layout alone"
-    form = objective.ratio_form()
-    if form is not None:
-        how = objective.aggregation != "sequence_mean", *objective.outer_divisor(), objective.level
-        clip = form.log_low, form.log_high, form.log_dual
-        if how != form[3:] or not _equal(_coefficients(objective, values, clip=clip), plain):
+    ratio_clip = objective.ratio_form()
+    if ratio_clip is not None:
+        aggregation = objective.aggregation != "sequence_mean", *objective.outer_divisor(), objective.level
+        clipped = _coefficients(objective, values, bounds=ratio_clip[:3])
+        if aggregation != ratio_clip[3:] or not _equal(clipped, plain):
             yield "ratio_form is another loss than that of evaluate and its aggregation"
 
 
-def _draw(spread: float, rng: torch.Generator) -> dict[str, Tensor]:
+def _draw(deviation: float, rng: torch.Generator) -> dict[str, Tensor]:
     """Draw six sequences, the last one empty, with holes in their masks and all terms."""
     shape = len(_ADVANTAGES), _TOKENS
 
@@ -155,7 +155,7 @@ def _draw(spread: float, rng: torch.Generator) -> dict[str, Tensor]:
     mask = uniform(*shape) < 0.75
     mask[:, 0], mask[-1] = True, False
     logprobs = -normal(*shape).abs() - 1e-3
-    log_ratio = spread * (normal(shape[0], 1) + normal(*shape))
+    log_ratio = deviation * (normal(shape[0], 1) + normal(*shape))
     return {
         "mask": mask,
         "logprobs": logprobs,
@@ -177,7 +177,7 @@ def _coefficients(
     *,
     terms: tuple[str, ...] = (),
     packed: bool = False,
-    clip: tuple[float, float, float] | None = None,
+    bounds: tuple[float, float, float] | None = None,
 ) -> Tensor:
     """Return the gradient of the sum of a batch's losses with respect to its log-probs, [B, T].
 
@@ -186,7 +186,7 @@ def _coefficients(
         values: the batch, [B, T] and [B].
         terms: passed besides those that the objective needs.
         packed: lay out all tokens as [1, B * T].
-        clip: take ``log_clip`` with these bounds in the place of ``evaluate``.
+        bounds: take ``log_clip`` with these bounds in the place of ``evaluate``.
     """
     shape, rows = values["mask"].shape, values["mask"].shape[0]
     ends = torch.arange(rows + 1, device="cpu") * shape[1] if packed else None
@@ -212,12 +212,12 @@ def _coefficients(
         advantages=usable["advantages"] if objective.needs_advantages else None,
         **optional,
     )
-    if clip is None:
+    if bounds is None:
         loss = objective.evaluate(batch).loss
     elif objective.level == "sequence":
-        loss, *_ = log_clip(batch.sequence_log_ratio(), usable["advantages"], *clip)
+        loss, *_ = log_clip(batch.sequence_log_ratio(), usable["advantages"], *bounds)
     else:
-        loss, *_ = log_clip(batch.log_ratio, batch.token_advantages(), *clip)
+        loss, *_ = log_clip(batch.log_ratio, batch.token_advantages(), *bounds)
     counted = mask if objective.level == "token" else counts > 0
     if loss.shape != counted.shape:
         raise ValueError(f"level={objective.level!r}, but the loss has shape {tuple(loss.shape)}")

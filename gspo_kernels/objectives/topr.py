@@ -40,8 +40,8 @@ class TOPR(Objective):
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
-        whole = self.ratio_level == "sequence"
-        log_ratio = batch.per_token(batch.layout.sum(batch.log_ratio)) if whole else batch.log_ratio
+        by_sequence = self.ratio_level == "sequence"
+        log_ratio = batch.per_token(batch.layout.sum(batch.log_ratio)) if by_sequence else batch.log_ratio
         gains = batch.token_advantages() > 0
         weight = finite.exp(torch.where(gains, 0.0, log_ratio.clamp(max=0.0)))
         return policy_gradient(batch, weight, log_ratio, None, ~gains & (log_ratio > 0))
