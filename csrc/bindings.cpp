@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "divergence.h"
-#include "folds.h"
+#include "online_softmax.h"
 #include "products.h"
 #include "rows.h"
 #include "sequences.h"
@@ -60,7 +60,7 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
 }
 
 // In order: the mask holds more than 0 and 1; the values need a closer look; neither.
-enum Verdict : int64_t { kNoMask, kDoubtful, kPlausible };
+enum Verdict : int64_t { kNoMask, kRecheck, kValid };
 
 int64_t boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
                          Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
@@ -80,9 +80,10 @@ int64_t boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logpro
     }
     const SequenceTokens tokens{counted, old_logprobs, offsets,      advantages, weights,
                                 lengths, normalizer,   ref_logprobs, kl_beta,    kl_estimator};
-    const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
+    const RatioClip ratio_clip{log_low,      log_high,      log_dual, count_tokens,
+                               divisor_kind, divisor_scale, per_token};
     const SequenceOutputs outputs{.loss = loss, .metrics = metrics, .grad_logprobs = grad_logprobs};
-    return ratio_step(logprobs, tokens, form, outputs) ? kPlausible : kDoubtful;
+    return ratio_step(logprobs, tokens, ratio_clip, outputs) ? kValid : kRecheck;
 }
 
 bool boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
@@ -100,8 +101,9 @@ bool boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor r
     const std::unique_ptr<bool[]> mask(new bool[count]);
     for (int64_t i = 0; i < count; ++i) mask[i] = label[i] != ignore_index;
     const SequenceTokens tokens{mask.get(), old_logprobs, offsets, advantages, weights, lengths, normalizer};
-    const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
-    return ratio_step(logprobs, tokens, form,
+    const RatioClip ratio_clip{log_low,      log_high,      log_dual, count_tokens,
+                               divisor_kind, divisor_scale, per_token};
+    return ratio_step(logprobs, tokens, ratio_clip,
                       {.loss = loss, .metrics = metrics, .coefficients = coefficients, .divisor = divisor});
 }
 
@@ -115,24 +117,23 @@ void boxed_product(Tensor a, Tensor b, OptionalTensor bias, OptionalTensor ends,
     product(a, b, bias, ends, out, accumulate, instructions);
 }
 
-void boxed_fold_columns(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+void boxed_add_columns(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                       double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                       int64_t first, int64_t vocabulary, bool entropy, Tensor sums) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
+    add_columns(logits, labels, options, first, vocabulary, entropy, sums);
+}
+
+void boxed_add_products(Tensor hidden, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
                         double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                        int64_t first, int64_t vocabulary, bool entropy, Tensor folds) {
+                        Tensor weight, OptionalTensor bias, bool entropy, int64_t instructions, Tensor sums) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    fold_columns(logits, labels, options, first, vocabulary, entropy, folds);
+    add_products(hidden, weight, bias, labels, options, entropy, instructions, sums);
 }
 
-void boxed_fold_products(Tensor hidden, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
-                         double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                         Tensor weight, OptionalTensor bias, bool entropy, int64_t instructions,
-                         Tensor folds) {
-    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    fold_products(hidden, weight, bias, labels, options, entropy, instructions, folds);
-}
-
-void boxed_folded_statistics(Tensor folds, Tensor labels, int64_t ignore_index, Tensor logprobs, Tensor lse,
-                             OptionalTensor entropy) {
-    folded_statistics(folds, labels, ignore_index, logprobs, lse, entropy);
+void boxed_statistics_of_sums(Tensor sums, Tensor labels, int64_t ignore_index, Tensor logprobs, Tensor lse,
+                              OptionalTensor entropy) {
+    statistics_of_sums(sums, labels, ignore_index, logprobs, lse, entropy);
 }
 
 }  // namespace
@@ -175,11 +176,11 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def(
         "product(Tensor a, Tensor b, Tensor? bias, Tensor? ends, Tensor(a!) out, bool accumulate, "
         "int instructions) -> ()");
-    library.def("fold_columns(" GSPO_ROWS "int first, int vocabulary, bool entropy, Tensor(a!) folds) -> ()");
+    library.def("fold_columns(" GSPO_ROWS "int first, int vocabulary, bool entropy, Tensor(a!) sums) -> ()");
     library.def("fold_products(Tensor hidden, " GSPO_OPTIONS
-                "Tensor weight, Tensor? bias, bool entropy, int instructions, Tensor(a!) folds) -> ()");
+                "Tensor weight, Tensor? bias, bool entropy, int instructions, Tensor(a!) sums) -> ()");
     library.def(
-        "folded_statistics(Tensor folds, Tensor labels, int ignore_index, Tensor(a!) logprobs, "
+        "folded_statistics(Tensor sums, Tensor labels, int ignore_index, Tensor(a!) logprobs, "
         "Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
     library.def("product_instructions(bool bf16) -> int");
     library.def("has_product_instructions(int instructions, bool bf16) -> bool");
@@ -197,9 +198,9 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("sequence_ratio_forward", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_forward));
     library.impl("merge_mask", TORCH_BOX(&gspo_kernels::boxed_merge_mask));
     library.impl("product", TORCH_BOX(&gspo_kernels::boxed_product));
-    library.impl("fold_columns", TORCH_BOX(&gspo_kernels::boxed_fold_columns));
-    library.impl("fold_products", TORCH_BOX(&gspo_kernels::boxed_fold_products));
-    library.impl("folded_statistics", TORCH_BOX(&gspo_kernels::boxed_folded_statistics));
+    library.impl("fold_columns", TORCH_BOX(&gspo_kernels::boxed_add_columns));
+    library.impl("fold_products", TORCH_BOX(&gspo_kernels::boxed_add_products));
+    library.impl("folded_statistics", TORCH_BOX(&gspo_kernels::boxed_statistics_of_sums));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) {

@@ -25,20 +25,21 @@ class RowPair {
           mixture_{beta_, static_cast<S>(std::log(beta) - std::log1p(-beta)), static_cast<S>(std::log(beta)),
                    static_cast<S>(std::log1p(-beta))} {}
 
-    void fold(PairNumbers& row) {
-        const Statistics own = row_statistics(student_, false), other = row_statistics(teacher_, false);
-        row.lse = own.lse;
-        row.teacher_lse = other.lse;
-        rows_ = {static_cast<S>(own.maximum), static_cast<S>(own.log_sum), static_cast<S>(other.maximum),
-                 static_cast<S>(other.log_sum)};
+    void compute_normalizers(PairNumbers& row) {
+        const Statistics student = row_statistics(student_, false);
+        const Statistics teacher = row_statistics(teacher_, false);
+        row.lse = student.lse;
+        row.teacher_lse = teacher.lse;
+        rows_ = {static_cast<S>(student.maximum), static_cast<S>(student.log_sum),
+                 static_cast<S>(teacher.maximum), static_cast<S>(teacher.log_sum)};
     }
 
-    // Called instead of `fold` if the log-sum-exps are known.
-    void take(const PairNumbers& row) {
-        RowGradient<S> own{}, other{};
-        set_normalizer(row.lse, own);
-        set_normalizer(row.teacher_lse, other);
-        rows_ = {own.shift, own.log_sum, other.shift, other.log_sum};
+    // Called instead of `compute_normalizers` if the log-sum-exps are known.
+    void take_normalizers(const PairNumbers& row) {
+        RowGradient<S> student{}, teacher{};
+        set_normalizer(row.lse, student);
+        set_normalizer(row.teacher_lse, teacher);
+        rows_ = {student.shift, student.log_sum, teacher.shift, teacher.log_sum};
     }
 
     void compare(PairNumbers& row) {
@@ -148,10 +149,10 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
             if (inputs.ignored(i)) {
                 if (out) write_zeros(out_row, out_rows.vocabulary);
             } else {
-                const Row<T> own = inputs.unlabelled(i), other = teacher.unlabelled(i);
-                RowPair<T> pair(own, other, beta);
+                const Row<T> row_student = inputs.unlabelled(i), row_teacher = teacher.unlabelled(i);
+                RowPair<T> pair(row_student, row_teacher, beta);
                 row = {lse[i], teacher_lse[i], divergence[i], centre[i]};
-                pairs.normalizers_known ? pair.take(row) : pair.fold(row);
+                pairs.normalizers_known ? pair.take_normalizers(row) : pair.compute_normalizers(row);
                 const bool at_once = out && c[i] != 0 && pair.compares_while_writing();
                 if (!pairs.all_known && !at_once) pair.compare(row);
                 if (out) {

@@ -70,11 +70,11 @@ struct Inputs {
     Row<T> unlabelled(int64_t i) const { return row(i, -1); }
 
   private:
-    Row<T> row(int64_t i, int64_t own_label) const {
+    Row<T> row(int64_t i, int64_t label_of_row) const {
         const S temperature = row_temperature ? row_temperature[i] : static_cast<S>(options.temperature);
         return {logits,
                 i,
-                own_label,
+                label_of_row,
                 {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap), temperature},
                 kept ? kept + i * ((logits.vocabulary + 31) / 32) : nullptr};
     }

@@ -82,9 +82,9 @@ GSPO_INLINE Four load_four(const T* from) {
 template <class T, int64_t width>
 GSPO_INLINE void turn_four(const T* const (&lines)[4], int64_t k, uint32_t* panel) {
     constexpr int64_t per_unit = Lines<T>::per_unit;
-    const int64_t whole = k / per_unit;
+    const int64_t full_units = k / per_unit;
     int64_t unit = 0;
-    for (; unit + 4 <= whole; unit += 4, panel += 4 * width) {
+    for (; unit + 4 <= full_units; unit += 4, panel += 4 * width) {
         Four in[4], out[4];
         for (int i = 0; i < 4; ++i) in[i] = load_four(lines[i] + unit * per_unit);
         transpose_four(in, out);
@@ -93,7 +93,7 @@ GSPO_INLINE void turn_four(const T* const (&lines)[4], int64_t k, uint32_t* pane
     for (; unit < Lines<T>::units(k); ++unit, panel += width) {
         for (int i = 0; i < 4; ++i) {
             const T* first = lines[i] + unit * per_unit;
-            panel[i] = unit_of(first, unit < whole ? first + 1 : nullptr);
+            panel[i] = unit_of(first, unit < full_units ? first + 1 : nullptr);
         }
     }
 }

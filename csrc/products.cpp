@@ -18,8 +18,8 @@ void multiply_into(const Lines<typename Format::Value>& a, const Lines<typename 
     if (row_blocks * column_blocks < 8 * threads) {
         // with few blocks, threads must get equal shares
         row_blocks = divide_up(row_blocks, threads) * threads;
-        const int64_t most = divide_up(out.rows, Format::rows);
-        if (most < row_blocks) column_blocks = std::max(column_blocks, divide_up(threads, most));
+        const int64_t max_blocks = divide_up(out.rows, Format::rows);
+        if (max_blocks < row_blocks) column_blocks = std::max(column_blocks, divide_up(threads, max_blocks));
     }
     multiply<Format>(a, b, out, Blocks::equal(out.rows, Format::rows, row_blocks),
                      Blocks::equal(out.columns, kTileColumns, column_blocks), tile_product, nullptr);

@@ -363,15 +363,15 @@ Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S
         write_nan(out, row.vocabulary());
         return statistics;
     }
-    const S own_c = c * row.template chain<S>();
+    const S scaled_c = c * row.template chain<S>();
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
         const double down = (maxima[begin / kBlock] - statistics.maximum) - statistics.log_sum;
         S* g = buffer;
         if constexpr (std::is_same_v<O, S>) g = out + begin;
-        scale(exponentials + begin, n, static_cast<S>(-own_c * std::exp(down)), g);
+        scale(exponentials + begin, n, static_cast<S>(-scaled_c * std::exp(down)), g);
         if (row.label_in(begin, n)) {
-            const RowGradient<S> gradient{0, 0, own_c, 0, 0};
+            const RowGradient<S> gradient{0, 0, scaled_c, 0, 0};
             g[row.label() - begin] = label_gradient(static_cast<S>(statistics.logprob), gradient);
         }
         if constexpr (!std::is_same_v<O, S>) store(g, n, out + begin);
@@ -379,8 +379,8 @@ Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S
     return statistics;
 }
 
-// How far a block's maximum may exceed the shift of the rows, in nats, before it becomes the shift: e^32 times
-// any vocabulary is far from overflow, and few rows have a block that stands out so far.
+// How far a block's maximum may exceed the shift of the rows, in nats, before it becomes the shift: e^32
+// times any vocabulary is far from overflow, and few rows have a block that stands out so far.
 constexpr double kHeadroom = 32;
 
 // Applies `shrink` to `n` elements of a row. Elements of another dtype than S go through a buffer, because
@@ -400,8 +400,8 @@ void shrink_row(O* out, int64_t n, S factor) {
 }
 
 // Computes the statistics, with the bits of row_statistics, and the rows that products take, in one pass with
-// one exponential per element. `out` times the row's `factor` is d logprob / d logits: `out` is exp(z - shift),
-// and at the label minus the sum of the others. Blocks go upwards, as in write_gradient.
+// one exponential per element. `out` times the row's `factor` is d logprob / d logits: `out` is exp(z -
+// shift), and at the label minus the sum of the others. Blocks go upwards, as in write_gradient.
 template <class T, class O, class S>
 Statistics write_rows(const Row<T>& row, O* out, S& factor) {
     alignas(64) S buffer[kBlock], slope[kBlock];

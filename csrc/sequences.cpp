@@ -27,14 +27,14 @@ struct Clipped {
 struct Sequence {
     int64_t count = 0, clipped_tokens = 0;  // of tokens that the loss counts
     double length = 1, log_ratio = 0, loss = 0, kl = 0;
-    double ratios = 0, least = kInfinity, most = -kInfinity;
+    double ratios = 0, min_ratio = kInfinity, max_ratio = -kInfinity;
     int64_t lows = 0, highs = 0;
-    bool active = false, doubtful = false;
+    bool active = false, recheck = false;
 
     void add(const Clipped& clipped, int64_t tokens) {
         ratios += clipped.ratio;
-        least = std::min(least, clipped.ratio);
-        most = std::max(most, clipped.ratio);
+        min_ratio = std::min(min_ratio, clipped.ratio);
+        max_ratio = std::max(max_ratio, clipped.ratio);
         lows += clipped.low;
         highs += clipped.high;
         clipped_tokens += (clipped.low || clipped.high) ? tokens : 0;
@@ -52,15 +52,15 @@ double product(double a, double b) {
 }
 
 // PPO's clip; ratio and clip decision in fp64.
-Clipped clip(double log_ratio, double advantage, double weight, const RatioClip& form) {
-    Clipped result{
-        .ratio = std::exp(log_ratio),
-        .low = advantage < 0 && log_ratio < form.log_low,
-        .high = (advantage > 0 && log_ratio > form.log_high) || (advantage < 0 && log_ratio > form.log_dual)};
+Clipped clip(double log_ratio, double advantage, double weight, const RatioClip& bounds) {
+    Clipped result{.ratio = std::exp(log_ratio),
+                   .low = advantage < 0 && log_ratio < bounds.log_low,
+                   .high = (advantage > 0 && log_ratio > bounds.log_high) ||
+                           (advantage < 0 && log_ratio > bounds.log_dual)};
     if (advantage == 0 || weight == 0) return result;
     // The bound is selected before the exponential: nothing gives 0 * inf, and NaN stays NaN.
     const bool clipped = result.low || result.high;
-    const double bound = result.low ? form.log_low : advantage > 0 ? form.log_high : form.log_dual;
+    const double bound = result.low ? bounds.log_low : advantage > 0 ? bounds.log_high : bounds.log_dual;
     const double scale = weight * advantage;
     result.loss = -scale * std::exp(clipped ? bound : log_ratio);
     result.coefficient = clipped ? 0.0 : -scale * result.ratio;
@@ -103,52 +103,52 @@ class Factors {
     bool per_token_;
 };
 
-double share(double part, double whole) {
-    return part / (whole > 0 ? whole : 1.0);
+double share(double part, double total) {
+    return part / (total > 0 ? total : 1.0);
 }
 
 // Computes the loss, and the metrics in the order of types.METRICS, followed by the KL if that is wanted.
-// Returns false if a value is in doubt.
+// Returns false if values need a closer look.
 template <class S>
 bool reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_token, bool with_kl, S* loss,
                   S* metrics) {
-    double losses = 0, ratios = 0, least = kInfinity, most = -kInfinity, drift = 0, kl = 0;
+    double losses = 0, ratios = 0, min_ratio = kInfinity, max_ratio = -kInfinity, drift = 0, kl = 0;
     double number = 0, tokens = 0, lows = 0, highs = 0, clipped_tokens = 0, actives = 0;
-    bool doubtful = false;
+    bool recheck = false;
     for (const Sequence& sequence : batch) {
         if (sequence.count == 0) continue;
         ++number;
         tokens += sequence.count;
         losses += sequence.loss;
         ratios += sequence.ratios;
-        least = std::min(least, sequence.least);
-        most = std::max(most, sequence.most);
+        min_ratio = std::min(min_ratio, sequence.min_ratio);
+        max_ratio = std::max(max_ratio, sequence.max_ratio);
         drift -= sequence.log_ratio;
         lows += sequence.lows;
         highs += sequence.highs;
         clipped_tokens += sequence.clipped_tokens;
         actives += sequence.active;
         kl += sequence.kl;
-        doubtful |= sequence.doubtful;
+        recheck |= sequence.recheck;
     }
     *loss = static_cast<S>(losses / divisor);
     const double items = per_token ? tokens : number, mean = share(ratios, items);
     const bool undefined = std::isnan(mean), some = number > 0;
     metrics[0] = static_cast<S>(some ? mean : 1.0);
-    metrics[1] = static_cast<S>(undefined ? mean : some ? least : 1.0);
-    metrics[2] = static_cast<S>(undefined ? mean : some ? most : 1.0);
+    metrics[1] = static_cast<S>(undefined ? mean : some ? min_ratio : 1.0);
+    metrics[2] = static_cast<S>(undefined ? mean : some ? max_ratio : 1.0);
     metrics[3] = static_cast<S>(share(lows, items));
     metrics[4] = static_cast<S>(share(highs, items));
     metrics[5] = static_cast<S>(share(clipped_tokens, tokens));
     metrics[6] = static_cast<S>(share(drift, tokens));
     metrics[7] = static_cast<S>(share(actives, number));
     if (with_kl) metrics[8] = static_cast<S>(share(kl, tokens));
-    return !doubtful && !std::isnan(losses);
+    return !recheck && !std::isnan(losses);
 }
 
 }  // namespace
 
-bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
+bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& ratio_clip,
                 const SequenceOutputs& outputs) {
     const auto work = [&](auto dtype) {
         using S = decltype(dtype);
@@ -186,39 +186,39 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
             const auto [count, log_ratio] = sum(begin, end - begin);
             sequence.count = count;
             sequence.log_ratio = log_ratio;
-            sequence.doubtful = std::isnan(log_ratio) || any_above(now + begin, end - begin) ||
-                                above(tokens.old_logprobs, begin, end) ||
-                                above(tokens.ref_logprobs, begin, end);
+            sequence.recheck = std::isnan(log_ratio) || any_above(now + begin, end - begin) ||
+                               above(tokens.old_logprobs, begin, end) ||
+                               above(tokens.ref_logprobs, begin, end);
             if (sequence.count) sequence.length = lengths ? lengths[i] : sequence.count;
         });
-        double total = form.divisor == 2 ? 1.0 : 0.0;
+        double total = ratio_clip.divisor == 2 ? 1.0 : 0.0;
         if (normalizer) {
             total = normalizer[0];
-        } else if (form.divisor != 2) {
+        } else if (ratio_clip.divisor != 2) {
             for (const Sequence& sequence : batch) {
-                if (sequence.count) total += form.divisor == 0 ? 1.0 : sequence.length;
+                if (sequence.count) total += ratio_clip.divisor == 0 ? 1.0 : sequence.length;
             }
         }
-        total = (total == 0 ? 1.0 : total) * form.divisor_scale;
+        total = (total == 0 ? 1.0 : total) * ratio_clip.divisor_scale;
         S* grad = outputs.grad_logprobs ? mutable_values<S>(*outputs.grad_logprobs) : nullptr;
         S* coefficients = outputs.coefficients ? mutable_values<S>(*outputs.coefficients) : nullptr;
         for_each_sequence([&](int64_t i, Sequence& sequence) {
             const auto [begin, end] = tokens_of(i);
             // the weight of a token's values in the sum that the divisor divides
-            const double each = form.count_tokens ? 1.0 : 1.0 / sequence.length;
+            const double each = ratio_clip.count_tokens ? 1.0 : 1.0 / sequence.length;
             double coefficient = 0;
-            if (sequence.count && !form.per_token) {
-                const Clipped clipped =
-                    clip(sequence.log_ratio / sequence.length, advantages.at(i, 0), weights.at(i, 0), form);
+            if (sequence.count && !ratio_clip.per_token) {
+                const Clipped clipped = clip(sequence.log_ratio / sequence.length, advantages.at(i, 0),
+                                             weights.at(i, 0), ratio_clip);
                 sequence.add(clipped, sequence.count);
-                sequence.loss = clipped.loss * (form.count_tokens ? sequence.length : 1.0);
+                sequence.loss = clipped.loss * (ratio_clip.count_tokens ? sequence.length : 1.0);
                 coefficient = clipped.coefficient * each;
                 sequence.active = coefficient != 0;
-                sequence.doubtful |= std::isnan(advantages.at(i, 0));
+                sequence.recheck |= std::isnan(advantages.at(i, 0));
             }
             if (coefficients) coefficients[i] = static_cast<S>(coefficient);
             if (!grad) return;
-            if (!form.per_token && !reference) {
+            if (!ratio_clip.per_token && !reference) {
                 return write_counted(tokens.mask + begin, end - begin, static_cast<S>(coefficient / total),
                                      grad + begin);
             }
@@ -227,9 +227,9 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
                 grad[token] = 0;
                 if (!tokens.mask[token]) continue;
                 double slope = coefficient;
-                if (form.per_token) {
+                if (ratio_clip.per_token) {
                     const Clipped clipped =
-                        clip(log_ratio_of(token), advantages.at(i, token), weights.at(i, token), form);
+                        clip(log_ratio_of(token), advantages.at(i, token), weights.at(i, token), ratio_clip);
                     sequence.add(clipped, 1);
                     losses += clipped.loss;
                     slope = clipped.coefficient * each;
@@ -249,21 +249,21 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
             sequence.loss += losses * each;
         });
         if (outputs.divisor) *mutable_values<S>(*outputs.divisor) = static_cast<S>(total);
-        return reduce_batch(batch, total, form.per_token, bool(reference), mutable_values<S>(outputs.loss),
-                            mutable_values<S>(outputs.metrics));
+        return reduce_batch(batch, total, ratio_clip.per_token, bool(reference),
+                            mutable_values<S>(outputs.loss), mutable_values<S>(outputs.metrics));
     };
     return logprobs.scalar_type() == torch::headeronly::ScalarType::Double ? work(double{}) : work(float{});
 }
 
-bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>& merged) {
+bool merge_mask(const LabelledMask& input, bool* counted, std::optional<Tensor>& merged) {
     const auto work = [&](auto dtype) {
         using N = decltype(dtype);
-        const N* mask = values<N>(given.mask);
-        const int64_t* labels = values<int64_t>(given.labels);
+        const N* mask = values<N>(input.mask);
+        const int64_t* labels = values<int64_t>(input.labels);
         int64_t* out = merged ? mutable_values<int64_t>(*merged) : nullptr;
         std::atomic<bool> binary{true};
-        torch::stable::parallel_for(0, given.mask.numel(), kGrain, [&](int64_t begin, int64_t end) {
-            if (!merge(mask + begin, labels ? labels + begin : nullptr, given.ignore_index, end - begin,
+        torch::stable::parallel_for(0, input.mask.numel(), kGrain, [&](int64_t begin, int64_t end) {
+            if (!merge(mask + begin, labels ? labels + begin : nullptr, input.ignore_index, end - begin,
                        counted + begin, out ? out + begin : nullptr)) {
                 binary = false;
             }
@@ -271,7 +271,7 @@ bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>&
         return binary.load();
     };
     using torch::headeronly::ScalarType;
-    switch (given.mask.scalar_type()) {
+    switch (input.mask.scalar_type()) {
         case ScalarType::Bool:
             return work(bool{});
         case ScalarType::Float:
@@ -281,7 +281,7 @@ bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>&
         case ScalarType::Int:
             return work(int32_t{});
         default:
-            STD_TORCH_CHECK(given.mask.scalar_type() == ScalarType::Long, "mask: dtype is not served");
+            STD_TORCH_CHECK(input.mask.scalar_type() == ScalarType::Long, "mask: dtype is not served");
             return work(int64_t{});
     }
 }

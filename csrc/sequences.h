@@ -43,7 +43,7 @@ struct SequenceOutputs {
 
 // Returns false if a log-prob may be above kHighestLogprob, or a sequence's advantage, its log-ratio or the
 // loss is NaN: then the values need a closer look.
-bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
+bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& ratio_clip,
                 const SequenceOutputs& outputs);
 
 // A mask, and labels of which `ignore_index` leaves tokens out as well; all contiguous.
@@ -55,6 +55,6 @@ struct LabelledMask {
 
 // Returns whether the mask holds only 0 and 1. `counted` becomes true where the mask isn't 0 and the label
 // isn't `ignore_index`; `merged` becomes the labels, with `ignore_index` where the mask is 0.
-bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>& merged);
+bool merge_mask(const LabelledMask& input, bool* counted, std::optional<Tensor>& merged);
 
 }  // namespace gspo_kernels

@@ -18,13 +18,13 @@ GSPO_INLINE CountedSum counted_sum_of(const S* now, const O* old, const bool* ma
     int64_t count = 0;
     for (int64_t begin = 0; begin < n; begin += kAtOnce) {
         const int64_t size = n - begin < kAtOnce ? n - begin : kAtOnce;
-        uint8_t here = 0;
+        uint8_t counted_here = 0;
         for (int64_t i = 0; i < size; ++i) {
             const double a = now[begin + i], b = old[begin + i];
             terms[i] = select(counts[begin + i] == 0, 0.0, select(a == b, 0.0, a - b));
         }
-        for (int64_t i = 0; i < size; ++i) here += counts[begin + i];
-        count += here;
+        for (int64_t i = 0; i < size; ++i) counted_here += counts[begin + i];
+        count += counted_here;
         for (int64_t i = size; i % kLanes != 0; ++i) terms[i] = 0;
         for (int64_t i = 0; i < size; i += kLanes) {
             for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += terms[i + lane];

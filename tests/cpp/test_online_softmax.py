@@ -32,7 +32,7 @@ def transforms(rows, vocabulary):
     yield LogitTransform(softcap=3.0, kept=mask)
 
 
-def folds(labels, transform, vocabulary, dtype=torch.float32, entropy=True):
+def online_softmax(labels, transform, vocabulary, dtype=torch.float32, entropy=True):
     chunk = Chunk(slice(0), labels, labels, RowOptions(transform, IGNORE, "cpp"), labels.numel())
     return OnlineSoftmax(chunk, vocabulary, dtype, entropy)
 
@@ -46,19 +46,19 @@ def test_columns(dtype):
         logits[0, 8, : vocabulary // 2], logits[0, 9, vocabulary // 2 :] = -torch.inf, 300.0
         labels = labels_of(12, vocabulary)
         for transform, width in itertools.product(transforms(12, vocabulary), (BLOCK, 2 * BLOCK)):
-            parts = folds(labels, transform, vocabulary, dtype, entropy)
+            parts = online_softmax(labels, transform, vocabulary, dtype, entropy)
             for first in range(0, vocabulary, width):
                 parts.add(logits[0, :, first : first + width], first)
             assert same(parts.statistics(), ROWS.forward(logits, labels, transform, entropy=entropy))
 
 
-def of_product(hidden, weight, bias, labels, transform=PLAIN, **how):
-    """Return the statistics of a product that is folded as it is computed, and of its written logits."""
+def of_product(hidden, weight, bias, labels, transform=PLAIN, **options):
+    """Return the statistics of a product that is reduced as it is computed, and of its written logits."""
     logits = torch.full((hidden.shape[0], weight.shape[0]), torch.nan)
-    multiply(hidden, weight.t(), logits, bias=bias, **how)
-    folded = folds(labels, transform, weight.shape[0], hidden.dtype)
-    folded.add_product(hidden, weight, bias, **how)
-    return folded.statistics(), ROWS.forward(logits.unsqueeze(0), labels, transform)
+    multiply(hidden, weight.t(), logits, bias=bias, **options)
+    sums = online_softmax(labels, transform, weight.shape[0], hidden.dtype)
+    sums.add_product(hidden, weight, bias, **options)
+    return sums.statistics(), ROWS.forward(logits.unsqueeze(0), labels, transform)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,29 +79,29 @@ def test_products(dtype):
 
 def test_who_computes_a_block_leaves_no_trace():
     hidden, weight, labels = torch.randn(100, 30), torch.randn(3 * BLOCK, 30), labels_of(100, 3 * BLOCK)
-    threads, found = torch.get_num_threads(), []
+    threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.append(of_product(hidden, weight, None, labels)[0])
+            results.append(of_product(hidden, weight, None, labels)[0])
     finally:
         torch.set_num_threads(threads)
     some = of_product(hidden[20:40], weight, None, labels[:, 20:40])[0]
-    assert same(found[0], found[1]) and same(found[0], found[2])
-    assert same(some, found[0].each(lambda stat: stat[:, 20:40]))
+    assert same(results[0], results[1]) and same(results[0], results[2])
+    assert same(some, results[0].each(lambda stat: stat[:, 20:40]))
 
 
 def test_what_does_not_fit_is_refused():
     for change, message in (
-        ({"hidden": torch.empty(4, 3)}, "folds: their shape"),
+        ({"hidden": torch.empty(4, 3)}, "sums: their shape"),
         ({"hidden": torch.empty(5, 2)}, "shapes of hidden, weight"),
-        ({"weight": torch.empty(BLOCK + 1, 3)}, "folds: their shape"),
+        ({"weight": torch.empty(BLOCK + 1, 3)}, "sums: their shape"),
         ({"bias": torch.empty(6)}, "bias"),
         ({"hidden": torch.empty(5, 3).double()}, "both be fp32 or both bf16"),
     ):
-        given = {"hidden": torch.empty(5, 3), "weight": torch.empty(7, 3), "bias": None} | change
+        operands = {"hidden": torch.empty(5, 3), "weight": torch.empty(7, 3), "bias": None} | change
         with pytest.raises(RuntimeError, match=message):
-            folds(labels_of(5, 7), PLAIN, 7).add_product(**given)
+            online_softmax(labels_of(5, 7), PLAIN, 7).add_product(**operands)
     for first in (1, BLOCK):
         with pytest.raises(RuntimeError, match="must begin with a block"):
-            folds(labels_of(5, 2 * BLOCK), PLAIN, 2 * BLOCK).add(torch.empty(5, BLOCK + 1), first)
+            online_softmax(labels_of(5, 2 * BLOCK), PLAIN, 2 * BLOCK).add(torch.empty(5, BLOCK + 1), first)

@@ -1,4 +1,4 @@
-#include "folds.h"
+#include "online_softmax.h"
 
 #include "inputs.h"
 #include "multiply.h"
@@ -6,13 +6,13 @@
 namespace gspo_kernels {
 namespace {
 
-// Rows of a block of logits that is folded while it is in cache: so many that packing the weight costs little
-// compared with multiplying it.
-constexpr int64_t kFoldedRows = 43 * kTileRows;
+// Rows of a block of logits that is reduced while it is in cache: so many that packing the weight costs
+// little compared with multiplying it.
+constexpr int64_t kRowsAtOnce = 43 * kTileRows;
 static_assert(kBlock % kTileColumns == 0);
 
-// A line of `folds`.
-struct Fold {
+// A line of `sums`.
+struct RowSums {
     double* line;
 
     static int64_t width(int64_t vocabulary) { return 2 + 3 * divide_up(vocabulary, kBlock); }
@@ -47,21 +47,20 @@ struct Columns {
     const LogitOptions& options;
     int64_t vocabulary;
     bool entropy;
-    double* folds;
+    double* sums;
 
-    Columns(const Tensor& labels, const LogitOptions& options, int64_t vocabulary, bool entropy,
-            Tensor& folds)
+    Columns(const Tensor& labels, const LogitOptions& options, int64_t vocabulary, bool entropy, Tensor& sums)
         : labels(values<int64_t>(labels)),
           row_temperature(values<S>(options.row_temperature)),
           kept(values<int32_t>(options.kept)),
           options(options),
           vocabulary(vocabulary),
           entropy(entropy),
-          folds(mutable_values<double>(folds)) {}
+          sums(mutable_values<double>(sums)) {}
 
-    // Folds columns of row `index` of the call: those from `first` on are row `i` of `logits`.
+    // Adds columns of row `index` of the call: those from `first` on are row `i` of `logits`.
     template <class T>
-    void fold(const Rows<const T>& logits, int64_t i, int64_t index, int64_t first) const {
+    void add(const Rows<const T>& logits, int64_t i, int64_t index, int64_t first) const {
         const int64_t label = labels[index];
         if (label == options.ignore_index) return;
         const S temperature = row_temperature ? row_temperature[index] : static_cast<S>(options.temperature);
@@ -69,59 +68,59 @@ struct Columns {
                                      temperature};
         const int32_t* words = kept ? kept + index * divide_up(vocabulary, 32) + first / 32 : nullptr;
         const Row<T> row(logits, i, label < 0 ? -1 : label - first, transform, words);
-        const Fold fold{folds + index * Fold::width(vocabulary)};
+        const RowSums row_sums{sums + index * RowSums::width(vocabulary)};
         alignas(64) S buffer[kBlock];
         for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
             const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-            fold.set_block((first + begin) / kBlock, block_sums(row, begin, n, entropy, buffer));
+            row_sums.set_block((first + begin) / kBlock, block_sums(row, begin, n, entropy, buffer));
         }
-        if (row.label() >= 0) fold.set_label(row.label_logit());
+        if (row.label() >= 0) row_sums.set_label(row.label_logit());
     }
 };
 
-void check(const Tensor& folds, int64_t rows, int64_t vocabulary) {
-    STD_TORCH_CHECK(folds.size(0) == rows && folds.size(1) == Fold::width(vocabulary),
-                    "folds: their shape doesn't fit rows and vocabulary");
+void check(const Tensor& sums, int64_t rows, int64_t vocabulary) {
+    STD_TORCH_CHECK(sums.size(0) == rows && sums.size(1) == RowSums::width(vocabulary),
+                    "sums: their shape doesn't fit rows and vocabulary");
 }
 
 }  // namespace
 
-void fold_columns(const Tensor& logits, const Tensor& labels, const LogitOptions& options, int64_t first,
-                  int64_t vocabulary, bool entropy, Tensor& folds) {
-    check(folds, labels.numel(), vocabulary);
+void add_columns(const Tensor& logits, const Tensor& labels, const LogitOptions& options, int64_t first,
+                 int64_t vocabulary, bool entropy, Tensor& sums) {
+    check(sums, labels.numel(), vocabulary);
     STD_TORCH_CHECK(first % kBlock == 0 && first + logits.size(2) <= vocabulary,
-                    "fold_columns: the columns must begin with a block, and lie in the vocabulary");
+                    "add_columns: the columns must begin with a block, and lie in the vocabulary");
     visit_dtype(logits, [&](auto dtype) {
         using T = decltype(dtype);
-        const Columns<StatsOf<T>> columns(labels, options, vocabulary, entropy, folds);
+        const Columns<StatsOf<T>> columns(labels, options, vocabulary, entropy, sums);
         const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
-        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) { columns.fold(rows, i, i, first); });
+        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) { columns.add(rows, i, i, first); });
     });
 }
 
-void fold_products(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-                   const Tensor& labels, const LogitOptions& options, bool entropy, int64_t instructions,
-                   Tensor& folds) {
+void add_products(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+                  const Tensor& labels, const LogitOptions& options, bool entropy, int64_t instructions,
+                  Tensor& sums) {
     using torch::headeronly::ScalarType;
     const int64_t rows = hidden.size(0), depth = hidden.size(1), vocabulary = weight.size(0);
-    check(folds, rows, vocabulary);
+    check(sums, rows, vocabulary);
     STD_TORCH_CHECK(
         weight.size(1) == depth && labels.numel() == rows && (!bias || bias->numel() == vocabulary),
-        "fold_products: the shapes of hidden, weight, bias and labels don't fit each other");
+        "add_products: the shapes of hidden, weight, bias and labels don't fit each other");
     const bool bf16 = hidden.scalar_type() == ScalarType::BFloat16;
     STD_TORCH_CHECK(
         hidden.scalar_type() == weight.scalar_type() && (bf16 || hidden.scalar_type() == ScalarType::Float),
-        "fold_products: hidden and weight must both be fp32 or both bf16");
+        "add_products: hidden and weight must both be fp32 or both bf16");
     if (rows == 0) return;
-    const Columns<float> columns(labels, options, vocabulary, entropy, folds);
-    const auto fold = [&](const Computed& block) {
+    const Columns<float> columns(labels, options, vocabulary, entropy, sums);
+    const auto add_block = [&](const Computed& block) {
         const Rows<const float> logits(block.values, block.height, block.width, block.stride);
-        for (int64_t i = 0; i < block.height; ++i) columns.fold(logits, i, block.row + i, block.column);
+        for (int64_t i = 0; i < block.height; ++i) columns.add(logits, i, block.row + i, block.column);
     };
     const Blocks column_blocks{divide_up(vocabulary, kBlock),
                                std::min(kBlock, divide_up(vocabulary, kTileColumns) * kTileColumns)};
     const int64_t threads = torch::stable::get_num_threads();
-    int64_t row_blocks = divide_up(rows, kFoldedRows);
+    int64_t row_blocks = divide_up(rows, kRowsAtOnce);
     if (row_blocks * column_blocks.count < 8 * threads) row_blocks = divide_up(row_blocks, threads) * threads;
     const Output output{nullptr, 0, rows, vocabulary, depth, values<float>(bias), false, nullptr};
     with_instructions(static_cast<Instructions>(instructions), bf16,
@@ -131,16 +130,16 @@ void fold_products(const Tensor& hidden, const Tensor& weight, const std::option
                           multiply<Format>({values<T>(hidden), hidden.stride(0), hidden.stride(1)},
                                            {values<T>(weight), weight.stride(0), weight.stride(1)}, output,
                                            Blocks::equal(rows, Format::rows, row_blocks), column_blocks,
-                                           tile_product, fold);
+                                           tile_product, add_block);
                       });
 }
 
-void folded_statistics(const Tensor& folds, const Tensor& labels, int64_t ignore_index, Tensor& logprobs,
-                       Tensor& lse, std::optional<Tensor>& entropy) {
-    const int64_t rows = labels.numel(), width = folds.size(1);
-    STD_TORCH_CHECK(folds.size(0) == rows, "folds: their shape doesn't fit the labels");
+void statistics_of_sums(const Tensor& sums, const Tensor& labels, int64_t ignore_index, Tensor& logprobs,
+                        Tensor& lse, std::optional<Tensor>& entropy) {
+    const int64_t rows = labels.numel(), width = sums.size(1);
+    STD_TORCH_CHECK(sums.size(0) == rows, "sums: their shape doesn't fit the labels");
     const int64_t* label = values<int64_t>(labels);
-    double *line = mutable_values<double>(folds), *lse_out = mutable_values<double>(lse);
+    double *line = mutable_values<double>(sums), *lse_out = mutable_values<double>(lse);
     visit_dtype(logprobs, [&](auto dtype) {
         using S = StatsOf<decltype(dtype)>;
         S* logprob_out = mutable_values<S>(logprobs);
@@ -148,7 +147,7 @@ void folded_statistics(const Tensor& folds, const Tensor& labels, int64_t ignore
         for (int64_t i = 0; i < rows; ++i, line += width) {
             Statistics statistics{};
             if (label[i] != ignore_index) {
-                statistics = Fold{line}.statistics((width - 2) / 3, entropy_out != nullptr);
+                statistics = RowSums{line}.statistics((width - 2) / 3, entropy_out != nullptr);
             }
             logprob_out[i] = static_cast<S>(statistics.logprob);
             lse_out[i] = statistics.lse;
