@@ -226,8 +226,9 @@ def turn_normalized(
     if sequences != expected:
         raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected [B, K] with B = {expected}")
     check_cu_seqlens(cu_seqlens, turn_ids)
-    if checked_values(turn_ids.device) and bool(((turn_ids < -1) | (turn_ids >= turns)).any()):
-        raise ValueError(f"turn_ids: expected -1 or a turn from 0 to K - 1 = {turns - 1}")
+    if checked_values(turn_ids.device) and bool((wrong := (turn_ids < -1) | (turn_ids >= turns)).any()):
+        got = int(turn_ids[wrong][0])
+        raise ValueError(f"turn_ids: got {got}, expected -1 or a turn from 0 to K - 1 = {turns - 1}")
 
     groups = _Groups(rewards.sum(1), group_size, group_ids)
     within = "none" if scale == "batch" else scale
@@ -306,7 +307,8 @@ class _Groups:
 
     def __init__(self, rewards: Tensor, group_size: int | None, group_ids: Tensor | None):
         if (group_size is None) == (group_ids is None):
-            raise ValueError("group_size, group_ids: expected exactly one of the two")
+            got = "neither" if group_size is None else "both"
+            raise ValueError(f"group_size, group_ids: got {got}, expected exactly one of the two")
         count, device = rewards.numel(), rewards.device
         if group_size is not None:
             if checks.integer("group_size", group_size) < 1 or count % group_size:
@@ -404,6 +406,6 @@ def _lengths_fp64(lengths: Tensor, rewards: Tensor) -> Tensor:
     """Check lengths [B]; return them detached, in fp64."""
     numbers = (*checks.FLOATS, *checks.INTEGERS)
     checks.tensor("lengths", lengths, (len(rewards),), "[B], one per sequence", rewards.device, numbers)
-    if checked_values(lengths.device) and not bool((lengths >= 0).all()):
-        raise ValueError("lengths: expected no negative number")
+    if checked_values(lengths.device) and bool((wrong := ~(lengths >= 0)).any()):
+        raise ValueError(f"lengths: got {lengths[wrong][0].item()}, expected numbers of at least 0")
     return exact(lengths.detach())

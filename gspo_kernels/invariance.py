@@ -124,6 +124,6 @@ def refuse_backend(backend: str) -> None:
     """
     if backend == "reference":
         raise ValueError(
-            "backend: 'reference' is to serve a batch-invariant call, expected 'cpp' or 'triton': PyTorch's "
-            "own sums over a row may be split among threads"
+            "backend: 'reference' can't serve a batch-invariant call, expected 'cpp' or 'triton': PyTorch "
+            "may split the sum over a row among threads"
         )

@@ -244,17 +244,17 @@ def _validate_options(
     checks.choice("reduce", reduce, ("mean", "sum", "max"))
     checks.choice("mode", mode, _MODES)
     if level == "sequence" and mode in ("icepop", "sequence_mask"):
-        raise ValueError(f"level: mode={mode!r} has one weight per token, got 'sequence', expected 'token'")
+        raise ValueError(f"level: got 'sequence', expected 'token': mode={mode!r} has one weight per token")
     if level == "token" and mode != "sequence_mask" and reduce != "mean":
-        raise ValueError(f"reduce: {reduce!r} has no meaning with level='token', expected the default")
+        raise ValueError(f"reduce: got {reduce!r}, expected 'mean': level='token' reduces nothing")
     if reduce == "max" and mode not in _DIVERGENCES:
         raise ValueError(
-            f"reduce: 'max' is for mode='k1', 'k2' and 'k3', got mode={mode!r}, expected 'mean' or 'sum'"
+            f"reduce: got 'max' with mode={mode!r}, expected 'mean' or 'sum': 'max' is for 'k1', 'k2', 'k3'"
         )
     if mode == "icepop":
         low, high = 0.5 if low is None else low, 5.0 if high is None else high
     if low is None and high is None:
-        raise ValueError(f"low, high: mode={mode!r} needs at least one bound, got None for both")
+        raise ValueError(f"low, high: got None for both, but mode={mode!r} needs at least one bound")
     minimum = None if mode == "k1" else 0.0
     low = None if low is None else checks.number("low", low, minimum=minimum)
     high = None if high is None else checks.number("high", high, minimum=minimum)

@@ -101,8 +101,9 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor]:
     """See ``ops.backends.OnePassBackend.logprobs_and_rows``."""
     _check_out(rows.logits, out)
     wide = stats_dtype(rows.logits.dtype)
-    if out.dtype not in ((wide, torch.bfloat16) if wide == torch.float32 else (wide,)):
-        raise TypeError(f"out: got {out.dtype}, expected {wide}, as the statistics, or bf16 from fp32 ones")
+    dtypes = (wide, torch.bfloat16) if wide == torch.float32 else (wide,)
+    if out.dtype not in dtypes:
+        raise TypeError(f"out: got {out.dtype}, expected {' or '.join(map(str, dtypes))}")
     stats = _empty_stats(rows, entropy=False)
     factors = torch.empty_like(stats.logprobs)
     operators().logprobs_and_rows(*_row_arguments(rows), stats.logprobs, stats.lse, factors, out)
@@ -167,7 +168,7 @@ def _divergence_of_two_dtypes(
     return stats
 
 
-_NO_MASK, _DOUBTFUL = range(2)
+_NO_MASK, _RECHECK = range(2)
 """Verdicts of the C++ ``ratio_step``: the mask isn't only 0 and 1; values need a closer look."""
 
 
@@ -194,7 +195,7 @@ def ratio_step(
     )
     if verdict == _NO_MASK:
         raise ValueError(MASK_VALUES)
-    if verdict == _DOUBTFUL and doubt is not None:
+    if verdict == _RECHECK and doubt is not None:
         doubt()
     return step
 

@@ -73,7 +73,7 @@ class PolicyLoss:
             vocab_min_logits, vocab_max_logits: the logits' range at each token; only their means are logged.
         """
         if input_data.get("teacher_logp") is not None:
-            raise ValueError("teacher_logp: distillation is not part of this loss, expected none")
+            raise ValueError("teacher_logp: got a tensor, expected None: this loss has no distillation")
         mask, cu_seqlens = input_data["loss_mask"].bool(), input_data.get("cu_seqlens")
         rollout, proximal = input_data["logprobs"], input_data.get("prox_logp")
         weights = None

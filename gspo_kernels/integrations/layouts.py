@@ -68,8 +68,10 @@ def offsets_from_position_ids(position_ids: Tensor) -> Tensor:
     if checked_values(positions.device) and positions.numel():
         if int(positions[0]) != 0:
             raise ValueError(f"position_ids: start at {int(positions[0])}, expected 0")
-        if bool((~starts[1:] & (positions[1:] != positions[:-1] + 1)).any()):
-            raise ValueError("position_ids: expected to count up by one, or to restart at 0")
+        wrong = ~starts[1:] & (positions[1:] != positions[:-1] + 1)
+        if bool(wrong.any()):
+            before, after = positions[int(wrong.nonzero()[0]) :][:2].tolist()
+            raise ValueError(f"position_ids: got {after} after {before}, expected {before + 1} or 0")
     ends = positions.new_tensor([positions.numel()])
     return torch.cat([starts.nonzero().squeeze(1), ends]).to(torch.int32)
 
@@ -77,7 +79,8 @@ def offsets_from_position_ids(position_ids: Tensor) -> Tensor:
 def pack(sequences: Sequence[Tensor]) -> PackedTokens:
     """Pack sequences that are one tensor [len_i, ...] each (slime, prime-rl); ``unpack`` is the inverse."""
     if isinstance(sequences, Tensor) or not all(isinstance(each, Tensor) for each in sequences):
-        raise TypeError("sequences: expected a list of tensors, one per sequence")
+        got = type(sequences).__name__
+        raise TypeError(f"sequences: got a {got}, expected a list of tensors, one per sequence")
     if not sequences or any(each.ndim < 1 for each in sequences):
         raise ValueError("sequences: expected at least one tensor [len_i, ...]")
     first = sequences[0]
@@ -130,7 +133,8 @@ def to_padded_like(values: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor
     """Put packed ``values`` [N, ...], row by row, where ``mask`` [B, T] marks tokens; ``fill`` elsewhere."""
     checks.tensor("values", values, None, "[N, ...]", None)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise ValueError("mask: expected a tensor [B, T]")
+        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask: got {got}, expected a tensor [B, T]")
     keep = mask != 0
     if checked_values(keep.device) and int(keep.sum()) != values.shape[0]:
         raise ValueError(
@@ -231,7 +235,7 @@ def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "z
     checks.layout("cu_seqlens", cu_seqlens, cu_seqlens)
     checks.choice("order", order, ("zigzag", "contiguous", "stream"))
     if checks.integer("ranks", ranks) < 1 or not 0 <= checks.integer("rank", rank) < ranks:
-        raise ValueError(f"rank: got {rank} of {ranks}, expected a number from 0 to below ranks")
+        raise ValueError(f"rank: got {rank}, expected a number from 0 to ranks - 1 = {ranks - 1}")
     tokens = int(cu_seqlens[-1])
     positions = torch.arange(max(tokens, 0), device=cu_seqlens.device)
     check_cu_seqlens(cu_seqlens, positions)

@@ -321,8 +321,8 @@ def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[st
         return 0
     if not isinstance(shifted, Tensor) or shifted.ndim != 2:
         raise IntegrationError(
-            "labels: PEFT puts virtual tokens before the prompt, and as many entries before labels, but not "
-            "before what else is per token; pass shift_labels"
+            "labels: PEFT puts virtual tokens before the prompt, and pads labels to match, but no other "
+            "argument that has a value per token; pass shift_labels"
         )
     more = embeddings.shape[1] - shifted.shape[1]
     return more if more in state.virtual_tokens else 0
@@ -371,15 +371,15 @@ def _complete_arguments(model: Any, kwargs: dict[str, Any], packed: bool, shared
         if kwargs.get(name) is None and (anything or name in accepts):
             kwargs[name] = value
     if kwargs.get("return_dict") is False:
-        raise IntegrationError("return_dict: a fused call returns named outputs, got False")
+        raise IntegrationError("return_dict: got False, expected True: a fused call returns named outputs")
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise IntegrationError("logits_to_keep: a fused call scores all positions; mark others in the labels")
     positions = kwargs.get("position_ids")
     if shared and positions is None:
         raise IntegrationError(
-            "position_ids: got None, expected where in their sequences this rank's tokens are, of which "
-            "cp_group has the others"
+            "position_ids: got None, expected each token's position in its sequence, of which this rank has "
+            "only a part (cp_group)"
         )
     if packed or positions is None or kwargs.get("attention_mask") is not None:
         return
@@ -406,7 +406,7 @@ def _check_frequencies(
         f"of a call, others beyond {rope.limit} tokens"
     )
     if shared:
-        raise IntegrationError(f"parallel: {reason}, and ranks of cp_group see different ones")
+        raise IntegrationError(f"parallel: {reason}, and each rank of cp_group sees other positions")
     if cu_seqlens is not None and cu_seqlens.shape[0] > 2:
         raise IntegrationError(
             f"cu_seqlens: {reason}, so packed sequences change each other; pass one sequence per call, or at "

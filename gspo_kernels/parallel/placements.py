@@ -90,7 +90,7 @@ def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> 
         unsharded = [name for name in VOCABULARY if name in dtensors and shares.get(name) != "vocabulary"]
         if each.share == "vocabulary" and unsharded:
             like = _ALIKE.get(unsharded[0]) or next(name for name in shares if shares[name] == "vocabulary")
-            raise ValueError(f"{unsharded[0]}: expected a DTensor of {like}'s placement, as {like} is one")
+            raise ValueError(f"{unsharded[0]}: expected a DTensor with the placement of {like}")
 
 
 _ALIKE = {
@@ -128,18 +128,20 @@ def _resolve(
 
     for name, value in (terms._asdict() if terms is not None else {}).items():
         if isinstance(value, DTensor):
-            raise ValueError(f"{name}: is a DTensor, expected a plain tensor, what this rank has")
+            raise ValueError(f"{name}: got a DTensor, expected a plain tensor with what this rank has")
     groups = mesh_groups(dtensors)
     _check_placements(groups, dtensors)
     vocabulary, tokens = (_group_of(share, groups, dtensors) for share in ("vocabulary", "tokens"))
     shared = tokens is not None and terms is not None
     for name in ("tp_group", "vocab_range", *(("cp_group",) if shared else ())):
         if getattr(parallel, name) is not None:
-            raise ValueError(f"{name}: the DTensors {', '.join(dtensors)} determine it, expected None")
+            raise ValueError(f"{name}: expected None, as the DTensors {', '.join(dtensors)} determine it")
     for name, like in _ALIKE.items():
         differ = (name in dtensors) != (like in dtensors)
         if tensors.get(name) is not None and vocabulary is not None and differ:
-            raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
+            kinds = ("a DTensor", "a plain tensor")
+            got, expected = kinds if name in dtensors else reversed(kinds)
+            raise ValueError(f"{name}: got {got}, expected {expected}, as {like} is")
     local: dict[str, Any] = dict(tensors)
     changes: dict[str, Any] = {"cp_group": tokens} if shared else {}
     for name, dtensor in dtensors.items():

@@ -489,7 +489,7 @@ REFUSED = [
         "old_logprobs: arrives as torch.bfloat16",
     ),
     ({"labels": IDS, **UPDATE, "router_aux_loss_coef": 0.1}, "router_aux_loss_coef: the forward computed no"),
-    ({"labels": IDS, **SCORE, "return_dict": False}, "return_dict: a fused call"),
+    ({"labels": IDS, **SCORE, "return_dict": False}, "return_dict: got False, expected True"),
     ({"labels": IDS, **SCORE, "logits_to_keep": 2}, "logits_to_keep: a fused call"),
     (
         {"labels": IDS, **SCORE, "position_ids": torch.tensor([[0, 1, 2, 3, 4] * 2])},

@@ -238,7 +238,7 @@ def context_parallel():
                 dist.all_reduce(gradient)
         found.append({"loss": out.loss.detach(), **gradients})
     assert_close("context parallel", *found)
-    with pytest.raises(IntegrationError, match="position_ids: got None, expected where in their sequences"):
+    with pytest.raises(IntegrationError, match="position_ids: got None, expected each token's position"):
         model(**mine, parallel=here["parallel"], old_logprobs=None, advantages=advantages)
 
 

@@ -84,7 +84,7 @@ def arguments(kind, split, case):
     yield f"labels: got {VOCABULARY + 7} in a counted position", replace(case, labels=outside), {}, True
     yield "temperature: expected only positive", case, {"temperature": torch.zeros(B)}, True
     yield "temperature: got 0", case, {"temperature": 0.0}, True
-    yield "which the sampling mask there cuts", case, {"kept_ids": cut}, True
+    yield "which this token's sampling mask cuts", case, {"kept_ids": cut}, True
     for name, value in {
         "entropy_coef": 0.125, "temperature": torch.full((B,), 0.5), "softcap": 3.0, "return_entropy": True,
         "kept_ids": torch.arange(VOCABULARY).expand(*tokens, -1),
@@ -228,8 +228,8 @@ def contradicting_dtensors():
 
     for expected, culprit, changed, options in (
         ("weight: is a DTensor with placement", 1, {"weight": Shard(1)}, {}),
-        ("bias: expected a DTensor of weight's placement", 1, {"bias": None}, {}),
-        ("bias: expected a DTensor of weight's placement", 1, {"bias": Replicate()}, {}),
+        ("bias: got a plain tensor, expected a DTensor, as weight is", 1, {"bias": None}, {}),
+        ("bias: expected a DTensor with the placement of weight", 1, {"bias": Replicate()}, {}),
         ("weight: the DTensor: differs", None, {"weight": Replicate(), "bias": Replicate()}, {}),
         ("hidden: is a DTensor with placement", 1, {"hidden": Shard(1)}, {}),
         ("hidden: is a DTensor with placement Partial", 1, {"hidden": Partial()}, {}),

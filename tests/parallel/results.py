@@ -262,7 +262,7 @@ def dtensors():
             if dist.get_rank() == 0:
                 assert_equals_oracle(Result(out.loss.detach(), scores, grads), case, objective)
         for name in ("cp_group", "tp_group") if "cp" in names else ():
-            said = f"{name}: the DTensors logits determine it, expected None"
+            said = f"{name}: expected None, as the DTensors logits determine it"
             again = partial(call, local, leaves, LOSSES["logits"], GSPO, "cpp", **{name: mesh[names[0]]})
             assert_all_raise(said, "all", again)
     if four:
@@ -371,7 +371,7 @@ def selected_ids():
     ids = torch.tensor([0, 40]).expand(2, 3, 2)  # one on each rank
     for message, wrong, options in (
         ("ids: got -3", ids - 3, {}),
-        ("which the sampling mask there cuts", ids, {"kept_ids": ids + 1}),
+        ("which this token's sampling mask cuts", ids, {"kept_ids": ids + 1}),
     ):
         call = partial(gk.linear_selected_logprobs, hidden, weight, wrong, **group, **options)
         assert_all_raise(message, "all", call)
@@ -424,7 +424,7 @@ def teachers():
     wanted = (whole["loss"], *(whole[f"grad {name}"] for name in problem.inputs))
     torch.testing.assert_close(dtensors(), wanted, rtol=1e-9, atol=1e-12)
     for message, changed in (
-        ("teacher_weight: expected a DTensor of weight's placement", {"teacher_weight": Replicate()}),
+        ("teacher_weight: expected a DTensor with the placement of weight", {"teacher_weight": Replicate()}),
         ("teacher_hidden: is a DTensor with placement", {"teacher_hidden": Shard(0)}),
         ("hidden: is sharded over tokens, expected", {"hidden": Shard(1)}),
     ):
