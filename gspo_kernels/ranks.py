@@ -298,17 +298,17 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
     return facts
 
 
-def _of_sequences(arguments: Mapping[str, Any], name: str, form: str, sequences: int) -> str | None:
+def _of_sequences(arguments: Mapping[str, Any], name: str, shape: str, sequences: int) -> str | None:
     """Return a term's text for ranks with parts of the same sequences; None if its shape is ambiguous."""
     value, packed = arguments[name], arguments.get("cu_seqlens") is not None
-    if not isinstance(value, Tensor) or value.ndim == 0 or form == "sequences":
+    if not isinstance(value, Tensor) or value.ndim == 0 or shape == "sequences":
         return _value(value)
-    if form == "either" and tuple(value.shape) == (sequences,):
+    if shape == "either" and tuple(value.shape) == (sequences,):
         takes_tokens = name != "advantages" or arguments["objective"].takes_token_advantages
         # as many packed tokens as sequences: [B] and [N] look alike
         ambiguous = packed and takes_tokens and value.shape == _tokens(arguments).shape
         return None if ambiguous else f"one per sequence: {_value(value)}"
-    if form == "broadcast" and value.ndim == 2 and value.shape[1] == 1 and not packed:
+    if shape == "broadcast" and value.ndim == 2 and value.shape[1] == 1 and not packed:
         return _value(value)
     return "one per token"
 

@@ -419,8 +419,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _entropy_coef(self, terms: dict[str, Any], effective: Tensor) -> float | Tensor:
         """Return the entropy coefficients that make the bonus TRL's mean over ``effective`` tokens."""
-        idle = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
-        if idle or self.entropy_coef == 0.0:
+        unused = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+        if unused or self.entropy_coef == 0.0:
             return 0.0
         share: Tensor = self.entropy_coef * effective / (effective.sum().clamp(min=1) * self._accumulated())
         objective, mask = terms["objective"], terms["loss_mask"]

@@ -54,8 +54,8 @@ def exchange(
         message = {"refused": f"{named}{refused}"[: MESSAGE_BYTES // 16]}
     encoded = json.dumps(message).encode().ljust(MESSAGE_BYTES)
     assert len(encoded) == MESSAGE_BYTES
-    sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    every = gathered(group, sent.to(side_channel(group, device))).cpu()
+    tensor = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    every = gathered(group, tensor.to(side_channel(group, device))).cpu()
     return [json.loads(row.numpy().tobytes()) for row in every]
 
 

@@ -51,15 +51,15 @@ class ScatteredTokens:
         own_rank, _ = rank_and_size(self.group)
         pieces = self._pieces(index, local.device)
         parts = [local.new_empty(chosen.numel(), local.shape[-1]) for chosen, _, _ in pieces]
-        sent = []
+        works = []
         for rank, ((_, b, t), part) in enumerate(zip(pieces, parts, strict=True)):
             if rank == own_rank:
                 part.copy_(local[b, t])
             if part.numel():
-                sent.append(begin_broadcast(self.group, part, rank))
+                works.append(begin_broadcast(self.group, part, rank))
 
         def finish() -> Tensor:
-            for work in sent:
+            for work in works:
                 work.wait()
             rows = local.new_empty(sum(map(len, parts)), local.shape[-1])
             for (chosen, _, _), part in zip(pieces, parts, strict=True):
@@ -75,8 +75,8 @@ class ScatteredTokens:
             This rank's rows of the sum, in the order of ``own_rows``, and the works that complete them.
         """
         parts = [values[chosen] for chosen, _, _ in self._pieces(index, values.device)]
-        sent = [begin_reduce(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
-        return parts[rank_and_size(self.group)[0]], sent
+        works = [begin_reduce(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
+        return parts[rank_and_size(self.group)[0]], works
 
     def own_rows(self, index: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return which rows at some positions are this rank's, and their places in its tokens [B * T_r]."""
