@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Another version of torch, or all else as pinned: make test VENV=.venv-2.11 TORCH=2.11.0
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help demo test quick lint bench campaign campaign-keep docs docs-serve clean
+.PHONY: help demo test quick verl lint bench campaign campaign-keep docs docs-serve clean
 .PHONY: dist version dist-build dist-check dist-install wheels hub
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make lint   formatting, lint, types, import arrows"
 	@echo "make bench  our losses and others': checked, then timed, in tables and plots (under ten minutes, CPU)"
 	@echo "make quick  environment, install, the quick tests (one minute)"
+	@echo "make verl   the tests that need verl, in an environment of its own"
 	@echo "make campaign  tests and benchmarks on a GPU, compared with the last one kept by make campaign-keep"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make dist   what is published: built, checked, installed into bare environments and used there"
@@ -39,6 +40,21 @@ test: $(READY)
 
 quick: $(READY)
 	$(BIN)/python -m pytest -m quick --numprocesses auto --maxprocesses 8 --dist loadfile
+
+# verl needs an older transformers than ours, and an older packaging
+VERL ?= .venv-verl
+$(VERL)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	$(PYTHON) -m venv $(VERL)
+	sed '/^transformers/d; /^packaging/d; s/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VERL)/constraints.txt
+	$(VERL)/bin/python -m pip install --quiet --upgrade pip setuptools wheel ninja
+	$(VERL)/bin/python -m pip install --quiet --constraint $(VERL)/constraints.txt torch numpy
+	$(VERL)/bin/python -m pip install --quiet --constraint $(VERL)/constraints.txt --no-build-isolation --editable '.[train]' \
+	    verl==0.9.1 'hydra-core>=1.3' TransferQueue fastapi uvicorn cachetools msgspec pyzmq pytest pytest-xdist hypothesis
+	@touch $@
+
+verl: $(VERL)/.ready
+	$(VERL)/bin/python -m pytest tests/integrations/test_registries.py tests/integrations/test_backends.py \
+	    tests/objectives/test_verl.py tests/examples/test_verl.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -115,4 +131,4 @@ wheels: $(VENV)/.wheels
 	$(BIN)/python -m cibuildwheel --platform linux --archs $(ARCHS) --output-dir $(DIST)
 
 clean:
-	rm -rf $(VENV) build $(DIST) *.egg-info gspo_kernels/_C*.so runs site
+	rm -rf $(VENV) $(VERL) build $(DIST) *.egg-info gspo_kernels/_C*.so runs site

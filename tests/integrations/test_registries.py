@@ -43,7 +43,8 @@ INFO = {"dp_size": 2, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 6, 
 def needs(framework):
     return pytest.mark.skipif(
         importlib.util.find_spec(framework) is None,
-        reason=f"{framework} is missing; it needs another transformers, so an environment of its own",
+        reason=f"{framework} is missing; it needs another transformers, so an environment of its own "
+        "(for verl: make verl)",
     )
 
 
@@ -532,21 +533,38 @@ def test_verl_finds_the_losses_by_itself(tmp_path):
     assert "verl.utils.torch_functional.logprobs_from_logits runs in gspo_kernels" in done.stderr
 
 
-def verl_engine(model):
-    """Return verl's FSDP2 engine for CPU tensors. verl has no CPU platform, but accepts one."""
+class CPU:
+    """torch.cpu, and what verl asks of a device besides: its name, and memory, which is 0."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        values = {"mem_get_info": (0, 0), "get_device_name": "CPU"}
+        return getattr(torch.cpu, name, lambda *_, **__: values.get(name, 0))
+
+
+def let_verl_run_on_cpu():
+    """Give verl a platform for CPU tensors and a gloo group. verl knows none, but accepts one."""
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     class PlatformCPU(PlatformCUDA):
-        device_name, device_module = "cpu", torch.cpu
+        device_name, device_module = "cpu", CPU()
 
         def current_device(self):
             return torch.device("cpu")
 
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the name under which engines are registered
     set_platform(PlatformCPU())
+    torch.distributed.init_process_group("gloo")
+
+
+def verl_engine(model):
+    """Return verl's FSDP2 engine."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
     fp32 = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     engine = FSDPEngineWithLMHead(
         HFModelConfig(
@@ -637,7 +655,7 @@ def test_actor_updates_in_verl_s_engine(tmp_path):
     def work(rank):
         from gspo_kernels.integrations.backends import verl as backend
 
-        torch.distributed.init_process_group("gloo")
+        let_verl_run_on_cpu()
         for theirs, ours, config in (
             ("vanilla", "gk_grpo_config", token | {"clip_ratio_c": 1.06}),
             ("gspo", "gk_gspo", sequence),
