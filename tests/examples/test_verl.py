@@ -1,6 +1,6 @@
 """examples/verl inside verl, as far as CPUs go: its command, its data and rewards, two updates of its actor.
 
-Replaced or changed is what needs a GPU: flash attention and packing, vLLM, and the processes that Ray starts.
+Flash attention, packing and vLLM need a GPU, and so does a whole run.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from examples.verl import prepare
 from gspo_kernels.trainer.demo import make_tokenizer
 from tests.forks import in_processes
-from tests.integrations.test_registries import let_verl_run_on_cpu, needs, verl_data
+from tests.integrations.test_registries import needs, verl_data
 from tests.trainer.conftest import tiny_model
 
 pytestmark = needs("verl")
@@ -102,72 +102,131 @@ IN_FP32 = (
 )
 
 
-def actor_worker(model, *changes):
-    """Return the example's configuration with these changes, and verl's worker of the actor made from it."""
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
+def on_cpu(model, *changes):
+    """Return the example's configuration for CPUs, with these changes."""
     changes = ("{0}.model.path=" + str(model), *ON_CPU, *changes)
-    config = composed(*(each.format("actor_rollout_ref") for each in changes))
-    worker = ActorRolloutRefWorker(config.actor_rollout_ref, "actor")
-    worker.init_model()
-    return config, worker
+    return composed(*(each.format("actor_rollout_ref") for each in changes))
 
 
-def scored(worker):
-    """Return this rank's half of eight completions, with log-probs by the worker."""
+def data_of(ranks):
+    """Return four completions for each rank, without the options that the configuration has."""
     from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import response_from_nested
 
-    data = verl_data(worker.rank)
+    data = tu.concat_tensordict([verl_data(rank) for rank in ranks])
     for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "use_remove_padding", "calculate_entropy"):
-        tu.pop(data, name)  # the configuration's
-    request = data.clone()
-    tu.assign_non_tensor(request, compute_loss=False, calculate_entropy=True)
-    log_probs = worker.compute_log_prob(request)["log_probs"]
-    data["old_log_probs"] = response_from_nested(log_probs, data["response_mask"])
+        tu.pop(data, name)
     return data
 
 
-def update_twice(model, loss_mode):
-    """Return metrics of a step by verl's trainer and worker, a list each, and the weights after it."""
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+def score(workers, data):
+    """Return log-probs by a worker, or by a group of them."""
     from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
 
-    config, worker = actor_worker(model, "{0}.actor.policy_loss.loss_mode=" + loss_mode, *IN_FP32)
-    data, metrics = scored(worker), {}
+    request = data.clone()
+    tu.assign_non_tensor(request, compute_loss=False, calculate_entropy=True)
+    return response_from_nested(workers.compute_log_prob(request)["log_probs"], data["response_mask"])
 
-    def update_actor(batch):
-        tu.assign_non_tensor(data, **batch.extra_info)
-        output = worker.update_actor(data)  # TrainingWorker.train_mini_batch
-        metrics.update(tu.get(output, "metrics"))
-        return output
 
-    trainer = SimpleNamespace(config=config, actor_rollout_wg=SimpleNamespace(update_actor=update_actor))
-    PPOTrainer._update_actor(trainer, SimpleNamespace(extra_info={}), {})
-    weights = worker.actor.engine.module.state_dict().values()
-    return metrics, torch.cat([each.full_tensor().flatten() for each in weights])
+class OneStep:
+    """In place of verl's task runner: a step of the actor by each loss, on nodes that Ray chooses."""
+
+    def run(self, config):
+        from omegaconf import OmegaConf
+        from verl.single_controller.ray import ResourcePoolManager
+
+        OmegaConf.resolve(config)
+        nodes = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+        pools = ResourcePoolManager(resource_pool_spec={"pool": nodes}, mapping={"actor": "pool"})
+        pools.create_resource_pool()
+        results = {}
+        for name in ("gspo", "gk_gspo"):
+            config.actor_rollout_ref.actor.policy_loss.loss_mode = name
+            results[name] = self.step(config, pools.get_resource_pool("actor"), len(nodes))
+        torch.save(results, Path(os.environ["TENSORBOARD_DIR"], "results"))
+
+    @staticmethod
+    def step(config, pool, ranks):
+        """Return metrics, a list each, and by how much the step changed the log-probs."""
+        import ray
+        from verl.single_controller.ray import (
+            RayClassWithInitArgs,
+            RayWorkerGroup,
+            create_colocated_worker_cls,
+        )
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+        from verl.utils import tensordict_utils as tu
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+
+        actor = ray.remote(ActorRolloutRefWorker)
+        actor = RayClassWithInitArgs(actor, config=config.actor_rollout_ref, role="actor")
+        shared = create_colocated_worker_cls({"actor": actor})
+        group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=shared, device_name="cpu")
+        workers = group.spawn(prefix_set={"actor"})["actor"]
+        workers.init_model()
+        data, metrics = data_of(range(ranks)), {}
+        data["old_log_probs"] = score(workers, data)
+
+        def update_actor(batch):
+            tu.assign_non_tensor(data, **batch.extra_info)
+            output = workers.update_actor(data)  # TrainingWorker.train_mini_batch
+            metrics.update(tu.get(output, "metrics"))
+            return output
+
+        trainer = SimpleNamespace(config=config, actor_rollout_wg=SimpleNamespace(update_actor=update_actor))
+        PPOTrainer._update_actor(trainer, SimpleNamespace(extra_info={}), {})
+        return metrics, score(workers, data).values() - data["old_log_probs"].values()
+
+
+@pytest.fixture
+def model(tmp_path):
+    tiny_model("qwen3", hidden_size=16, head_dim=8).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 @pytest.mark.slow
-def test_two_updates_equal_those_of_verl_s_loss(tmp_path):
-    """In fp32. In bf16, and without flash attention, verl rounds log-probs by more than the clip range."""
-    network = tiny_model("qwen3", hidden_size=16, head_dim=8)
-    network.save_pretrained(tmp_path)
-    start = torch.cat([each.detach().flatten() for each in network.state_dict().values()])
+def test_two_updates_on_two_nodes_equal_those_of_verl_s_loss(model, tmp_path, monkeypatch):
+    """Ray's two nodes are on this machine, each with a pretended GPU, and so one worker of the actor."""
+    import ray
+    from ray.cluster_utils import Cluster
+    from verl.trainer.main_ppo import run_ppo
+
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))
+    resources = {"num_cpus": 8, "num_gpus": 1, "object_store_memory": 2**27}
+    cluster = Cluster(initialize_head=True, head_node_args=resources | {"include_dashboard": False})
+    try:
+        cluster.add_node(**resources)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        environment = "ray_kwargs.ray_init.runtime_env.env_vars"
+        on_ray = (
+            "trainer.device=cpu",
+            f"+{environment}.TENSORBOARD_DIR={tmp_path}",
+            f"{environment}.VERL_USE_EXTERNAL_MODULES=tests.integrations.verl_on_cpu",
+        )
+        run_ppo(on_cpu(model, *IN_FP32, *on_ray), ray.remote(OneStep))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    (theirs, expected), (ours, change) = torch.load(tmp_path / "results", weights_only=False).values()
+    assert (change - expected).norm() <= 1e-3 * expected.norm() > 0
+    for name in ("loss", "grad_norm", "lr", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    assert len(ours["loss"]) == 2 and ours["actor/pg_clipfrac"][1] > 0
+
+
+@pytest.mark.slow
+def test_log_probs_are_in_fp32(model):
+    """verl rounds them to bf16 where flash attention is missing. The entropy is compiled."""
 
     def work(rank):
+        import tests.integrations.verl_on_cpu  # noqa: F401, I001
         from gspo_kernels.integrations.backends import verl as backend
+        from verl.workers.engine_workers import ActorRolloutRefWorker
 
-        let_verl_run_on_cpu()
-        (theirs, expected), (ours, weights) = (update_twice(tmp_path, name) for name in ("gspo", "gk_gspo"))
-        assert (weights - expected).norm() <= 1e-3 * (expected - start).norm()
-        for name in ("loss", "grad_norm", "lr", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
-        assert len(ours["loss"]) == 2 and ours["actor/pg_clipfrac"][1] > 0
-        _, worker = actor_worker(tmp_path)
-        assert scored(worker)["old_log_probs"].dtype == torch.bfloat16
-        backend.install()
-        _, worker = actor_worker(tmp_path)  # compiles the entropy
-        assert scored(worker)["old_log_probs"].dtype == torch.float32
+        for dtype in (torch.bfloat16, torch.float32):
+            worker = ActorRolloutRefWorker(on_cpu(model, "trainer.nnodes=1").actor_rollout_ref, "actor")
+            worker.init_model()
+            assert score(worker, data_of([0])).dtype == dtype
+            backend.install()
 
-    in_processes(2, work)
+    in_processes(1, work)
