@@ -638,7 +638,8 @@ def test_actor_updates_in_verl_s_engine(tmp_path):
             expected, got = (update_actor(tmp_path, each, config) for each in (theirs, ours))
             assert_as_verl(expected, got)
             assert got[0][0]["actor/ratio/min"] == got[0][0]["actor/ratio/max"] == 1.0
-            assert 0 < got[0][2]["actor/pg_clipfrac"] < 1 and 0 < got[0][2]["actor/active_fraction"] <= 1
+            assert any(0 < each["actor/pg_clipfrac"] < 1 for each in got[0])
+            assert any(0 < each["actor/active_fraction"] <= 1 for each in got[0])
         backend.install()
         assert_as_verl(expected, update_actor(tmp_path, theirs, config))
 
