@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,7 +30,7 @@ from rich.text import Text
 from gspo_kernels.plots import plot_progress
 from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
-from gspo_kernels.trainer.config import InputError, TrainConfig, flat, to_mapping
+from gspo_kernels.trainer.config import InputError, TrainConfig, flat, reason, to_mapping
 from gspo_kernels.trainer.processes import on_main, seconds_of_collectives
 from gspo_kernels.trainer.rollout import sampling_of
 
@@ -60,9 +59,10 @@ class Report:
         self.directory = directory
         self.health = Health(config)
         self.console = console or Console(quiet=not accelerator.is_main_process)
-        self.first_step: int | None = None
-        self.started = 0.0
-        self.progress = Progress(*Progress.get_default_columns(), MofNCompleteColumn())
+        self.unwritten = b""  # metrics that wait for room on the disk
+        self.failing: set[str] = set()
+        columns = *Progress.get_default_columns(), MofNCompleteColumn()
+        self.progress = Progress(*columns, speed_estimate_period=math.inf)  # a step may take minutes
         self.task = self.progress.add_task("training", total=config.update.steps)
         self.live = Live(self.progress, console=self.console, transient=True)
 
@@ -79,34 +79,48 @@ class Report:
         prefix = "[yellow]warning:[/yellow] " if warning else ""
         self.console.print(prefix + escape(text), soft_wrap=True, highlight=False)
 
+    @contextmanager
+    def output_to(self, what: str) -> Iterator[None]:
+        """Let no output end the run, as on a full disk or by a tracker's error; it is said once."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self.failing:
+                self.say(f"{what} cannot be written, and the run goes on: {reason(error)}", warning=True)
+            self.failing.add(what)
+
     def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> None:
         """Start trackers, print notes, write the configuration, drop metrics after ``step`` (None: all)."""
         if step is not None:
             self.say(f"resuming {self.directory.path} after step {step}")
-        if changed:
-            self.say(f"settings changed: {'; '.join(changed)}", warning=True)
         if not evaluates:
             self.say("no eval dataset: accuracy on held-out prompts is not measured")
-        timeout, limit = self.config.reward_timeout, seconds_of_collectives(self.accelerator.device)
-        if limit is not None and (timeout is None or timeout >= limit):
-            self.say(
-                f"reward_timeout is {timeout}: if a reward hangs in one process, the others wait until the "
-                f"time limit of their collectives ({limit:.0f} seconds) ends the run without a checkpoint",
-                warning=True,
-            )
-        if self.config.update.minibatches * self.config.update.epochs == 1:
-            self.say(
-                "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use "
-                "2 to 8 minibatches unless on-policy updates are meant",
-                warning=True,
-            )
+        config, timeout = self.config, self.config.reward_timeout
+        limit = seconds_of_collectives(self.accelerator.device) or math.inf
+        warnings = {
+            f"settings changed: {'; '.join(changed)}": bool(changed),
+            f"reward_timeout is {timeout}: if a reward hangs in one process, the others wait until the time "
+            f"limit of their collectives ({limit:.0f} seconds) ends the run without a checkpoint": (
+                limit < math.inf and (timeout is None or timeout >= limit)
+            ),
+            "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use 2 to "
+            "8 minibatches unless on-policy updates are meant": (
+                config.update.minibatches * config.update.epochs == 1
+            ),
+            "sampling cuts off tokens that training counts, so their log-probs are of two distributions; "
+            "rollout.keep_sampling_mask trains on the one that was sampled from": (
+                self.health.mismatch == math.inf
+            ),
+        }
+        for warning in (text for text, due in warnings.items() if due):
+            self.say(warning, warning=True)
         if self.accelerator.is_main_process:
             records = [] if step is None else read_metrics(self.directory.metrics)
             kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
             write_text(self.directory.metrics, "".join(kept))
             write_text(self.directory.config, yaml.safe_dump(to_mapping(self.config), sort_keys=False))
         # A resumed run goes on in the trackers' run, which a file names.
-        config, folder = self.config, self.directory.trackers
+        folder = self.directory.trackers
         name, file = config.run_name or self.directory.path.resolve().name, folder / "run_id"
         if config.trackers and self.accelerator.is_main_process:
             folder.mkdir(exist_ok=True)
@@ -133,9 +147,15 @@ class Report:
             metrics = {**metrics, "memory/peak_gib": max(gather_object([peak])) / 2**30}
         record = finite({"step": step, **metrics})
         if self.accelerator.is_main_process:
-            with self.directory.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
+            self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
+            with self.output_to("metrics.jsonl"), self.directory.metrics.open("ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(self.unwritten) < len(self.unwritten):  # no half of a line stays
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.unwritten = b""
+        with self.output_to("a tracker"):
+            self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
         self._show(step, record)
         for warning in self.health.check(record) if step > 0 else ():
             self.say(f"step {step}: {warning}", warning=True)
@@ -143,16 +163,14 @@ class Report:
     def _show(self, step: int, record: Metrics) -> None:
         """Show a step under the progress bar, where lines wrap; without a terminal, print each tenth step."""
         steps, line = self.config.update.steps, metrics_line(record, STEP) if step > 0 else ""
-        if self.first_step is None:
-            self.first_step, self.started = step, time.monotonic()
         if "eval/greedy_accuracy" in record:
             self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
+        self.progress.update(self.task, completed=step)
         if self.console.is_terminal:
-            self.progress.update(self.task, completed=step)
             self.live.update(Group(self.progress, Text(line, style="cyan")))
         elif step > 0 and (step % 10 == 0 or step == steps):
-            rate = (time.monotonic() - self.started) / max(step - self.first_step, 1)
-            self.say(f"step {step}/{steps}  {line}  {rate * (steps - step):.0f} s left")
+            left = self.progress.tasks[0].time_remaining or 0.0
+            self.say(f"step {step}/{steps}  {line}  {left:.0f} s left")
 
     def rollout(self, step: int, rollout: Rollout, tokenizer: Any, *, show: bool) -> None:
         """Write the completions of a step if ``save_rollouts`` is set; print the last three if ``show``."""
@@ -160,9 +178,10 @@ class Report:
             return
         totals = rollout.rewards.total.tolist()
         if self.config.save_rollouts:
-            self.directory.rollouts.mkdir(exist_ok=True)
             lines = [json.dumps(_record(rollout, i, tokenizer)) + "\n" for i in range(len(totals))]
-            write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
+            with self.output_to("rollouts/"):
+                self.directory.rollouts.mkdir(exist_ok=True)
+                write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
         if show:
             pairs = zip(rollout.samples, totals, strict=True)
             rows = [(tokenizer.decode(sample.prompt), sample.text, total) for sample, total in pairs][-16:]
@@ -172,11 +191,12 @@ class Report:
                 table.add_row(*(escape(excerpt(text)) for text in texts), f"{reward:.3f}")
             self.console.print(table)
             for tracker in self.accelerator.trackers:
-                if hasattr(tracker, "log_table"):  # wandb and clearml
-                    tracker.log_table("completions", columns, [list(row) for row in rows], step=step)
-                elif tracker.name == "tensorboard":  # Markdown, with texts as they are
-                    blocks = (f"reward {reward:.3f}\n\n{indent(p + c, ' ' * 4)}" for p, c, reward in rows)
-                    tracker.writer.add_text("completions", "\n\n".join(blocks), step)
+                with self.output_to("a tracker"):
+                    if hasattr(tracker, "log_table"):  # wandb and clearml
+                        tracker.log_table("completions", columns, [list(row) for row in rows], step=step)
+                    elif tracker.name == "tensorboard":  # Markdown, with texts as they are
+                        blocks = (f"reward {reward:.3f}\n\n{indent(p + c, ' ' * 4)}" for p, c, reward in rows)
+                        tracker.writer.add_text("completions", "\n\n".join(blocks), step)
 
     def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
         """Export the model, draw the plot, print the gain; return the last evaluation's metrics."""
@@ -188,8 +208,9 @@ class Report:
             room = "--resume does it when there is room"
             raise InputError(f"the model or the plot cannot be written: {error}; {room}") from error
         for tracker in accelerator.trackers:
-            tracker.finish()
-        records = read_metrics(directory.metrics)
+            with self.output_to("a tracker"):
+                tracker.finish()
+        records = read_metrics(directory.metrics) + list(map(json.loads, self.unwritten.splitlines()))
         evaluations = [record for record in records if "eval/greedy_accuracy" in record]
         if evaluations:
             first, last = (metrics_line(evaluations[i], EVALUATION) for i in (0, -1))
@@ -288,10 +309,6 @@ def read_metrics(path: Path) -> list[Metrics]:
 PATIENCE = 5
 """The number of consecutive steps with a symptom after which a warning is due."""
 
-MISMATCH = {"fp32": 1e-3, "bf16": 0.1}
-"""By ``update.precision``: the gap between sampling and training, in nats per token, that rounding does not
-explain. Rounding causes about 1e-6 in fp32, and 0.01 in bf16, where the engine rounds its logits."""
-
 
 class Health:
     """A counter of symptoms over consecutive steps; it warns of a symptom once, each time it sets in.
@@ -300,52 +317,34 @@ class Health:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        # Sampling cuts off tokens that training counts: the mismatch has no bound, and is worth one warning.
-        self.cuts = sampling_of(config.rollout).cuts and not config.rollout.keep_sampling_mask
-        self.mismatch = (
-            math.inf if self.cuts else MISMATCH["bf16" if config.update.precision == "bf16" else "fp32"]
-        )
+        # What rounding does not explain of the gap between sampling and training, in nats per token. Rounding
+        # causes 1e-6 in fp32, and 0.01 in bf16, where the engine rounds its logits. Tokens that sampling cuts
+        # off, and that training counts, make a gap without bound.
+        cut_off = sampling_of(config.rollout).cuts and not config.rollout.keep_sampling_mask
+        self.mismatch = math.inf if cut_off else 0.1 if config.update.precision == "bf16" else 1e-3
         self.streaks: dict[str, int] = {}
 
     def check(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Return the warnings that are due after a step with these metrics."""
-        due = []
-        ratio = metrics.get("mismatch/ratio")
-        if self.cuts and ratio is not None and "cut" not in self.streaks:
-            self.streaks["cut"] = 1
-            due.append(
-                f"sampling cuts off {1.0 - ratio:.1%} of the probability that training counts, in the mean "
-                "over tokens, so their log-probs are of two distributions. rollout.keep_sampling_mask trains "
-                "on the one that was sampled from"
-            )
-        present = self._present(metrics)
-        for metric, message in SYMPTOMS.items():
-            if metric in metrics:
-                self.streaks[metric] = self.streaks.get(metric, 0) + 1 if present[metric] else 0
-                if self.streaks[metric] == PATIENCE:
-                    due.append(f"for {PATIENCE} steps in a row {message}.")
-        return due
+        measured = {name: math.nan if value is None else value for name, value in metrics.items()}
 
-    def _present(self, metrics: Mapping[str, float | None]) -> dict[str, bool]:
-        """Return for each symptom whether the metrics show it."""
+        def value(name: str) -> float:  # no comparison with NaN is true
+            return measured.get(name, math.nan)
 
-        def at_least(name: str, bound: float) -> bool:
-            value = metrics.get(name)
-            return value is not None and value >= bound
-
-        equal, finished = at_least("groups_without_variance", 1.0), metrics.get("completions/finished")
-        ratio = metrics.get("mismatch/ratio")
-        apart = ratio is not None and abs(ratio - 1.0) >= self.mismatch
-        unmoved = metrics.get("ratio/min") == metrics.get("ratio/max") == 1.0
-        return {
+        equal, apart = value("groups_without_variance") >= 1.0, abs(value("mismatch/ratio") - 1.0)
+        present = {
             "groups_without_variance": equal,
-            "clip_fraction/after_first": at_least("clip_fraction/after_first", 0.95),
-            "minibatch_2/ratio/max": unmoved and not equal,
-            "completions/finished": finished is not None and finished <= 0.05,
-            "reward/mean": metrics.get("reward/mean") is None,
-            "updates_left_out": at_least("updates_left_out", 1.0),
-            "mismatch/mean": apart or at_least("mismatch/mean", self.mismatch),
+            "clip_fraction/after_first": value("clip_fraction/after_first") >= 0.95,
+            "minibatch_2/ratio/max": value("ratio/min") == value("ratio/max") == 1.0 and not equal,
+            "completions/finished": value("completions/finished") <= 0.05,
+            "reward/mean": math.isnan(value("reward/mean")),
+            "updates_left_out": value("updates_left_out") >= 1.0,
+            "mismatch/mean": apart >= self.mismatch or value("mismatch/mean") >= self.mismatch,
         }
+        for name in measured.keys() & present.keys():
+            self.streaks[name] = self.streaks.get(name, 0) + 1 if present[name] else 0
+        due = [name for name in present if name in measured and self.streaks[name] == PATIENCE]
+        return [f"for {PATIENCE} steps in a row {SYMPTOMS[name]}." for name in due]
 
 
 SYMPTOMS = {

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import resource
 import time
 
 import pytest
@@ -71,6 +72,45 @@ def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert "no eval dataset" in out.getvalue() and "settings changed: seed: 0 -> 1" in out.getvalue()
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_full_disk_or_a_failing_tracker_never_ends_a_run(tmp_path, monkeypatch):
+    """A file size limit cuts the line of step 2; with room again nothing is missing, and it was said once."""
+    report, out = make_report(tmp_path)
+    report.begin(None, changed=[], evaluates=True)
+
+    def fail(*_):
+        raise RuntimeError("no server")
+
+    monkeypatch.setattr(report.accelerator, "log", fail)
+    report.step(1, RECORD | {"step": 1})
+    metrics, limit = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = metrics.read_text()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 20, limit[1]))
+        report.step(2, RECORD | {"step": 2})
+        report.step(3, RECORD | {"step": 3})
+        assert metrics.read_text() == whole
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    report.step(4, RECORD | {"step": 4})
+    assert [record["step"] for record in map(json.loads, metrics.read_text().splitlines())] == [1, 2, 3, 4]
+    said = " ".join(out.getvalue().split())
+    for what in ("metrics.jsonl", "a tracker"):
+        assert said.count(f"warning: {what} cannot be written, and the run goes on: ") == 1
+    assert "no server" in said
+
+
+@pytest.mark.parametrize("seconds", [0.5, 50.0])
+def test_the_time_left_is_that_of_all_steps_since_the_start(tmp_path, monkeypatch, seconds):
+    """Also where a step takes longer than the half minute over which rich measures by default."""
+    now = [0.0]
+    report, out = make_report(tmp_path, steps=30)
+    report.progress.get_time = lambda: now[0]
+    for step in range(11, 31):  # resumed after step 10
+        now[0] += seconds
+        report.step(step, RECORD)
+    assert f"{10 * seconds:.0f} s left" in out.getvalue() and " 0 s left" in out.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 110, 160])
