@@ -133,10 +133,16 @@ def parse_arguments(
     names = ("resume", "overwrite", "force")
     booleans = [*names, *(key for key, value in flat(cls().model_dump()).items() if isinstance(value, bool))]
     # --name, --name true and --name=true mean the same, as in the file; tyro takes --name=True
-    pattern = (
-        rf"(?<![^\0])(--(?:{'|'.join(booleans).replace('_', '[-_]')}))(?:[=\0]((?i:true|false)))?(?![^\0])"
-    )
-    line = re.sub(pattern, lambda m: f"{m[1]}={(m[2] or 'true').title()}", "\0".join(arguments))
+    pattern = rf"(?<![^\0])(--(?:{'|'.join(booleans).replace('_', '[-_]')}))(?:[=\0](?!-)([^\0]*))?(?![^\0])"
+
+    def with_value(match: re.Match[str]) -> str:
+        value = (match[2] or "true").title()
+        if value not in ("True", "False"):
+            rest = "a configuration file comes first" if "." in value else "alone it means true"
+            raise InputError(f"{match[1]} must be true or false, got {match[2]!r}; {rest}")
+        return f"{match[1]}={value}"
+
+    line = re.sub(pattern, with_value, "\0".join(arguments))
     arguments = line.split("\0") if line else []
     flags = {name: f"--{name}=True" in arguments for name in names}
     flag_words = [f"--{name}={value}" for name in names for value in (True, False)]

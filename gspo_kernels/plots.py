@@ -24,6 +24,8 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
 
     measured = {key for record in records for key, value in record.items() if value is not None}
     rewards = {key: key.removeprefix("reward/") for key in sorted(measured) if key.startswith("reward/")}
+    if len(rewards) == 2:  # a single reward, which the mean would hide
+        rewards = {"reward/mean": "mean"}
     panels = [("Mean reward of the rollouts", rewards, ""), *PANELS]
     shown = [panel for panel in panels if measured.intersection(panel[1])]
     rows = max(-(-len(shown) // COLUMNS), 1)

@@ -1,5 +1,6 @@
 """Configuration: how options are read, errors before torch is imported, and messages that name the key."""
 
+import re
 import subprocess
 import sys
 
@@ -158,8 +159,13 @@ def test_an_option_that_is_true_or_false_is_written_as_in_the_file_or_alone(tmp_
             line = [str(path), *words, "--update.shared-prefix", "--resume", "false"]
             config, flags = parse_arguments(line)
             assert config.save_rollouts == expected and config.update.shared_prefix and not flags["resume"]
-    with pytest.raises(InputError, match="'perhaps'"):
-        parse_arguments(["--save_rollouts", "perhaps"])
+    for line, words in (
+        (["--save_rollouts", "perhaps"], "--save_rollouts must be true or false, got 'perhaps'; alone it"),
+        (["--save_rollouts=1"], "--save_rollouts must be true or false, got '1'"),
+        (["--resume", "config.yaml"], "--resume must be true or false, got 'config.yaml'; a configuration"),
+    ):
+        with pytest.raises(InputError, match=re.escape(words)):
+            parse_arguments(line)
 
 
 def test_help_documents_every_option_on_four_screens(capsys, monkeypatch):
