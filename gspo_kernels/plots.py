@@ -96,7 +96,7 @@ def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: 
         ax.plot(x, mean, color=color, linewidth=1.8, label=label)
     if scale == "zero":
         ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
-    elif scale == "log":
+    elif scale == "log" and any(value > 0 for value in drawn):
         ax.set_yscale("log", nonpositive="mask")
     elif scale == "share" and all(0.0 <= value <= 1.0 for value in drawn):
         ax.set_ylim(-0.02, 1.02)

@@ -169,12 +169,14 @@ def test_warnings_come_after_some_steps_and_once(symptom, words):
     assert symptom.keys() & SYMPTOMS.keys()
 
 
+@pytest.mark.filterwarnings("error")
 def test_plot_of_any_run(tmp_path):
     for steps, evaluated in ((0, False), (1, True), (40, False), (40, True)):
         records = [{"step": 0}]
         for n in range(1, steps + 1):
             records.append(RECORD | {"step": n, "reward/mean": None if n == 3 else n / 40})
         for record in records[::2] if evaluated else ():
+            record |= {"mismatch/mean": 0.0}
             record |= {"eval/greedy_accuracy": 0.5, "eval/sampled_accuracy": 0.25}
         path = tmp_path / f"plots{steps}{evaluated}" / "progress.png"
         plot_progress(records, path)
