@@ -411,7 +411,7 @@ def fused_linear_policy_loss(
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
     traced = torch.compiler.is_compiling()
-    loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(*operands, terms, plan, traced)
+    loss, metrics, logprobs, entropy = apply(LinearPolicyFunction, *operands, terms, plan, traced)
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
 

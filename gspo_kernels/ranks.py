@@ -8,6 +8,7 @@ wait for that rank as in any collective.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -162,7 +163,7 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     if isinstance(parallel := flat.pop("parallel", None), Parallel):
-        flat |= vars(parallel)
+        flat |= {each.name: getattr(parallel, each.name) for each in dataclasses.fields(parallel)}
     return flat
 
 

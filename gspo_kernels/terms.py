@@ -380,6 +380,14 @@ _OTHER_GRADIENTS = ("kl_beta", "entropy_coef")
 """Terms that give gradients of their own."""
 
 
+def shows_inactive(terms: Terms) -> bool:
+    """Return whether advantages tell which sequences have a zero gradient whatever the forward gives."""
+    if terms.advantages is None or any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
+        return False
+    elsewhere = bool(terms.cp_group) and terms.advantages.ndim == 2
+    return not elsewhere and from_spec(terms.objective).zero_advantage_is_inactive
+
+
 def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     """Return which sequences have a zero gradient whatever the forward gives, [B] bool; None if unknown.
 
@@ -387,13 +395,11 @@ def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     and there is neither a KL term nor an entropy bonus. With a ``cp_group`` advantages per token don't tell:
     other ranks may have others.
     """
-    beyond = any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS)
-    if terms.advantages is None or beyond or not from_spec(terms.objective).zero_advantage_is_inactive:
+    if not shows_inactive(terms):
         return None
+    assert terms.advantages is not None
     if terms.advantages.ndim == 1:
         return terms.advantages == 0
-    if terms.cp_group:
-        return None
     moving = (terms.advantages != 0) & terms.counted(tokens)
     return terms.layout(tokens).sum(exact(moving)) == 0
 

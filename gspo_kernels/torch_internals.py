@@ -10,8 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+"""Types of arguments that are no subclasses of tensors, as DTensors are."""
+_transformed = torch._C._are_functorch_transforms_active
+_apply: Any = torch._C._FunctionBase.__dict__["apply"]
 
 
 def constant_when_traced(function: F) -> F:
@@ -77,7 +82,7 @@ def refuse_second_derivatives() -> None:
     PyTorch's ``once_differentiable`` raises only if an upstream gradient needs a gradient itself. In a
     gradient penalty or a Hessian it is the constant 1, and a term would be missing silently.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         raise NotImplementedError(
             "create_graph: is True, expected False: losses and log-probs of gspo_kernels have first "
             "derivatives only"
@@ -86,9 +91,9 @@ def refuse_second_derivatives() -> None:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return ``function.apply(*args)``, without the third of it that only functorch needs."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_compiling() or _transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return _apply(function, *args)
 
 
 def is_last_backward() -> bool:
@@ -97,4 +102,4 @@ def is_last_backward() -> bool:
     """
     if torch.is_grad_enabled():
         refuse_second_derivatives()
-    return not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph())
+    return not (is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph())

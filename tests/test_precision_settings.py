@@ -6,7 +6,7 @@ Each case has a process of its own: PyTorch refuses to read old switches once th
 import pytest
 import torch
 
-from gspo_kernels.ops.library import _exact_matmul
+from gspo_kernels.ops.library import _ExactMatmul
 from tests.forks import exit_code, forked
 
 matmul = torch.backends.cuda.matmul
@@ -42,7 +42,7 @@ def test_settings_survive(name):
         for setting in ["", *SETTINGS[name]]:
             exec(setting)
             before = state()
-            with _exact_matmul():
+            with _ExactMatmul():
                 assert matmul.fp32_precision == "ieee"
                 assert not matmul.allow_bf16_reduced_precision_reduction
                 assert not matmul.allow_fp16_reduced_precision_reduction

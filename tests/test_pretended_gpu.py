@@ -199,9 +199,9 @@ CLIPPED["old_logprobs"] = torch.tensor([[0.0, 0.0], [-8.0, -8.0]]).repeat(B // 2
 ON_POLICY, PER_TOKEN = {"old_logprobs": None}, {"objective": gk.GRPO(0.999, 1e9)}
 FROM_HIDDEN = [
     ("aligned", "none", {}, (36, 24, 0)),
-    ("aligned", "backward", {}, (44, 24, 1)),
+    ("aligned", "backward", {}, (17, 25, 1)),
     ("deferred", "none", {}, (157, 44, 0)),
-    ("deferred", "backward", {}, (164, 44, 1)),
+    ("deferred", "backward", {}, (134, 45, 1)),
     ("two_pass", "none", {}, (18, 18, 0)),
     ("two_pass", "backward", {}, (22, 18, 1)),
     ("known", "none", ON_POLICY, (21, 21, 0)),
@@ -209,9 +209,9 @@ FROM_HIDDEN = [
     # launches more: the power of two that dWeight counts in, and scaling dWeight to it
     ("aligned", "none", {"dtype": torch.float16}, (36, 32, 0)),
     ("aligned", "none", {"loss_mask": HOLES}, (36, 24, 0)),
-    ("aligned", "backward", {"loss_mask": HOLES}, (42, 14, 1)),
+    ("aligned", "backward", {"loss_mask": HOLES}, (24, 15, 1)),
     ("aligned", "none", REFERENCE, (37, 24, 0)),
-    ("aligned", "backward", CLIPPED, (44, 24, 1)),
+    ("aligned", "backward", CLIPPED, (17, 25, 1)),
     # rows that stay on the chip
     ("known", "none", ON_POLICY | {"vocabulary": 64}, (21, 17, 0)),
     ("known", "none", ON_POLICY | REFERENCE, (51, 25, 0)),
@@ -226,8 +226,8 @@ sequence each) the most small launches, the most launches of our kernels, and th
 
 
 LARGE = [
-    ("aligned", "backward", CLIPPED, (128, 24, 5)),
-    ("aligned", "backward", {"loss_mask": HOLES}, (52, 14, 3)),
+    ("aligned", "backward", CLIPPED, (103, 25, 5)),
+    ("aligned", "backward", {"loss_mask": HOLES}, (34, 15, 3)),
     ("two_pass", "backward", {}, (25, 18, 2)),
     ("known", "backward", ON_POLICY, (25, 21, 2)),
     ("known", "backward", PER_TOKEN, (66, 24, 5)),

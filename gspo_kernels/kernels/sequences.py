@@ -47,7 +47,7 @@ class RatioNumbers(NamedTuple):
     ) -> RatioNumbers:
         """Encode sizes, and strides of terms: [sequences] or like the tokens, in the attributes' order."""
         sizes = encode(T), encode(tokens), encode(sequences)
-        return RatioNumbers(*sizes, *_bounds(ratio_clip), *(_strides(term, packed) for term in terms))
+        return RatioNumbers(*sizes, *_bounds(ratio_clip), *(strides_of(term, packed) for term in terms))
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,7 +60,7 @@ def _bounds(ratio_clip: RatioClip) -> tuple[tuple[Wide, ...], Wide]:
 _ZERO = encode_wide(0)
 
 
-def _strides(values: Tensor | None, packed: bool) -> tuple[Wide, Wide]:
+def strides_of(values: Tensor | None, packed: bool) -> tuple[Wide, Wide]:
     """Encode the strides from one sequence to the next, and from one token to the next."""
     if values is None:
         return _ZERO, _ZERO
@@ -94,8 +94,8 @@ class RatioOutputs(NamedTuple):
 
     Attributes:
         logprobs, lse: [B, T] in a launch from logits, otherwise None.
-        gradient: dLoss/dlogprobs times the divisor, of each sequence, or of each token in a launch from
-            log-probs.
+        gradient: dLoss/dlogprobs of each sequence, or of each token in a launch from log-probs, times the
+            divisor; in a launch from log-probs not times a divisor that is known beforehand.
         loss, divisor, metrics: as in ``types.SequenceRatioStats``.
         scratch: fp64 [SCRATCH_ROWS, sequences].
         counters: int32, zeros before the launch. The last counts finished sequences; in a launch from logits,
@@ -309,6 +309,20 @@ def _share(part, total):
 
 
 @triton.jit
+def divisor_of(number, length, normalizer_ptr, divisor_scale, RATIO: tl.constexpr):
+    """Return the loss's divisor, for a number of sequences and the sum of their lengths, fp64."""
+    if normalizer_ptr is not None:
+        divisor = tl.load(normalizer_ptr).to(tl.float64)
+    elif RATIO.DIVISOR == "sequences":
+        divisor = number
+    elif RATIO.DIVISOR == "tokens":
+        divisor = length
+    else:
+        divisor = tl.full([], 1.0, tl.float64)
+    return tl.where(divisor == 0, 1.0, divisor) * divisor_scale
+
+
+@triton.jit
 def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.constexpr, RATIO: tl.constexpr):
     """Compute loss, divisor and metrics from the sequences' scratch."""
     scratch_ptr = out.scratch
@@ -362,15 +376,7 @@ def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.cons
     number = tl.sum(filled, axis=0).to(tl.float64)
     length = tl.sum(lengths, axis=0)
     tokens = tl.sum(counts, axis=0)
-    if normalizer_ptr is not None:
-        divisor = tl.load(normalizer_ptr).to(tl.float64)
-    elif RATIO.DIVISOR == "sequences":
-        divisor = number
-    elif RATIO.DIVISOR == "tokens":
-        divisor = length
-    else:
-        divisor = tl.full([], 1.0, tl.float64)
-    divisor = tl.where(divisor == 0, 1.0, divisor) * divisor_scale
+    divisor = divisor_of(number, length, normalizer_ptr, divisor_scale, RATIO)
     tl.store(out.divisor, divisor.to(STATS))
     tl.store(out.loss, (tl.sum(losses, axis=0) / divisor).to(STATS))
 

@@ -1,8 +1,9 @@
 """Clipped ratios in one launch from the log-probs, per sequence or per token, with a KL penalty.
 
 There is one program per sequence. It sums the log-ratios, then reads the tokens once more for their ratios,
-penalties and gradients. The program that finishes the last sequence reduces the loss and the metrics. The
-divisor is known only then, so ``ratio_step`` divides the gradients by it after the launch.
+penalties and gradients. The program that finishes the last sequence reduces the loss and the metrics. A
+divisor that counts sequences or tokens is known only then, so ``ratio_step`` divides the gradients by it
+after the launch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gspo_kernels.kernels.sequences import (
     clip,
     clip_bounds,
     clip_sequence,
+    divisor_of,
     fill_without_sequences,
     length_of,
     log_ratio_of,
@@ -89,6 +91,10 @@ def ratio_step_kernel(
     """Compute one sequence in fp64. ``out`` is a ``RatioOutputs``, ``ratio`` a ``RatioNumbers``."""
     ESTIMATOR: tl.constexpr = RATIO.ESTIMATOR
     TOKENS_PER_BLOCK: tl.constexpr = RATIO.TOKENS_PER_BLOCK
+    KNOWN: tl.constexpr = normalizer_ptr is not None or RATIO.DIVISOR == "one"
+    divisor_scale = decode_float(ratio.divisor_scale)
+    if KNOWN:
+        divisor = divisor_of(1.0, 1.0, normalizer_ptr, divisor_scale, RATIO)
     sequence = tl.program_id(0)
     T = decode(ratio.T)
     sequences = decode(ratio.sequences)
@@ -156,7 +162,9 @@ def ratio_step_kernel(
                 slope += tl.where((beta == 0) | (kl_slope == 0), 0.0, beta * kl_slope) * share
         slope = tl.where(counted, slope, 0.0)
         actives |= tl.where(slope != 0, 1, 0)
-        tl.store(out.gradient + rows, slope, mask=inside)
+        if KNOWN:
+            slope = slope / divisor
+        tl.store(out.gradient + rows, slope.to(out.gradient.dtype.element_ty), mask=inside)
 
     token_losses = tl.sum(losses, axis=0) * share
     if RATIO.PER_TOKEN:
@@ -174,7 +182,7 @@ def ratio_step_kernel(
     store_sequence(out.scratch, sequence, sequences, count, log_ratio, length, s, loss, low, high, active)
     if signal_and_count(out.counters) == sequences - 1:
         with_kl = reference_ptr is not None
-        reduce_batch(out, sequences, normalizer_ptr, decode_float(ratio.divisor_scale), with_kl, RATIO)
+        reduce_batch(out, sequences, normalizer_ptr, divisor_scale, with_kl, RATIO)
 
 
 def ratio_step(
@@ -193,13 +201,13 @@ def ratio_step(
     # one kind of operation makes all tensors: the first of each kind takes as long as twenty more of it
     new = functools.partial(torch.empty, dtype=logprobs.dtype, device=logprobs.device)
     loss, metrics, result = new(()), new((len(METRICS) + (kl is not None),)), new((B, T))
-    divisor = new((), dtype=torch.float64)
+    divisor, known = new((), dtype=torch.float64), normalizer is not None or form.divisor == "one"
     if sequences == 0:
         fill_without_sequences(form, normalizer, loss, divisor, metrics)
         return RatioStep(loss, metrics, torch.zeros_like(logprobs))
     reference = None if kl is None else kl.ref_logprobs
     beta = None if kl is None or kl.beta is None else kl.beta.expand(logprobs.shape)
-    gradient = new((B, T), dtype=torch.float64)
+    gradient = result if known else new((B, T), dtype=torch.float64)
 
     launch(
         ratio_step_kernel, sequences, logprobs.device, without_spills(_STEP, True, 255),
@@ -227,4 +235,4 @@ def ratio_step(
     )  # fmt: skip
     if doubt is not None:
         doubt()
-    return RatioStep(loss, metrics, torch.div(gradient, divisor, out=result))
+    return RatioStep(loss, metrics, result if known else torch.div(gradient, divisor, out=result))

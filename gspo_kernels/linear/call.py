@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gspo_kernels.invariance import refuse_backend
-from gspo_kernels.linear.chunk import Chunk, as_index
+from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
 from gspo_kernels.linear.products import products_of
 from gspo_kernels.ops.backends import hidden_kernels
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
@@ -113,7 +113,8 @@ class Call:
         """The positions of the rows that get logits: counted rows, or all rows without compaction."""
         lengths = self.chunking.lengths
         count = None if lengths is None else int(lengths[0].sum())
-        return self.index(self.counted if self.chunking.compact else None, count)
+        whole = not self.chunking.compact or count == self.labels.numel()
+        return self.index(None if whole else self.counted, count)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
         """Return the positions of the rows where ``keep`` holds; None: of all rows.
@@ -135,7 +136,7 @@ class Call:
         first, count = (
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
         )
-        labels = self.labels.flatten()[where]
+        labels = rows_at(self.labels, where)
         ends = self.products.cut(count, most or self.chunk_rows)
         begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
@@ -155,14 +156,18 @@ class Call:
         self, where: slice | Tensor, labels: Tensor | None = None, hidden: Tensor | None = None
     ) -> Chunk:
         """Return the rows at some positions; labels [n] and hidden [n, H] are looked up unless passed."""
-        labels = self.labels.flatten()[where] if labels is None else labels
+        labels = rows_at(self.labels, where) if labels is None else labels
         if hidden is None and self.tokens is not None:
             hidden = self.tokens.begin_gather(self.hidden, where)()
         elif hidden is None and self.hidden.is_contiguous():
-            hidden = self.hidden.flatten(0, 1)[where]
+            hidden = self.hidden.flatten(0, 1)
+            if isinstance(where, Tensor) or labels.numel() < hidden.shape[0]:
+                hidden = hidden[where]
         elif hidden is None:
             index = as_index(where, self.labels.device)
             hidden = self.hidden[index // self.labels.shape[1], index % self.labels.shape[1]]
-        transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
-        options = self.options._replace(transform=transform)
+        options = self.options
+        if options.transform.row_temperature is not None or options.transform.kept is not None:
+            transform = options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
+            options = options._replace(transform=transform)
         return Chunk(where, hidden, labels.unsqueeze(0), options, labels.numel())

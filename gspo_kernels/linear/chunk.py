@@ -90,6 +90,13 @@ def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | N
     return rows.index_copy(0, gaps, kept[stay:]), gaps
 
 
+def rows_at(values: Tensor, where: slice | Tensor) -> Tensor:
+    """Return the rows at some positions among all rows, [n] from [B, T]."""
+    values = values.view(-1) if values.is_contiguous() else values.flatten()
+    whole = isinstance(where, slice) and where.start == 0 and where.stop == values.numel()
+    return values if whole else values[where]
+
+
 def as_index(where: slice | Tensor, device: torch.device) -> Tensor:
     """Return the positions as int64 [n]."""
     return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where

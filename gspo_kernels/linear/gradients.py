@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -65,15 +66,18 @@ class Gradients:
         one: 0-d, 1 in that dtype.
     """
 
-    def __init__(self, call: Call, needs: RequiresGrad, normalised: bool):
+    def __init__(self, call: Call, needs: RequiresGrad, normalised: bool, all_rows: bool = False):
+        """``all_rows``: a gradient of every row will be stored."""
         self.call, self.needs, hidden = call, needs, call.hidden
-        self.hidden = (
-            torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
-        )
-        self.dtype = stats_dtype(hidden.dtype)
-        self.scales = hidden.new_ones(hidden.shape[:-1], dtype=self.dtype) if normalised else None
+        self.dtype, shape, device = stats_dtype(hidden.dtype), hidden.shape, hidden.device
+        self.hidden = self.scales = None
+        if needs.hidden:
+            self.hidden = (torch.empty if all_rows else torch.zeros)(shape, dtype=hidden.dtype, device=device)
+        if normalised:
+            stored = all_rows and needs.hidden
+            self.scales = (torch.empty if stored else torch.ones)(shape[:-1], dtype=self.dtype, device=device)
         self.sums = HeadSums(call.products, needs, call.options.backend)
-        self.one = hidden.new_ones((), dtype=self.dtype)
+        self.one = torch.ones((), dtype=self.dtype, device=device)
 
     def add(
         self, projected: Projected, chunk: Chunk, grad: Tensor, grad_entropy: Tensor | None, skip: bool
@@ -175,7 +179,8 @@ class Gradients:
         weight, bias = (None if total is None else total.to(dtype) for total in sums)
         # one empty tensor each: an operator's outputs may not be the same tensor
         computed = (self.hidden, self.scales, weight, bias)
-        return HeadGradients(*(hidden.new_empty(0, dtype=dtype) if x is None else x for x in computed))
+        empty = functools.partial(torch.empty, 0, dtype=dtype, device=hidden.device)
+        return HeadGradients(*(empty() if x is None else x for x in computed))
 
 
 def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
-from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.layout import Padded
+from gspo_kernels.exact import exact_dtype
 from gspo_kernels.linear.call import Call
-from gspo_kernels.linear.chunk import as_index
+from gspo_kernels.linear.chunk import as_index, rows_at
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.plan import ratio_of
 from gspo_kernels.step import evaluate_objective
-from gspo_kernels.terms import SPECS, ArgSpec, Terms, inactive_sequences
+from gspo_kernels.terms import SPECS, ArgSpec, Terms, shows_inactive
 
 
 def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
@@ -70,41 +69,22 @@ class CoefficientGroups:
     Attributes:
         rows: the number of rows of each group.
         inactive: how many groups at the end have no gradient, whatever the forward gives.
+        all_rows: whether every row of the call is in a group.
+        in_place: whether these are padded sequences in the order of the call.
+        total: the call's ``Aggregation.total`` where the host knows it.
     """
 
     def __init__(self, call: Call, terms: Terms, depends_on: str, skip: bool):
         self._call, self._terms = call, terms
-        layout, compact = terms.layout(call.labels), call.chunking.compact
-        # every sequence has T rows, so no counts are read from the device
-        equal = isinstance(layout, Padded) and not compact
-        known: dict[str, list[int]] = {}
-        if isinstance(layout, Padded):
-            known["counts"] = [layout.length] * layout.rows
-        asked: dict[str, Tensor] = {}
-        inactive, on_host = inactive_sequences(call.labels, terms) if skip else None, call.chunking.lengths
-        if compact and on_host is not None:
-            known["counts"], flags = on_host.tolist()
-            known |= {} if inactive is None else {"inactive": flags}
-        elif not equal:
-            present = call.counted if compact else torch.ones_like(call.counted)
-            asked["counts"] = layout.sum(exact(present))
-        if inactive is not None and on_host is None:
-            asked["inactive"] = inactive
-        if depends_on == "group" and terms.group_ids is not None:
-            asked["groups"] = terms.group_ids
-        if asked:
-            # one read from the device
-            values = torch.stack([value.to(torch.int64) for value in asked.values()]).tolist()
-            known |= dict(zip(asked, values, strict=True))
-        counts = known["counts"]
-        without = known.get("inactive", [0] * len(counts))
+        compact, grouped = call.chunking.compact, depends_on == "group" and terms.group_ids is not None
+        counts, without, ids = _lengths(call, terms, skip, grouped)
         present_sequences = [i for i, count in enumerate(counts) if count]
 
         members: dict[int, list[int]] = {}
         if depends_on not in ("group", "batch"):
             members = {i: [i] for i in present_sequences}
         else:
-            for i, group in enumerate(known.get("groups", [0] * len(counts))):
+            for i, group in enumerate(ids):
                 members.setdefault(group, []).append(i)
         groups = list(members.values())
         working = [group for group in groups if not all(without[i] for i in group)]
@@ -121,55 +101,78 @@ class CoefficientGroups:
         self._row_ends = [0, *itertools.accumulate(counts[i] for i in self._sequences)]
 
         # positions of all rows in the order of the groups
-        self._where = call.index(call.counted if compact else None, sum(counts))
+        total, tokens = sum(counts), call.labels.numel()
+        self._where = call.index(call.counted if compact and total < tokens else None, total)
         if [i for i in self._sequences if counts[i]] != present_sequences:
             index, starts = as_index(self._where, call.labels.device), [0, *itertools.accumulate(counts)]
             self._where = torch.cat([index[starts[i] : starts[i + 1]] for i in self._sequences])
-        self._in_place = equal and self._sequences == list(range(len(counts)))
+        # whole padded sequences in their order: nothing has to be looked up
+        in_order = isinstance(self._where, slice) and self._sequences == list(range(len(counts)))
+        self.in_place = in_order and terms.cu_seqlens is None and not call.chunking.batch_invariant
+        self.all_rows = isinstance(self._where, slice)
+        self.total = _total(counts, terms) if compact else None
 
     def prepare(
-        self, parts: Sequence[Part], total: Tensor
+        self, parts: Sequence[Part], terms: Terms, at_once: bool
     ) -> Iterator[tuple[Part, slice | Tensor, Tensor, Terms]]:
         """Copy what all parts need to the device at once, then yield part by part.
 
-        ``total`` is the call's ``Aggregation.total``, the count in the outer divisor.
+        ``at_once``: the call's own terms, not the parts', will be evaluated.
 
         Yields:
             Each part, the positions of its rows among the flattened rows of the call, their labels [n], and
-            their terms as a packed batch with the call's outer divisor.
+            their terms with the call's outer divisor: as a packed batch, or padded where groups are in place.
         """
-        if not parts:
+        labels, where = rows_at(self._call.labels, self._where), self._where
+        if at_once:
+            for part in parts:
+                rows = slice(*(self._row_ends[self._sequence_ends[end]] for end in (part.start, part.stop)))
+                yield (
+                    part,
+                    rows if isinstance(where, slice) else rows_at(where, rows),
+                    rows_at(labels, rows),
+                    terms,
+                )
             return
-        labels, where, ends = self._call.labels, self._where, self._row_ends
-        ranges = [(self._sequence_ends[part.start], self._sequence_ends[part.stop]) for part in parts]
-        sizes = [last - first + 1 for first, last in ranges]
-        order: slice | Tensor = slice(None)
-        if self._in_place:
-            length = labels.shape[1]
-            longest = torch.arange(0, max(sizes) * length, length, dtype=torch.int32, device=labels.device)
-            offsets = [longest[:size] for size in sizes]
-        else:
-            numbers = list(self._sequences)
-            for first, last in ranges:
-                numbers += [end - ends[first] for end in ends[first : last + 1]]
-            table = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-            # pinned, so that the host doesn't wait for the copy
-            pinned = table.pin_memory() if labels.is_cuda else table
-            order, *offsets = pinned.to(labels.device, non_blocking=True).split(
-                [len(self._sequences), *sizes]
-            )
-
-        # values in the order of the groups: [B] if there is one per sequence, [1, n] if one per token
-        ordered: dict[str, Tensor] = {}
-        whole = self._terms._replace(skipped=None, cu_seqlens=None, normalizer=total)
+        if terms.normalizer is None:
+            terms = terms._replace(normalizer=Aggregation(self._call.labels, terms).total)
+        # [B] if there is one per sequence, otherwise one per token
+        given: dict[str, Tensor] = {}
+        whole = terms._replace(skipped=None, cu_seqlens=None)
         for name, form in SPECS.items():
             value = getattr(whole, name)
-            if value is None or value.ndim == 0:
-                continue
-            if form.shape == "broadcast":
-                value = value.to(labels.device).expand(labels.shape)
-            ordered[name] = value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
-        flat_labels = labels.flatten()[where]
+            if value is not None and value.ndim:
+                spread = form.shape == "broadcast"
+                given[name] = value.to(labels.device).expand(self._call.labels.shape) if spread else value
+        if not self.in_place:
+            yield from self._ordered(parts, whole, given, labels)
+            return
+        length = self._call.labels.shape[1]
+        for part in parts:
+            first, last = self._sequence_ends[part.start], self._sequence_ends[part.stop]
+            rows = slice(first * length, last * length)
+            here: dict[str, Any] = {name: value[first:last] for name, value in given.items()}
+            yield part, rows, labels[rows], whole._replace(**here)
+
+    def _ordered(
+        self, parts: Sequence[Part], whole: Terms, given: dict[str, Tensor], labels: Tensor
+    ) -> Iterator[tuple[Part, slice | Tensor, Tensor, Terms]]:
+        """Do what ``prepare`` does with the terms' tensors in the order of the groups, packed."""
+        where, ends = self._where, self._row_ends
+        ranges = [(self._sequence_ends[part.start], self._sequence_ends[part.stop]) for part in parts]
+        numbers = list(self._sequences)
+        for first, last in ranges:
+            numbers += [end - ends[first] for end in ends[first : last + 1]]
+        table = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        # pinned, so that the host doesn't wait for the copy
+        pinned = table.pin_memory() if labels.is_cuda else table
+        sizes = [last - first + 1 for first, last in ranges]
+        order, *offsets = pinned.to(labels.device, non_blocking=True).split([len(self._sequences), *sizes])
+        # [B] or [1, n]
+        ordered = {
+            name: value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
+            for name, value in given.items()
+        }
         for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
             rows = slice(ends[first], ends[last])
             here: dict[str, Any] = {
@@ -177,4 +180,45 @@ class CoefficientGroups:
                 for name, value in ordered.items()
             }
             terms = whole._replace(**here, cu_seqlens=cu_seqlens)
-            yield part, rows if isinstance(where, slice) else where[rows], flat_labels[rows], terms
+            yield part, rows if isinstance(where, slice) else where[rows], labels[rows], terms
+
+
+def _lengths(call: Call, terms: Terms, skip: bool, grouped: bool) -> tuple[list[int], list[int], list[int]]:
+    """Return by sequence: its rows; 1 if it has no gradient, whatever the forward gives, and is left out; and
+    its group. What the host doesn't know it reads in one look.
+    """
+    counts: list[int] = []
+    inactive: list[int] = []
+    asked: list[Tensor] = []
+    skip = skip and shows_inactive(terms)
+    if call.chunking.lengths is not None:
+        counts, inactive = call.chunking.lengths.tolist()
+    elif call.chunking.compact:
+        labels, ignore_index = call.labels, call.options.ignore_index
+        advantages = terms.advantages if skip else None
+        asked.append(call.hidden_kernels.lengths(labels, ignore_index, terms.cu_seqlens, advantages))
+    elif terms.cu_seqlens is None:
+        # every sequence has T rows, so nothing is read from the device
+        counts = [call.labels.shape[1]] * call.labels.shape[0]
+    else:
+        asked.append(terms.cu_seqlens.diff().unsqueeze(0))
+    if grouped:
+        assert terms.group_ids is not None
+        asked.append(terms.group_ids.unsqueeze(0))
+    found = [] if not asked else (asked[0] if len(asked) == 1 else torch.cat(asked)).tolist()
+    groups = found.pop() if grouped else [0] * len(found[0] if found else counts)
+    if found:
+        counts = found[0]
+    if len(found) == 2:
+        inactive = found[1]
+    return counts, inactive if skip else [0] * len(counts), groups
+
+
+def _total(counts: list[int], terms: Terms) -> float | None:
+    """Return the count in the outer divisor, or 1.0 where that is 0; None if the device has to count."""
+    what, _ = from_spec(terms.objective).outer_divisor()
+    if terms.normalizer is not None or terms.skipped is not None or terms.cp_group or what == "pairs":
+        return None
+    if what == "tokens" and terms.lengths is not None:
+        return None
+    return float({"tokens": sum(counts), "sequences": sum(map(bool, counts))}.get(what, 1)) or 1.0

@@ -63,7 +63,8 @@ def check_inputs(
     if bias is not None:
         checks.tensor("bias", bias, (weight.shape[0],), "[V]", labels.device, checks.FLOATS)
     # as F.linear does it: fp64 stays out of autocast
-    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype):
+    autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(hidden.device.type)
+    if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         low = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
     for name, value in (("weight", weight), ("bias", bias)):

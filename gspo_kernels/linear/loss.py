@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.aggregation import Aggregation
+from gspo_kernels import checks
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
 from gspo_kernels.linear.call import Call, LinearOperands
-from gspo_kernels.linear.chunk import Chunk, as_index
+from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
 from gspo_kernels.linear.gradients import (
     Gradients,
     HeadGradients,
@@ -58,7 +58,8 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearL
     else:
         run.by_parts()
     step, (logprobs, _, entropy) = run.whole_step(), run.scores.stats
-    entropy = logprobs.new_empty(0) if entropy is None else entropy
+    if entropy is None:
+        entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
     return LinearLoss(step.loss, step.metrics, logprobs, entropy, run.gradients.result())
 
 
@@ -102,8 +103,6 @@ class Run:
 
     def __init__(self, call: Call, terms: Terms, plan: Plan):
         self.call, self.terms, self.plan = call, terms, plan
-        self.scores = Scores(call, plan.entropy)
-        self.gradients = Gradients(call, plan.requires_grad, normalised=True)
         # from how many rows on those without gradient stay out of gradient products
         self.leaves_out_from = call.products.rows_worth_a_look if plan.leaves_out else math.inf
         # a ratio, which would show the last bits of the log-probs
@@ -116,11 +115,22 @@ class Run:
         self._step: PolicyStep | None = None
         self._sequence_sums: HeadSums | None = None
 
+    def start(self, all_rows: bool, all_active: bool) -> None:
+        """Make room for statistics and gradients: zeros where rows may be left out, which nothing writes.
+
+        ``all_active``: no row is known to have no gradient.
+        """
+        call = self.call
+        keeps = all_rows and all_active and call.tokens is None and self.leaves_out_from > call.labels.numel()
+        self.scores = Scores(call, self.plan.entropy, all_rows=all_rows)
+        self.gradients = Gradients(call, self.plan.requires_grad, normalised=True, all_rows=keeps)
+
     def known(self) -> None:
         """Serve a call in which a token's coefficient is known beforehand, or depends on the token's log-prob
         alone: log-probs and gradient come from the same chunk.
         """
         call, where, terms = self.call, self.call.projected, self.terms
+        self.start(isinstance(where, slice), True)
         if self.plan.depends_on == "nothing":
             grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
             keep = call.index(grads[where] != 0) if self.leaves_out_from <= call.labels.numel() else None
@@ -168,8 +178,13 @@ class Run:
         if self.at_once:
             # the one evaluation needs all tokens projected, so parts that are only projected go first
             parts.sort(key=lambda part: part.schedule != "forward")
-        total = Aggregation(call.labels, self.terms).total
-        for part, where, labels, terms in groups.prepare(parts, total):
+        self.start(groups.all_rows, not any(part.schedule == "forward" for part in parts))
+        if groups.total is not None:
+            self.terms = self.terms._replace(normalizer=checks.filled(groups.total, call.labels.device))
+        if len(parts) == 1 and not call.chunking.batch_invariant:
+            # the evaluation of the call is that of its part; sums of a part would have an order of their own
+            self.at_once = True
+        for part, where, labels, terms in groups.prepare(parts, self.terms, self.at_once):
             if part.schedule == "forward":
                 self.scores.forward(where)
             elif part.schedule == "aligned":
@@ -191,7 +206,7 @@ class Run:
 
     def deferred(self, where: slice | Tensor, terms: Terms) -> None:
         """Serve a sequence in chunks: its one coefficient multiplies the sequence's sums at its end."""
-        call, gradients, factors = self.call, self.gradients, terms.token_weights
+        call, gradients, factors = self.call, self.gradients, self.terms.token_weights
         if self._sequence_sums is None:
             self._sequence_sums = HeadSums(call.products, self.plan.requires_grad, self.plan.backend)
         sums = self._sequence_sums
@@ -199,7 +214,7 @@ class Run:
         counted = call.counted.flatten()[where]
         weights = gradients.one.expand(counted.shape)
         if factors is not None:
-            weights = torch.where(counted, factors[0].to(gradients.dtype), 0.0)
+            weights = torch.where(counted, rows_at(factors, where).to(gradients.dtype), 0.0)
         done = 0
         for chunk in call.chunks(where):
             projected = self.call.products.project(chunk, self.plan.entropy, True, self.compared)
@@ -251,10 +266,14 @@ class Run:
         else:
             logprobs, _, entropy = self.scores.at(where) if stats is None else stats
             backend, ratio = self.plan.backend, self.plan.ratio
+            if terms.cu_seqlens is None:
+                assert terms.loss_mask is not None
+                logprobs = logprobs.view(terms.loss_mask.shape)
+                entropy = None if entropy is None else entropy.view(logprobs.shape)
             step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics=False)
-            where = slice(None)
-        grad_entropy = step.grad_entropy.flatten()[where] if step.grad_entropy.numel() else None
-        return step.grad_logprobs.flatten()[where], grad_entropy
+            where = slice(0, logprobs.numel())
+        grad_entropy = rows_at(step.grad_entropy, where) if step.grad_entropy.numel() else None
+        return rows_at(step.grad_logprobs, where), grad_entropy
 
     def whole_step(self) -> PolicyStep:
         """Return loss, coefficients and metrics of the whole call, once all its log-probs are computed."""

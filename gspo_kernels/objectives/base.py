@@ -314,7 +314,11 @@ class Objective(ABC):
     def spec(self) -> str:
         """The objective as a string, which passes through opaque operators."""
         if not torch.compiler.is_compiling():
-            return _cached_spec(self)
+            spec: str | None = self.__dict__.get("_spec")
+            if spec is None:
+                # looking it up by the fields takes longer than all that asks for it
+                spec = self.__dict__["_spec"] = _cached_spec(self)
+            return spec
         cls = type(self)
         names = _field_names(cls)
         return _spec(cls, names, tuple([plain_constant(getattr(self, name)) for name in names]))

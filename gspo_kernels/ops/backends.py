@@ -158,6 +158,14 @@ class HiddenKernels(Protocol):
         ``whole_last``: the whole coefficient multiplies last, not only the power of two in it.
         """
 
+    def lengths(
+        self, labels: Tensor, ignore_index: int, cu_seqlens: Tensor | None, advantages: Tensor | None
+    ) -> Tensor:
+        """Return how many tokens of each sequence have a label other than ``ignore_index``, and whether all
+        of these have an advantage of 0, int64 [2, B]. Labels are [B, T], or [1, N] with ``cu_seqlens``;
+        advantages are [B] or like the labels, or None: the second row is then 0.
+        """
+
     def scale_rows_(self, values: Tensor, scales: Tensor, factor: Tensor) -> None:
         """Multiply rows of contiguous ``values`` [..., H] in place by ``scales`` [...] times a 0-d tensor."""
 

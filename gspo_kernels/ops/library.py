@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from gspo_kernels.torch_internals import copies_to_save
+from gspo_kernels.torch_internals import PLAIN, copies_to_save
 
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,11 +98,9 @@ def can_bypass_dispatcher(tensors: list[Tensor]) -> bool:
     Passing it takes as long as a dozen small operations. Compilers, dispatch modes, functorch, tensor
     subclasses and profilers need the dispatcher.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _profiler_enabled():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return _PLAIN.issuperset(map(type, tensors))
+    return not (
+        is_compiling() or _modes() or _profiler_enabled() or _transforms() is not None
+    ) and PLAIN.issuperset(map(type, tensors))
 
 
 class Operator:
@@ -162,7 +161,7 @@ class Operator:
                 torch.autograd.graph.increment_version(args[0])
             return result
         result = self.default(*flat(args))
-        if self._mutates and not torch.compiler.is_compiling():
+        if self._mutates and not is_compiling():
             # autograd doesn't see a kernel's writes; a new version makes it refuse what it saved of args[0]
             torch.autograd.graph.increment_version(args[0])
         return result if self._result is None else self._result.take(iter(result))
@@ -218,52 +217,57 @@ def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractCo
     """Return a context without autograd, and without the autocast or TF32 that the caller has on: an operator
     computes what it says. Return None where that is so already.
     """
-    if multiplies or torch._C._is_any_autocast_enabled():
-        device = tensors[0].device.type if tensors else "cpu"
-        multiplies = multiplies and device == "cuda"
-        if multiplies or torch.is_autocast_enabled(device):
-            return _isolated(device, multiplies)
     # contexts that change nothing would take as long as the small operations of a small call
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return torch.no_grad() if learns else None
+    multiplies = multiplies and bool(tensors) and tensors[0].is_cuda
+    if torch._C._is_any_autocast_enabled():
+        device = tensors[0].device.type if tensors else "cpu"
+        if torch.is_autocast_enabled(device):
+            return _isolated(device, multiplies)
+    if learns:
+        return _isolated("", multiplies) if multiplies else torch.no_grad()
+    return _ExactMatmul() if multiplies else None
 
 
 @contextlib.contextmanager
-def _isolated(device: str, multiplies: bool) -> Iterator[None]:
-    products = _exact_matmul() if multiplies else _NOTHING
-    with torch.no_grad(), torch.autocast(device, enabled=False), products:
+def _isolated(autocast: str, multiplies: bool) -> Iterator[None]:
+    """Leave out autograd, autocast on a device if one is named, and rounded products."""
+    with (
+        torch.no_grad(),
+        torch.autocast(autocast, enabled=False) if autocast else _NOTHING,
+        _ExactMatmul() if multiplies else _NOTHING,
+    ):
         yield
 
 
+_MATMUL = torch.backends.cuda.matmul
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
-@contextlib.contextmanager
-def _exact_matmul() -> Iterator[None]:
+class _ExactMatmul:
     """Keep TF32 and 16-bit sums out of CUDA's products, whatever the caller has set by old or new switches.
 
     ``fp32_precision`` is the new switch for what ``allow_tf32`` and ``set_float32_matmul_precision`` set. The
     old ones can't be read any more once the new one was used.
     """
-    matmul = torch.backends.cuda.matmul
-    precision = matmul.fp32_precision
-    reductions = {name: _reduction(name) for name in _REDUCTIONS}
-    matmul.fp32_precision = "ieee"
-    for name in _REDUCTIONS:
-        setattr(matmul, name, False)
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = precision
-        for name, value in reductions.items():
-            setattr(matmul, name, value)
+
+    def __enter__(self) -> None:
+        self._precision = _MATMUL.fp32_precision
+        self._reductions = [(name, _reduction(name)) for name in _REDUCTIONS]
+        _MATMUL.fp32_precision = "ieee"
+        for name in _REDUCTIONS:
+            setattr(_MATMUL, name, False)
+
+    def __exit__(self, *_: object) -> None:
+        _MATMUL.fp32_precision = self._precision
+        for name, value in self._reductions:
+            setattr(_MATMUL, name, value)
 
 
 def _reduction(name: str) -> bool | tuple[bool, bool]:
     """Return a setting of 16-bit sums, along with that of split sums if this PyTorch has one."""
-    matmul = torch.backends.cuda.matmul
-    alone: bool = getattr(matmul, name)
-    split = getattr(matmul, f"{name}_split_k", None)
+    alone: bool = getattr(_MATMUL, name)
+    split = getattr(_MATMUL, f"{name}_split_k", None)
     return alone if split is None else (alone, split)
 
 

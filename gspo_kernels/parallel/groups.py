@@ -7,8 +7,8 @@ collectives that run in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,8 +54,11 @@ class Parallel:
     reduce_hidden_grad: bool = True
     sequence_parallel: bool = False
     cp_group: ProcessGroup | DeviceMesh | None = None
+    _alone: ClassVar[bool]
 
     def __post_init__(self) -> None:
+        # every call asks whether all fields have their defaults
+        self.__dict__["_alone"] = all(getattr(self, each.name) == each.default for each in fields(self))
         for name in ("tp_group", "cp_group"):
             if getattr(self, name) is not None:
                 group_name(name, getattr(self, name))
@@ -88,20 +91,19 @@ class Parallel:
         """
         if not isinstance(parallel, Parallel):
             raise TypeError(f"parallel: got {type(parallel).__name__}, expected Parallel(...)")
-        if vars(parallel) == _DEFAULTS:
+        if parallel._alone:
             return
         if parallel.tp_group is not None or parallel.cp_group is not None:
             refuse_groups(in_force(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)
-        for name, value in vars(parallel).items():
-            default = _DEFAULTS[name]
-            if value != default and name not in usable:
+        for name, default in _DEFAULTS.items():
+            if getattr(parallel, name) != default and name not in usable:
                 raise ValueError(
                     f"{name}: {function} can't use it, expected {default}; of parallel it takes "
                     f"{', '.join(usable)}"
                 )
 
 
-_DEFAULTS = vars(Parallel())
+_DEFAULTS = {field.name: field.default for field in fields(Parallel)}
 
 
 def group_name(argument: str, group: object) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gspo_kernels.invariance import in_force, refuse_groups
 from gspo_kernels.parallel.groups import Parallel
+from gspo_kernels.torch_internals import PLAIN
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import ProcessGroup
@@ -113,6 +114,9 @@ def local_tensors(
     Raises:
         ValueError: a DTensor that isn't supported, or an argument that contradicts it.
     """
+    values = list(tensors.values())
+    if PLAIN.issuperset(map(type, values)):  # faster than the look for an attribute that isn't there
+        return values, parallel
     dtensors: dict[str, Any] = {name: x for name, x in tensors.items() if hasattr(x, "device_mesh")}
     if dtensors:
         tensors, parallel = _resolve(parallel, terms, tensors, dtensors)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.exact import largest, power_of_two, times, times_
+from gspo_kernels.exact import exact, largest, power_of_two, times, times_
+from gspo_kernels.layout import layout_of
 from gspo_kernels.types import stats_dtype
 
 
@@ -33,6 +34,21 @@ def product_operand(
         # selected, not multiplied: the hidden state of a row without gradient may be anything
         chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
     return (chosen * shares.unsqueeze(1)).to(dtype)
+
+
+def lengths(
+    labels: Tensor, ignore_index: int, cu_seqlens: Tensor | None, advantages: Tensor | None
+) -> Tensor:
+    """See ``ops.backends.HiddenKernels.lengths``."""
+    layout, counted = layout_of(labels, cu_seqlens), labels != ignore_index
+    counts = layout.sum(exact(counted))
+    if advantages is None:
+        inactive = torch.zeros_like(counts)
+    elif advantages.ndim == 1:
+        inactive = advantages == 0
+    else:
+        inactive = layout.sum(exact(counted & (advantages != 0))) == 0
+    return torch.stack([counts.to(torch.int64), inactive.to(torch.int64)])
 
 
 def sum_unit(
