@@ -148,10 +148,10 @@ def scalar(name: str, value: object, device: torch.device) -> Tensor:
 
 def objective(value: Any, base: type) -> Any:
     """Check that a value is an instance of an objective; return it."""
+    if base in type(value).__mro__:
+        return value
     if isinstance(value, type) and issubclass(value, base):
         raise TypeError(
             f"objective: got the class {value.__name__}, expected an instance such as {value.__name__}()"
         )
-    if not isinstance(value, base):
-        raise TypeError(f"objective: got {_described(value)}, expected an instance such as GSPO()")
-    return value
+    raise TypeError(f"objective: got {_described(value)}, expected an instance such as GSPO()")

@@ -11,11 +11,12 @@ from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.logits import LogitArguments, check_inplace, check_scores
+from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.ranks import comparing
-from gspo_kernels.torch_internals import apply
+from gspo_kernels.ranks import NOT_COMPARED, comparing
+from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 
 
@@ -70,7 +71,7 @@ def token_logprobs(
         RuntimeError: the backend can't serve the tensors' device.
     """
     how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
-    with comparing(
+    with NOT_COMPARED if not validates() else comparing(
         "token_logprobs", logits=logits, labels=labels, logit_arguments=how, return_entropy=return_entropy,
         inplace_backward=inplace_backward, parallel=parallel,
     ) as ranks:  # fmt: skip
@@ -84,8 +85,8 @@ def token_logprobs(
         rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
         if ranks is not None:
             ranks.compare(row_labels, None, options, vocabulary)
-    logprobs, entropy = apply(
-        TokenLogprobsFunction, rows, row_labels, return_entropy, inplace_backward, options
+    logprobs, entropy = applied(TokenLogprobsFunction)(
+        rows, row_labels, return_entropy, inplace_backward, options
     )
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
@@ -147,7 +148,7 @@ def linear_token_logprobs(
     """
     how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
-    with comparing(
+    with NOT_COMPARED if not validates() else comparing(
         "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, logit_arguments=how,
         product_arguments=products, return_entropy=return_entropy, parallel=parallel,
     ) as ranks:  # fmt: skip

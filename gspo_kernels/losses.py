@@ -22,15 +22,16 @@ from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, wan
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
+from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
-from gspo_kernels.ranks import comparing
+from gspo_kernels.ranks import NOT_COMPARED, comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
-from gspo_kernels.torch_internals import apply
+from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
@@ -108,7 +109,7 @@ def policy_loss(
 
     rows, entropy, terms = _normalize_logprobs("policy_loss", logprobs, entropy, passed, objective, parallel)
     backend = resolve("auto", logprobs.device)
-    loss, metrics = apply(PolicyLossFunction, rows, entropy, terms, backend, ratio_of(terms, backend))
+    loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_of(terms, backend))
     return output_of(loss, metrics, rows, entropy, terms)
 
 
@@ -178,9 +179,13 @@ def _normalize_logprobs(
     parallel: Parallel,
 ) -> tuple[Tensor, Tensor | None, Terms]:
     """Return log-probs and entropy in rows and validated terms, after comparing them with other ranks'."""
-    with comparing(
-        function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
-    ) as ranks:
+    with (
+        NOT_COMPARED
+        if not validates()
+        else comparing(
+            function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
+        ) as ranks
+    ):
         Parallel.check(parallel, function, ("cp_group",))
         checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
         packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
@@ -255,7 +260,7 @@ def fused_policy_loss(
     )  # fmt: skip
     passed = Terms(*arguments)
     how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
-    with comparing(
+    with NOT_COMPARED if not validates() else comparing(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
         logit_arguments=how, return_entropy=return_entropy, objective=objective, parallel=parallel,
     ) as ranks:  # fmt: skip
@@ -283,8 +288,7 @@ def fused_policy_loss(
     if learns and not late and coefficients_depend_on(objective, terms) == "nothing":
         return _with_known_coefficients(rows, row_labels, terms, options, ratio)
     if ratio.level == "sequence" and given_logprobs and not with_entropy and not options.shard.group:
-        loss, logprobs, metrics = apply(
-            SequenceRatioFunction,
+        loss, logprobs, metrics = applied(SequenceRatioFunction)(
             rows,
             row_labels,
             inplace_backward,
@@ -293,7 +297,7 @@ def fused_policy_loss(
             ratio,
         )
         return output_of(loss, metrics, logprobs, None, terms)
-    scored = apply(TokenLogprobsFunction, rows, row_labels, with_entropy, inplace_backward, options)
+    scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, options)
     return _of_scored_rows(scored, with_entropy, terms, options.backend, ratio)
 
 
@@ -302,7 +306,7 @@ def _of_scored_rows(
 ) -> LossOutput:
     """Return the loss of log-probs and, if it was computed, their entropy."""
     logprobs, entropy = scored[0], scored[1] if with_entropy else None
-    loss, metrics = apply(PolicyLossFunction, logprobs, entropy, terms, backend, ratio)
+    loss, metrics = applied(PolicyLossFunction)(logprobs, entropy, terms, backend, ratio)
     return output_of(loss, metrics, logprobs, entropy, terms)
 
 
@@ -386,7 +390,7 @@ def fused_linear_policy_loss(
     passed = Terms(*arguments)
     how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
-    with comparing(
+    with NOT_COMPARED if not validates() else comparing(
         "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,
         logit_arguments=how, product_arguments=products, return_entropy=return_entropy, schedule=schedule,
         skip_inactive=skip_inactive, objective=objective, parallel=parallel,
@@ -402,7 +406,8 @@ def fused_linear_policy_loss(
     # "all" leaves out tokens that these lengths count
     if labels.is_cuda and skip_inactive == "backward":
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
-        operands = operands._replace(chunking=operands.chunking._replace(lengths=on_host))
+        if on_host is not None:
+            operands = operands._replace(chunking=operands.chunking._replace(lengths=on_host))
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
         scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
@@ -411,7 +416,7 @@ def fused_linear_policy_loss(
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
     traced = torch.compiler.is_compiling()
-    loss, metrics, logprobs, entropy = apply(LinearPolicyFunction, *operands, terms, plan, traced)
+    loss, metrics, logprobs, entropy = applied(LinearPolicyFunction)(*operands, terms, plan, traced)
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
 

@@ -45,12 +45,10 @@ def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[
         name: of the public function.
         arguments: of the call, by name; named tuples and ``Parallel`` are compared field by field.
     """
-    if torch.compiler.is_compiling() or not validates():
-        return _NOT_COMPARED
-    return RankComparison(name, arguments)
+    return RankComparison(name, arguments) if validates() else NOT_COMPARED
 
 
-_NOT_COMPARED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+NOT_COMPARED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class RankComparison:

@@ -70,7 +70,8 @@ class ArgSpec:
         if self.shape == "offsets":
             return checks.tensor(name, value, None, "[B + 1]", call.device)
         per_sequence = (call.sequences,)
-        expected = {"tokens": call.shape, "sequences": per_sequence}.get(self.shape)
+        by_shape = call.shape if self.shape == "tokens" else None
+        expected = per_sequence if self.shape == "sequences" else by_shape
         tensor = checks.tensor(name, value, expected, _MEANINGS[self.shape], call.device, self.dtypes)
         shape = tuple(tensor.shape)
         if self.shape == "either" and shape != per_sequence:

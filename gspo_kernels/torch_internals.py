@@ -89,11 +89,10 @@ def refuse_second_derivatives() -> None:
         )
 
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return ``function.apply(*args)``, without the third of it that only functorch needs."""
-    if is_compiling() or _transformed():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
-    return _apply(function, *args)
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply``, without the third of it that only functorch needs."""
+    plain = not (is_compiling() or _transformed())
+    return functools.partial(_apply, function) if plain else function.apply
 
 
 def is_last_backward() -> bool:

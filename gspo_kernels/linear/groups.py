@@ -71,7 +71,7 @@ class CoefficientGroups:
         inactive: how many groups at the end have no gradient, whatever the forward gives.
         all_rows: whether every row of the call is in a group.
         in_place: whether these are padded sequences in the order of the call.
-        total: the call's ``Aggregation.total`` where the host knows it.
+        total: the call's ``Aggregation.total``, 0-d, where the host knows it; otherwise None.
     """
 
     def __init__(self, call: Call, terms: Terms, depends_on: str, skip: bool):
@@ -110,7 +110,15 @@ class CoefficientGroups:
         in_order = isinstance(self._where, slice) and self._sequences == list(range(len(counts)))
         self.in_place = in_order and terms.cu_seqlens is None and not call.chunking.batch_invariant
         self.all_rows = isinstance(self._where, slice)
-        self.total = _total(counts, terms) if compact else None
+        self.total = None
+        divided_by, _ = from_spec(terms.objective).outer_divisor()
+        asks = terms.normalizer is not None or terms.skipped is not None or terms.cp_group
+        by_length = divided_by == "tokens" and terms.lengths is not None
+        if compact and not (asks or by_length or divided_by == "pairs"):
+            number = {"tokens": total, "sequences": len(present_sequences)}.get(divided_by, 1) or 1
+            self.total = torch.full(
+                (), number, dtype=exact_dtype(call.labels.device), device=call.labels.device
+            )
 
     def prepare(
         self, parts: Sequence[Part], terms: Terms, at_once: bool
@@ -144,21 +152,17 @@ class CoefficientGroups:
             if value is not None and value.ndim:
                 spread = form.shape == "broadcast"
                 given[name] = value.to(labels.device).expand(self._call.labels.shape) if spread else value
-        if not self.in_place:
-            yield from self._ordered(parts, whole, given, labels)
+        if self.in_place:
+            length = self._call.labels.shape[1]
+            for part in parts:
+                first, last = self._sequence_ends[part.start], self._sequence_ends[part.stop]
+                rows = slice(first * length, last * length)
+                sliced: dict[str, Any] = {name: value[first:last] for name, value in given.items()}
+                yield part, rows, labels[rows], whole._replace(**sliced)
             return
-        length = self._call.labels.shape[1]
-        for part in parts:
-            first, last = self._sequence_ends[part.start], self._sequence_ends[part.stop]
-            rows = slice(first * length, last * length)
-            here: dict[str, Any] = {name: value[first:last] for name, value in given.items()}
-            yield part, rows, labels[rows], whole._replace(**here)
-
-    def _ordered(
-        self, parts: Sequence[Part], whole: Terms, given: dict[str, Tensor], labels: Tensor
-    ) -> Iterator[tuple[Part, slice | Tensor, Tensor, Terms]]:
-        """Do what ``prepare`` does with the terms' tensors in the order of the groups, packed."""
-        where, ends = self._where, self._row_ends
+        if not parts:
+            return
+        ends = self._row_ends
         ranges = [(self._sequence_ends[part.start], self._sequence_ends[part.stop]) for part in parts]
         numbers = list(self._sequences)
         for first, last in ranges:
@@ -212,13 +216,3 @@ def _lengths(call: Call, terms: Terms, skip: bool, grouped: bool) -> tuple[list[
     if len(found) == 2:
         inactive = found[1]
     return counts, inactive if skip else [0] * len(counts), groups
-
-
-def _total(counts: list[int], terms: Terms) -> float | None:
-    """Return the count in the outer divisor, or 1.0 where that is 0; None if the device has to count."""
-    what, _ = from_spec(terms.objective).outer_divisor()
-    if terms.normalizer is not None or terms.skipped is not None or terms.cp_group or what == "pairs":
-        return None
-    if what == "tokens" and terms.lengths is not None:
-        return None
-    return float({"tokens": sum(counts), "sequences": sum(map(bool, counts))}.get(what, 1)) or 1.0

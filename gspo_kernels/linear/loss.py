@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
@@ -180,7 +179,7 @@ class Run:
             parts.sort(key=lambda part: part.schedule != "forward")
         self.start(groups.all_rows, not any(part.schedule == "forward" for part in parts))
         if groups.total is not None:
-            self.terms = self.terms._replace(normalizer=checks.filled(groups.total, call.labels.device))
+            self.terms = self.terms._replace(normalizer=groups.total)
         if len(parts) == 1 and not call.chunking.batch_invariant:
             # the evaluation of the call is that of its part; sums of a part would have an order of their own
             self.at_once = True

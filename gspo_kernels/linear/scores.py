@@ -16,39 +16,32 @@ class Scores:
 
     Attributes:
         call: the call.
+        stats: the statistics of all rows, [B, T] each; zeros where nothing was projected.
     """
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None, all_rows: bool = False):
         """``known`` are the statistics of an earlier pass. ``all_rows``: every row will be projected."""
-        self.call, self._entropy, self._stats, self._all_rows = call, entropy, known, all_rows
-
-    @property
-    def stats(self) -> RowStats:
-        """The statistics of all rows, [B, T] each; zeros where nothing was projected."""
-        if self._stats is None:
-            shape, dtype, device = (
-                self.call.labels.shape,
-                stats_dtype(self.call.hidden.dtype),
-                self.call.labels.device,
-            )
-            new = torch.empty if self._all_rows else torch.zeros
-            self._stats = RowStats(
+        self.call, self._all_rows = call, all_rows
+        if known is None:
+            shape, device = call.labels.shape, call.labels.device
+            dtype, new = stats_dtype(call.hidden.dtype), torch.empty if all_rows else torch.zeros
+            known = RowStats(
                 new(shape, dtype=dtype, device=device),
                 new(shape, dtype=exact_dtype(device), device=device),
-                new(shape, dtype=dtype, device=device) if self._entropy else None,
+                new(shape, dtype=dtype, device=device) if entropy else None,
             )
-        return self._stats
+        self.stats = known
 
     def forward(self, where: slice | Tensor) -> None:
         """Project rows that need only statistics."""
-        call, entropy = self.call, self._entropy
+        call, entropy = self.call, self.stats.entropy is not None
         for chunk in call.chunks(where, call.products.statistics_rows(call.chunk_rows)):
             self.keep(chunk, call.products.statistics(chunk, entropy))
 
     def keep(self, chunk: Chunk, stats: RowStats) -> None:
         """Write a chunk's statistics into ``stats``."""
-        if self._stats is None and self._all_rows and chunk.size == self.call.labels.numel():
-            self._stats = stats.each(lambda stat: stat.view(self.call.labels.shape))
+        if self._all_rows and chunk.size == self.call.labels.numel():
+            self.stats = stats.each(lambda stat: stat.view(self.call.labels.shape))
             return
         for all_rows, part in zip(self.stats, stats, strict=True):
             if all_rows is not None and part is not None:

@@ -287,5 +287,5 @@ _ENVIRONMENT: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 
 
 def validates() -> bool:
-    """Return whether GSPO_KERNELS_VALIDATE is 1."""
-    return _VALIDATE in _ENVIRONMENT and os.environ["GSPO_KERNELS_VALIDATE"] == "1"
+    """Return whether GSPO_KERNELS_VALIDATE is 1; False while code is compiled."""
+    return not is_compiling() and _VALIDATE in _ENVIRONMENT and os.environ["GSPO_KERNELS_VALIDATE"] == "1"
