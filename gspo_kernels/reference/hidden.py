@@ -45,7 +45,7 @@ def lengths(
     if advantages is None:
         inactive = torch.zeros_like(counts)
     elif advantages.ndim == 1:
-        inactive = advantages == 0
+        inactive = (advantages == 0) | (counts == 0)
     else:
         inactive = layout.sum(exact(counted & (advantages != 0))) == 0
     return torch.stack([counts.to(torch.int64), inactive.to(torch.int64)])

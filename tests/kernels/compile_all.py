@@ -97,6 +97,7 @@ def call_all(
             mask = torch.ones(shape, dtype=torch.bool)
             kernels.ratio_step(numbers, mask, operands, form._replace(level=level), kl)
             kernels.merge_mask(mask, labels.view(shape), -100)
+            kernels.lengths(labels.view(shape), -100, operands.cu_seqlens, operands.advantages)
 
 
 def compare(
@@ -223,7 +224,7 @@ def is_read(name: str) -> bool:
     rows = name.startswith(("logprobs_", "on_chip_row", "sequence_ratio", "divergence"))
     own = rows and "no row_temperature_ptr" not in name
     return not own and not name.startswith(
-        ("ratio_step", "merge_mask", "scale_", "sum_unit", "fixed_product")
+        ("ratio_step", "merge_mask", "lengths", "scale_", "sum_unit", "fixed_product")
     )
 
 

@@ -1,6 +1,7 @@
 """Launch kernels on a pretended GPU without the interpreter, and print as JSON what was launched. A script.
 
-Each call is launched by Triton, then twice by ``launch``, which launches the second time by itself.
+Each call is launched by Triton, then twice by ``launch``, which launches the second time by itself. At
+the end 64 steps of as many sizes are launched.
 """
 
 from __future__ import annotations
@@ -99,14 +100,36 @@ def calls() -> list[Any]:
                 operands = RatioOperands(old, torch.zeros(B), None if start else torch.ones(B))
                 kernels.logprobs_forward(rows, entropy=bool(start))
                 kernels.merge_mask(old if start else labels != 0, labels, -100)
+                kernels.lengths(labels, -100, None, old if start else torch.zeros(B))
                 kernels.scale_(logits, torch.ones(()))
                 kernels.sequence_ratio_forward(rows, operands, form)
                 kernels.ratio_step(old, labels != 0, operands, form)
     return found
 
 
+def steps_of_64_sizes() -> None:
+    """Launch what a step in packed training launches around its products, with other tokens each time."""
+    form = RatioClip(-1.0, 1.0, 2.0, False, "sequences", 1.0)
+    for N in range(1, 65):
+        labels, numbers = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, N)
+        offsets = torch.tensor([0, N // 2, N], dtype=torch.int32)
+        operands = RatioOperands(numbers, torch.zeros(2), None, None, torch.ones(()), offsets)
+        rows = LogitRows(torch.zeros(1, N, 64), labels, LogitTransform(), -100)
+        kernels.merge_mask(numbers, labels, -100)
+        kernels.lengths(labels, -100, offsets, operands.advantages)
+        kernels.logprobs_forward(rows, entropy=False)
+        kernels.ratio_step(numbers, labels != 0, operands, form)
+
+
+def on_host(make: Any) -> Any:
+    """Return a function that makes tensors without a device."""
+    return lambda *sizes, device=None, **options: make(*sizes, **options)
+
+
 def main() -> None:
-    """Print (by Triton, at first, later, later by Triton) of every call, and what a hook has seen."""
+    """Print (by Triton, at first, later, later by Triton) of every call, and how many of the launches of
+    ``steps_of_64_sizes`` Triton served; check what a hook has seen.
+    """
     driver.set_active(Driver())
     torch.cuda.current_device = lambda: 0
     CompiledKernel._init_handles = prepare
@@ -133,7 +156,14 @@ def main() -> None:
         launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
         assert by_triton[0] == 1 and launched[-1][1][7:9] == hooks
         hook.remove(seen.append)
-    print(json.dumps(report))
+    launched.clear()
+    by_triton[0] = 0
+    for module in (logprobs, masks, steps):
+        module.launch = launching.launch
+    launching.torch.Tensor.device = property(lambda _: DEVICE)  # type: ignore[assignment]
+    launching.torch.empty, launching.torch.zeros = on_host(torch.empty), on_host(torch.zeros)
+    steps_of_64_sizes()
+    print(json.dumps((report, len(launched), by_triton[0])))
 
 
 if __name__ == "__main__":

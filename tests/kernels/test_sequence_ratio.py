@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 import gspo_kernels as gk
 from gspo_kernels import cpp, losses, step, terms
-from gspo_kernels.ops.backends import load, why_not
+from gspo_kernels.ops.backends import hidden_kernels, load, why_not
 from gspo_kernels.types import METRICS, NO_RATIO, RatioClip, RatioOperands, stats_dtype
 from tests.cases import device_of, generator, offsets
 
@@ -394,6 +394,30 @@ def test_mask_and_labels_are_merged(backend, labels_dtype):
             if merged is not None:
                 assert merged.dtype == labels_dtype and merged.is_contiguous()
                 assert torch.equal(merged.cpu(), labels.masked_fill(keep == 0, -2))
+
+
+@pytest.mark.parametrize("backend", ("triton", "reference"))
+@pytest.mark.parametrize("per_token", (False, True, None))
+@pytest.mark.parametrize("packed", (False, True))
+def test_lengths_are_counted(backend, per_token, packed):
+    """More tokens than a block has, an empty sequence, any strides; NaN is an advantage other than 0."""
+    rng, served = generator(0), device_of(backend)
+    ends = [0, 3, 3, 1400, 2100] if packed else [0, 700, 1400, 2100]
+    labels = torch.randint(-1, 2, (700, 3), generator=rng).t().reshape(1 if packed else 3, -1)
+    advantages = torch.randint(-1, 2, labels.shape if per_token else (len(ends) - 1,), generator=rng).float()
+    advantages[0] = 0.0 if per_token and not packed else torch.nan
+    counted, want = labels.flatten() != -1, []
+    for b, (first, last) in enumerate(itertools.pairwise(ends)):
+        of_tokens = (advantages if per_token else advantages[b].expand(labels.numel())).flatten()
+        of_tokens = of_tokens[first:last][counted[first:last]]
+        inactive = per_token is not None and not bool((of_tokens != 0).any())
+        want.append([int(counted[first:last].sum()), int(inactive)])
+    got = hidden_kernels(backend).lengths(
+        labels.to(served), -1,
+        torch.tensor(ends, device=served) if packed else None,
+        None if per_token is None else advantages.to(served),
+    )  # fmt: skip
+    assert got.dtype == torch.int64 and got.t().tolist() == want
 
 
 @pytest.mark.parametrize("length", (5, 70_000))

@@ -18,8 +18,8 @@ COUNTED = ROOT / "benchmarks" / "results" / "cpu_two_cores_avx2" / "static.json"
 NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
 ALL = pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 KERNELS = """logprobs_forward_kernel logprobs_backward_kernel logprobs_and_grad_kernel on_chip_row_kernel
-divergence_kernel merge_mask_kernel sequence_ratio_kernel ratio_step_kernel scale_kernel fixed_product_kernel
-product_operand_kernel scale_rows_kernel store_hidden_kernel sum_unit_kernel"""
+divergence_kernel lengths_kernel merge_mask_kernel sequence_ratio_kernel ratio_step_kernel scale_kernel
+fixed_product_kernel product_operand_kernel scale_rows_kernel store_hidden_kernel sum_unit_kernel"""
 
 
 def run_without_interpreter(request, name):
@@ -180,7 +180,9 @@ def test_no_kernel_becomes_dearer(report):
 def test_shapes_do_not_recompile_and_alignment_does(report):
     for kind, counts in report["keys"].items():
         for name, count in counts.items():
-            reads_logits = kind == "alignment" and not name.startswith(("ratio_step_kernel", "merge_mask"))
+            reads_logits = kind == "alignment" and not name.startswith(
+                ("ratio_step_kernel", "merge_mask", "lengths")
+            )
             assert count == 1 + reads_logits, (kind, name)
 
 
@@ -188,7 +190,9 @@ def test_a_launch_is_that_of_triton(request):
     """The same compiled kernel gets the same arguments, without Triton the second time, whatever Triton looks
     at: counts of 1, 16, 17 and above 32 bits, addresses off by an element, dtypes, missing arguments.
     """
-    calls = run_without_interpreter(request, "launches.py")
+    calls, launches_of_sizes, misses = run_without_interpreter(request, "launches.py")
     for (by_triton, first, later), launches_by_triton in calls:
         assert by_triton == first == later and not launches_by_triton
     assert len({kernel for ((kernel, *_), *_), _ in calls}) > 30  # so that another kernel would show
+    # nothing is kept by the number of tokens: of 64 steps with as many sizes Triton serves the first
+    assert launches_of_sizes == 64 * 4 and misses <= 4
