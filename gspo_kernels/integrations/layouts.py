@@ -235,7 +235,7 @@ def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "z
     checks.layout("cu_seqlens", cu_seqlens, cu_seqlens)
     checks.choice("order", order, ("zigzag", "contiguous", "stream"))
     if checks.integer("ranks", ranks) < 1 or not 0 <= checks.integer("rank", rank) < ranks:
-        raise ValueError(f"rank: got {rank}, expected a number from 0 to ranks - 1 = {ranks - 1}")
+        raise ValueError(f"rank: got {rank} of {ranks} ranks, expected 0 <= rank < ranks")
     tokens = int(cu_seqlens[-1])
     positions = torch.arange(max(tokens, 0), device=cu_seqlens.device)
     check_cu_seqlens(cu_seqlens, positions)

@@ -78,8 +78,8 @@ def checked_ids(
             b, t, k = cut.nonzero()[0].tolist()
             place = [t] if packed else [b, t]
             raise ValueError(
-                f"ids: got {int(ids[b, t, k])} at position {place}, which this token's sampling mask cuts; "
-                "expected ids that the mask keeps"
+                f"ids: got {int(ids[b, t, k])} at position {place}, which the sampling mask there cuts; "
+                "expected ids that could be drawn"
             )
     return ids.to(torch.int64, copy=True)
 

@@ -149,7 +149,7 @@ JAGGED = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout
         (lambda: layouts.from_padded(FIVE, FIVE), "padded: got shape"),
         (lambda: layouts.from_padded(FIVE[None], FIVE), "mask: got shape"),
         (lambda: layouts.to_padded_like(FIVE, torch.ones(2, 2)), "mask: marks 4 tokens"),
-        (lambda: layouts.to_padded_like(FIVE, FIVE), "mask: expected a tensor"),
+        (lambda: layouts.to_padded_like(FIVE, FIVE), "mask: got shape"),
         (lambda: layouts.to_padded(FIVE, OFFSETS, length=2), "length: got 2"),
         (lambda: layouts.to_padded(FIVE, OFFSETS, side="top"), "side: got 'top'"),
         (lambda: layouts.to_predictions(FIVE, fill=0), "tokens: got shape"),

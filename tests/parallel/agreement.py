@@ -84,7 +84,7 @@ def arguments(kind, split, case):
     yield f"labels: got {VOCABULARY + 7} in a counted position", replace(case, labels=outside), {}, True
     yield "temperature: expected only positive", case, {"temperature": torch.zeros(B)}, True
     yield "temperature: got 0", case, {"temperature": 0.0}, True
-    yield "which this token's sampling mask cuts", case, {"kept_ids": cut}, True
+    yield "which the sampling mask there cuts", case, {"kept_ids": cut}, True
     for name, value in {
         "entropy_coef": 0.125, "temperature": torch.full((B,), 0.5), "softcap": 3.0, "return_entropy": True,
         "kept_ids": torch.arange(VOCABULARY).expand(*tokens, -1),
@@ -233,7 +233,7 @@ def contradicting_dtensors():
         ("weight: the DTensor: differs", None, {"weight": Replicate(), "bias": Replicate()}, {}),
         ("hidden: is a DTensor with placement", 1, {"hidden": Shard(1)}, {}),
         ("hidden: is a DTensor with placement Partial", 1, {"hidden": Partial()}, {}),
-        ("tp_group: the DTensors hidden, weight, bias determine it", 1, {}, {"tp_group": mesh["tp"]}),
+        ("tp_group: expected None, as the DTensors hidden, weight, bias", 1, {}, {"tp_group": mesh["tp"]}),
         ("schedule: differs", None, {}, {"schedule": "two_pass"}),
         ("temperature: got -1", 1, {}, {"temperature": -1.0}),
     ):  # fmt: skip

@@ -371,7 +371,7 @@ def selected_ids():
     ids = torch.tensor([0, 40]).expand(2, 3, 2)  # one on each rank
     for message, wrong, options in (
         ("ids: got -3", ids - 3, {}),
-        ("which this token's sampling mask cuts", ids, {"kept_ids": ids + 1}),
+        ("which the sampling mask there cuts", ids, {"kept_ids": ids + 1}),
     ):
         call = partial(gk.linear_selected_logprobs, hidden, weight, wrong, **group, **options)
         assert_all_raise(message, "all", call)
