@@ -120,6 +120,9 @@ class RolloutConfig(Section):
     min_p: float = option(0.0, "sample tokens with this share of the top probability; 0: all", ge=0, lt=1)
     keep_sampling_mask: bool = option(False, "train on log-probs among the tokens that could be drawn")
     batch_size: Size = option("auto", "completions that a process generates at once; auto: 256 that fit")
+    sampler: Literal["auto", "loop", "continuous"] = option(
+        "auto", "of the model itself; auto: continuous batching on GPUs with flash attention, else loop"
+    )
     truncated: Literal["keep", "mask"] = option("keep", "completions without an end token; mask: no loss")
 
     @model_validator(mode="after")
@@ -266,6 +269,8 @@ class TrainConfig(Section):
         if self.reward_weights is not None and self.reward:
             each = f"one number for each of the {len(self.reward)} rewards"
             self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
+        if self.engine.url is not None and self.rollout.sampler != "auto":
+            raise ValueError(f"rollout.sampler must be auto with engine.url, got {self.rollout.sampler!r}")
         if self.engine.url is not None and self.rollout.keep_sampling_mask and self.rollout.top_k == 0:
             raise ValueError("rollout.top_k must be above 0 with engine.url and keep_sampling_mask, got 0")
         return self
@@ -330,7 +335,7 @@ def near_matches(key: str, known: Iterable[str]) -> str:
 
 FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "save_rollouts", "reward_timeout"}
 FREE_ON_RESUME |= {"trackers", "project", "run_name"}
-FREE_ON_RESUME |= {"update.steps", "update.micro_batch_tokens", "rollout.batch_size"}
+FREE_ON_RESUME |= {"update.steps", "update.micro_batch_tokens", "rollout.batch_size", "rollout.sampler"}
 """Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``.
 Under a decay of the learning rate ``update.steps`` may not."""
 

@@ -22,6 +22,7 @@ from gspo_kernels.trainer import data
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
 from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
+from gspo_kernels.trainer.continuous import PAGE, ContinuousEngine
 from gspo_kernels.trainer.memory import SAMPLING, UPDATE, explained_memory, plan_memory
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
 from gspo_kernels.trainer.processes import (
@@ -101,7 +102,8 @@ class GSPOTrainer:
                     "max_new_tokens), or set off_policy",
                     warning=True,
                 )
-        self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, model, self.accelerator)
+        parts = (config, self.model, self.tokenizer, model, self.accelerator, self.report.say)
+        self.engine: Any = make_engine(engine, *parts)
         files = {Path(spec.partition("(")[0].rpartition(":")[0]) for spec in config.reward}
         self.reward_files = {str(f): sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
         self.step, self.prompts_used, self.sizes = 0, 0, dict[str, int]()
@@ -136,7 +138,8 @@ class GSPOTrainer:
         updater, longest = self.updater, max(map(len, self.train_prompts.tokens))
         policy = self.accelerator.unwrap_model(updater.policy)
         reference = None if updater.reference is updater.policy else updater.reference
-        plan = plan_memory(policy, reference, self.config, self.accelerator, longest, saved)
+        page = PAGE if isinstance(self.engine, ContinuousEngine) else 1
+        plan = plan_memory(policy, reference, self.config, self.accelerator, longest, saved, page)
         self.sizes, table = plan
         self.config = replaced(self.config, "update", micro_batch_tokens=self.sizes["micro_batch_tokens"])
         self.config = updater.config = replaced(self.config, "rollout", batch_size=self.sizes["batch_size"])

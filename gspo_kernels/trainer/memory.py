@@ -41,7 +41,12 @@ def explained_memory(options: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error) for words in ("out of memory", "can't allocate memory")):
+        words = (
+            "out of memory",
+            "can't allocate memory",
+            "Memory footprint",
+        )  # the last: transformers' cache
+        if not any(each in str(error) for each in words):
             raise
         kept = "--resume goes on from the last checkpoint"
         raise InputError(f"out of memory; what helps: {options}; {kept} ({error!s:.200})") from error
@@ -81,6 +86,7 @@ class Memory(NamedTuple):
     optimizer: int
     update: Sequence[tuple[int, int]]  # two numbers of tokens, and the bytes of a micro-batch of each
     completion: int  # the cache and the logits of one completion that is being sampled
+    rounded: int = 0  # copies of the weights in 16 bit, which sample
 
     @property
     def fixed(self) -> int:
@@ -96,14 +102,14 @@ class Memory(NamedTuple):
         """Return the most tokens of a micro-batch, and completions of a batch, that fit."""
         room, ((few, low), (many, high)) = RESERVE * available - self.fixed, self.update
         tokens = int(few + (room - low) * (many - few) / (high - low)) // 256 * 256
-        rows = int((room + self.gradients) / self.completion)
+        rows = int((room + self.gradients - self.rounded) / self.completion)
         most = {"micro_batch_tokens": max(tokens, 256), "batch_size": max(rows, 1)}
         return {name: min(count, AUTO[name]) for name, count in most.items()}
 
     def table(self, sizes: Mapping[str, int], available: float) -> str:
         """Return the table that is printed before a run, and what mends it if the run does not fit."""
         update = self.of_tokens(sizes["micro_batch_tokens"])
-        sampling = float(sizes["batch_size"] * self.completion)
+        sampling = float(sizes["batch_size"] * self.completion + self.rounded)
         parts: dict[str, float] = dict(zip(self._fields[:4], self[:4], strict=True))
         parts[f"update of {sizes['micro_batch_tokens']:,} tokens"] = update
         parts[f"sampling of {sizes['batch_size']:,} completions"] = sampling
@@ -119,8 +125,11 @@ class Memory(NamedTuple):
         return "\n".join(["memory in GiB, counted, not measured on a GPU yet:", *lines])
 
 
-def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int) -> Memory:
-    """Predict the memory of a run whose longest prompt has this many tokens; no weight is read or changed."""
+def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int, page: int = 1) -> Memory:
+    """Predict the memory of a run whose longest prompt has this many tokens; no weight is read or changed.
+
+    The sampler's cache has pages of ``page`` tokens.
+    """
     bf16, weights = config.update.precision == "bf16", list(policy.parameters())
     gradients = sum(p.nbytes for p in weights if p.requires_grad)
     frozen = [] if reference is None else list(reference.parameters())
@@ -134,9 +143,11 @@ def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int) ->
             copies[id(tensor)] = empty
         fake = copy.deepcopy(policy, copies)
         update = [(tokens, _update_bytes(fake, tokens, bf16)) for tokens in (256, AUTO["micro_batch_tokens"])]
-        completion = _completion_bytes(fake.model, longest + config.rollout.max_new_tokens, bf16)
+        length = -(-(longest + config.rollout.max_new_tokens) // page) * page
+        completion = _completion_bytes(fake.model, length, bf16)
     total, other = (sum(p.nbytes for p in each) for each in (weights, frozen))
-    return Memory(total, other, gradients, 2 * gradients, update, completion)
+    rounded = gradients // 2 if bf16 else 0
+    return Memory(total, other, gradients, 2 * gradients, update, completion, rounded)
 
 
 def _update_bytes(policy: Any, tokens: int, bf16: bool) -> int:
@@ -181,7 +192,13 @@ def available_bytes(config: TrainConfig, device: torch.device, loaded: int) -> f
 
 
 def plan_memory(
-    policy: Any, reference: Any, config: TrainConfig, accelerator: Any, longest: int, saved: Mapping[str, int]
+    policy: Any,
+    reference: Any,
+    config: TrainConfig,
+    accelerator: Any,
+    longest: int,
+    saved: Mapping[str, int],
+    page: int = 1,
 ) -> tuple[dict[str, int], str]:
     """Return the sizes of a run, with saved ones in place of ``auto`` first, and the table of its memory."""
     sections = {"micro_batch_tokens": config.update, "batch_size": config.rollout}
@@ -190,7 +207,7 @@ def plan_memory(
     try:
         if accelerator.is_fsdp2:
             raise InputError("shards of FSDP2 are not traced")
-        memory = memory_of(policy, reference, config, longest)
+        memory = memory_of(policy, reference, config, longest, page)
     except Exception as error:  # of the model's own code, on tensors without values
         return sizes | {n: saved[n] for n in auto if n in saved}, f"memory is not predicted: {error!s:.200}"
     meta = next(policy.parameters()).is_meta

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,9 +38,9 @@ from gspo_kernels.trainer.config import (
     near_matches,
     size,
 )
+from gspo_kernels.trainer.continuous import model_engine
 from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, export_model, padding_token_id
 from gspo_kernels.trainer.processes import reshard, whole_weights
-from gspo_kernels.trainer.rollout import ModelEngine
 from gspo_kernels.trainer.vllm import sync_weights, vllm_engine
 
 Metrics = dict[str, float]
@@ -112,7 +112,13 @@ def off_policy_weights(
 
 
 def make_engine(
-    engine: Any, config: TrainConfig, model: Any, tokenizer: Any, source: Any, accelerator: Any
+    engine: Any,
+    config: TrainConfig,
+    model: Any,
+    tokenizer: Any,
+    source: Any,
+    accelerator: Any,
+    say: Callable[..., None],
 ) -> Any:
     """Return the passed engine, or make the one of ``engine.url``: the model itself, or vLLM."""
     url, end_ids = config.engine.url, end_token_ids(model, tokenizer)
@@ -121,7 +127,7 @@ def make_engine(
             raise InputError(f"engine.url: got {url!r} and an engine; only one of them can sample")
         return engine
     if url is None:
-        return ModelEngine(model, end_ids, padding_token_id(tokenizer), size(config.rollout, "batch_size"))
+        return model_engine(model, end_ids, padding_token_id(tokenizer), config.rollout, accelerator, say)
     if url == "local" and not isinstance(source, str | Path):
         raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
     vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -1,0 +1,186 @@
+"""Rollouts by transformers' continuous batching: a paged cache, and a new completion where another ended.
+
+It attends by pages with flash attention alone. With sdpa all completions of a batch are one row under a dense
+mask, whose cost grows with the square of their number; then the loop over tokens of `ModelEngine` is faster.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.integrations.rope import varying_ropes
+from gspo_kernels.trainer.batch import probe, rounding_of
+from gspo_kernels.trainer.config import InputError, RolloutConfig, size
+from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling
+
+PAGE, ROW = 256, 2048
+"""Tokens in a page of the cache, which flash-attention takes, and most prompt tokens in a forward pass."""
+
+
+def model_engine(
+    model: Any,
+    end_ids: list[int],
+    pad_id: int,
+    config: RolloutConfig,
+    accelerator: Any,
+    say: Callable[..., None],
+) -> ModelEngine:
+    """Return the engine of ``rollout.sampler``, and say why continuous batching does not sample on a GPU."""
+    parts = (model, end_ids, pad_id, size(config, "batch_size"))
+    auto, attention = config.sampler == "auto", _attention(model)
+    if config.sampler == "loop" or (auto and model.device.type != "cuda"):
+        return ModelEngine(*parts)
+    engine, why = ContinuousEngine(*parts), ""
+    if accelerator.is_fsdp2:
+        why = "it takes no shards of FSDP2"
+    elif auto and "flash" not in attention:
+        why = f"it is slow with {attention}, and fast with attn_implementation flash_attention_2"
+    else:
+        with accelerator.autocast():
+            why = engine.unsupported(config)
+    if not why:
+        return engine
+    if not auto:
+        raise InputError(f"rollout.sampler: got 'continuous', and continuous batching cannot sample: {why}")
+    say(f"continuous batching does not sample: {why}")
+    return ModelEngine(*parts)
+
+
+class ContinuousEngine(ModelEngine):
+    """A `ModelEngine` that samples by continuous batching; min_p and sampling masks take its loop.
+
+    Weights, training mode, attention and random generators are afterwards what they were before.
+    """
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """See `RolloutEngine.generate`; a completion that fails is a `RuntimeError`."""
+        if sampling.min_p > 0.0 or sampling.return_mask:
+            return super().generate(prompts, sampling)
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        longest = max(map(len, prompts)) + sampling.max_new_tokens
+        at_once, greedy = min(self.batch_size, len(prompts)), sampling.temperature == 0.0
+        options: dict[str, Any] = {
+            "return_logprobs": True,
+            # From the default generator, so each rollout has another seed, and the same ones when resumed.
+            "seed": int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")),
+            "num_blocks": at_once * -(-longest // PAGE),
+            "max_batch_tokens": max(at_once, min(ROW, sum(map(len, prompts)))),
+            "max_requests_per_batch": at_once,
+            "safety_margin": 0.0,  # there are pages for all
+            "drop_unsupported_processors": False,
+            "disable_nccl_graph_mixing": False,
+        }
+        if "auto_switch_to_flash" in _accepted():  # it may fetch kernels from the Hub
+            options["auto_switch_to_flash"] = False
+        rules = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        generation = GenerationConfig(
+            do_sample=not greedy, eos_token_id=self.end_ids, **({} if greedy else rules)
+        )
+        found: dict[str, Any] = {}
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        with _borrowed(self.model), torch.random.fork_rng(devices):
+            manager = self.model.init_continuous_batching(generation, ContinuousBatchingConfig(**options))
+            # All requests wait before the thread starts, so that the batches, and so the draws, repeat.
+            names = manager.add_requests(prompts, max_new_tokens=sampling.max_new_tokens)
+            manager.start()
+            try:
+                while len(found) < len(names):
+                    output = manager.get_result(timeout=1.0)
+                    if output is not None and output.is_finished():
+                        found[output.request_id] = output
+                    elif output is None and not manager.is_running():
+                        break
+            finally:
+                gc.freeze()  # transformers collects garbage now, which takes a second in a large process
+                manager.stop(hard_stop=len(found) < len(names))
+                gc.unfreeze()
+        errors = [found[name].error if name in found else "no answer" for name in names]
+        if failed := [error for error in errors if error is not None]:
+            raise RuntimeError(f"continuous batching: {len(failed)} of {len(names)} completions: {failed[0]}")
+        completions = []
+        for output in map(found.__getitem__, names):
+            ids = torch.tensor(output.generated_tokens, dtype=torch.int64, device="cpu")
+            logprobs = torch.tensor(output.logprobs, dtype=torch.float32, device="cpu")
+            if len(logprobs) != len(ids) or not bool(logprobs.isfinite().all()):
+                raise RuntimeError(f"continuous batching: {len(ids)} tokens have log-probs {output.logprobs}")
+            finished = output.generated_tokens[-1] in self.end_ids
+            completions.append(Completion(ids, finished, None if greedy else logprobs))
+        return completions
+
+    def unsupported(self, config: RolloutConfig) -> str:
+        """Return why a run cannot sample with this engine, or ""; a few tokens are sampled to find out."""
+        if config.keep_sampling_mask or config.min_p > 0.0:
+            return "it has no min_p and returns no sampling masks"
+        if varying_ropes(self.model):
+            return "the frequencies of this model's RoPE depend on the length of a sequence"
+        if "return_logprobs" not in _accepted():
+            return "it returns no log-probs in this version of transformers"
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or PAGE
+        prompts, _ = probe(self.model, [min(PAGE + 9, context - 4), 3], [1, 1])  # the first one has two pages
+        logs = logging.root.manager.disable
+        logging.disable()  # transformers would log the whole trace of what is returned here
+        try:
+            with torch.no_grad(), torch.random.fork_rng([]):
+                completions = self.generate([prompt.tolist() for prompt in prompts], Sampling(4))
+                for prompt, completion in zip(prompts, completions, strict=True):
+                    ids = completion.ids.to(prompt.device)
+                    row = torch.cat([prompt, ids]).unsqueeze(0)
+                    logits = self.model(row, use_cache=False).logits[0, len(prompt) - 1 : -1]
+                    exact = gk.token_logprobs(logits, ids).logprobs.cpu()
+                    sampled: Any = completion.logprobs
+                    difference = (exact - sampled).abs().max().item()
+                    if not difference <= rounding_of(logits) ** 0.5 * (1.0 + exact.abs().max().item()):
+                        return f"its log-probs differ from those of the model by {difference:.3g}"
+        except Exception as error:  # of the model's attention, or of a cache that has not every layer
+            return f"tried on a few tokens, it raised {error!r:.300}"
+        finally:
+            logging.disable(logs)
+        return ""
+
+
+def _accepted() -> set[str]:
+    """Return the options of transformers' continuous batching; none where there is no such thing."""
+    try:
+        from transformers import ContinuousBatchingConfig
+    except ImportError:
+        return set()
+    return {field.name for field in fields(ContinuousBatchingConfig)}
+
+
+def _attention(model: Any) -> str:
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+@contextmanager
+def _borrowed(model: Any) -> Iterator[None]:
+    """Let a thread of transformers run the model in the body.
+
+    Autocast is off in other threads, so the weights are rounded to the type in which it computes here.
+    """
+    kind, attention = model.device.type, _attention(model)
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    modes, weights = [(m, m.training) for m in model.modules()], [(p, p.data) for p in model.parameters()]
+    if "auto_switch_to_flash" not in _accepted():
+        model._supports_flash_attn = "flash" in attention
+    try:
+        for weight, data in weights:
+            weight.data = data.to(dtype) if dtype is not None and data.is_floating_point() else data
+        yield
+    finally:
+        vars(model).pop("_supports_flash_attn", None)
+        for weight, data in weights:
+            weight.data = data
+        for module, training in modes:
+            module.training = training
+        if _attention(model) != attention:
+            model.set_attn_implementation(attention)
