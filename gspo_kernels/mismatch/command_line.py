@@ -144,10 +144,8 @@ def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: S
     engine: RolloutEngine = ModelEngine(model, end_ids, pad_id, scoring.DECODED)
     if chosen.url is not None:
         config = TrainConfig(engine=EngineConfig(url=chosen.url))
-        vocabulary = model.get_input_embeddings().num_embeddings
-        engine = vllm_engine(
-            config, end_ids=end_ids, vocabulary=vocabulary, model_path=chosen.model, accelerator=ALONE
-        )
+        longest = max(map(len, prompts)) + sampling.max_new_tokens
+        engine = vllm_engine(config, model, chosen.model, end_ids, longest, ALONE, _tell)
     _tell(f"sampling {len(prompts)} completions")
     seed_everything(chosen.seed)
     drawn = engine.generate(prompts, sampling)

@@ -137,14 +137,18 @@ class EngineConfig(Section):
     """What samples: the trained model itself, or vLLM, which gets its weights after every change."""
 
     url: str | None = option(None, "a vLLM server, as http://localhost:8000; or local: vLLM in this process")
-    weights: str | None = option(None, "directory for weights on their way to vLLM; the output by default")
+    weights: str | None = option(
+        None, "directory for weights on their way to a server, the output by default; or nccl"
+    )
     memory: float = option(0.4, "share of the GPU's memory for a local vLLM", gt=0, le=1)
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
         if self.url is None:
             self.require(self.weights is None, "weights", "left out where there is no engine.url")
-        elif self.url != "local":
+        elif self.url == "local":
+            self.require(self.weights is None, "weights", "left out with engine.url local")
+        else:
             parts = urlsplit(self.url)
             whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
             self.require(whole, "url", "local, or an address as http://localhost:8000 without a path")

@@ -7,6 +7,7 @@ mask, whose cost grows with the square of their number; then the loop over token
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,41 +18,31 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.rope import varying_ropes
-from gspo_kernels.trainer.batch import probe, rounding_of
-from gspo_kernels.trainer.config import InputError, RolloutConfig, size
+from gspo_kernels.trainer.batch import attention_of, probe, rounding_of
+from gspo_kernels.trainer.config import InputError, RolloutConfig
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling
 
-PAGE, ROW = 256, 2048
-"""Tokens in a page of the cache, which flash-attention takes, and most prompt tokens in a forward pass."""
+PAGE, ROW = 256, 2048  # tokens in a page, as flash-attention takes it; most prompt tokens in a forward pass
 
 
-def model_engine(
-    model: Any,
-    end_ids: list[int],
-    pad_id: int,
-    config: RolloutConfig,
-    accelerator: Any,
-    say: Callable[..., None],
+def with_sampler(
+    loop: ModelEngine, config: RolloutConfig, accelerator: Any, say: Callable[..., None]
 ) -> ModelEngine:
     """Return the engine of ``rollout.sampler``, and say why continuous batching does not sample on a GPU."""
-    parts = (model, end_ids, pad_id, size(config, "batch_size"))
-    auto, attention = config.sampler == "auto", _attention(model)
-    if config.sampler == "loop" or (auto and model.device.type != "cuda"):
-        return ModelEngine(*parts)
-    engine, why = ContinuousEngine(*parts), ""
-    if accelerator.is_fsdp2:
-        why = "it takes no shards of FSDP2"
-    elif auto and "flash" not in attention:
+    auto, attention = config.sampler == "auto", attention_of(loop.model)
+    if config.sampler == "loop" or (auto and loop.model.device.type != "cuda"):
+        return loop
+    engine, why = ContinuousEngine(**vars(loop)), "it takes no shards of FSDP2" * accelerator.is_fsdp2
+    if not why and auto and "flash" not in attention:
         why = f"it is slow with {attention}, and fast with attn_implementation flash_attention_2"
-    else:
+    if not why:
         with accelerator.autocast():
             why = engine.unsupported(config)
-    if not why:
-        return engine
-    if not auto:
+    if why and not auto:
         raise InputError(f"rollout.sampler: got 'continuous', and continuous batching cannot sample: {why}")
-    say(f"continuous batching does not sample: {why}")
-    return ModelEngine(*parts)
+    if why:
+        say(f"continuous batching does not sample: {why}")
+    return loop if why else engine
 
 
 class ContinuousEngine(ModelEngine):
@@ -69,27 +60,26 @@ class ContinuousEngine(ModelEngine):
 
         longest = max(map(len, prompts)) + sampling.max_new_tokens
         at_once, greedy = min(self.batch_size, len(prompts)), sampling.temperature == 0.0
-        options: dict[str, Any] = {
-            "return_logprobs": True,
+        switch = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in _accepted() else {}
+        config = ContinuousBatchingConfig(
+            return_logprobs=True,
             # From the default generator, so each rollout has another seed, and the same ones when resumed.
-            "seed": int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")),
-            "num_blocks": at_once * -(-longest // PAGE),
-            "max_batch_tokens": max(at_once, min(ROW, sum(map(len, prompts)))),
-            "max_requests_per_batch": at_once,
-            "safety_margin": 0.0,  # there are pages for all
-            "drop_unsupported_processors": False,
-            "disable_nccl_graph_mixing": False,
-        }
-        if "auto_switch_to_flash" in _accepted():  # it may fetch kernels from the Hub
-            options["auto_switch_to_flash"] = False
-        rules = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        generation = GenerationConfig(
-            do_sample=not greedy, eos_token_id=self.end_ids, **({} if greedy else rules)
+            seed=int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")),
+            num_blocks=at_once * -(-longest // PAGE),
+            max_batch_tokens=max(at_once, min(ROW, sum(map(len, prompts)))),
+            max_requests_per_batch=at_once,
+            safety_margin=0.0,  # there are pages for all
+            drop_unsupported_processors=False,
+            disable_nccl_graph_mixing=False,
+            **switch,
         )
+        rules: Any = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        rules = {"do_sample": False} if greedy else rules | {"do_sample": True}
+        generation = GenerationConfig(eos_token_id=self.end_ids, **rules)
         found: dict[str, Any] = {}
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         with _borrowed(self.model), torch.random.fork_rng(devices):
-            manager = self.model.init_continuous_batching(generation, ContinuousBatchingConfig(**options))
+            manager = self.model.init_continuous_batching(generation, config)
             # All requests wait before the thread starts, so that the batches, and so the draws, repeat.
             names = manager.add_requests(prompts, max_new_tokens=sampling.max_new_tokens)
             manager.start()
@@ -108,7 +98,7 @@ class ContinuousEngine(ModelEngine):
         if failed := [error for error in errors if error is not None]:
             raise RuntimeError(f"continuous batching: {len(failed)} of {len(names)} completions: {failed[0]}")
         completions = []
-        for output in map(found.__getitem__, names):
+        for output in (found[name] for name in names):
             ids = torch.tensor(output.generated_tokens, dtype=torch.int64, device="cpu")
             logprobs = torch.tensor(output.logprobs, dtype=torch.float32, device="cpu")
             if len(logprobs) != len(ids) or not bool(logprobs.isfinite().all()):
@@ -150,15 +140,8 @@ class ContinuousEngine(ModelEngine):
 
 def _accepted() -> set[str]:
     """Return the options of transformers' continuous batching; none where there is no such thing."""
-    try:
-        from transformers import ContinuousBatchingConfig
-    except ImportError:
-        return set()
-    return {field.name for field in fields(ContinuousBatchingConfig)}
-
-
-def _attention(model: Any) -> str:
-    return str(model.config.get_text_config()._attn_implementation)
+    config = getattr(importlib.import_module("transformers"), "ContinuousBatchingConfig", None)
+    return {field.name for field in fields(config)} if config else set()
 
 
 @contextmanager
@@ -167,7 +150,7 @@ def _borrowed(model: Any) -> Iterator[None]:
 
     Autocast is off in other threads, so the weights are rounded to the type in which it computes here.
     """
-    kind, attention = model.device.type, _attention(model)
+    kind, attention = model.device.type, model.config.get_text_config()._attn_implementation
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     modes, weights = [(m, m.training) for m in model.modules()], [(p, p.data) for p in model.parameters()]
     if "auto_switch_to_flash" not in _accepted():
@@ -182,5 +165,5 @@ def _borrowed(model: Any) -> Iterator[None]:
             weight.data = data
         for module, training in modes:
             module.training = training
-        if _attention(model) != attention:
+        if model.config.get_text_config()._attn_implementation != attention:
             model.set_attn_implementation(attention)

@@ -102,8 +102,7 @@ class GSPOTrainer:
                     "max_new_tokens), or set off_policy",
                     warning=True,
                 )
-        parts = (config, self.model, self.tokenizer, model, self.accelerator, self.report.say)
-        self.engine: Any = make_engine(engine, *parts)
+        self.engine: Any = make_engine(self, engine, model)
         files = {Path(spec.partition("(")[0].rpartition(":")[0]) for spec in config.reward}
         self.reward_files = {str(f): sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
         self.step, self.prompts_used, self.sizes = 0, 0, dict[str, int]()

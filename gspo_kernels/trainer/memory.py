@@ -186,9 +186,9 @@ def available_bytes(config: TrainConfig, device: torch.device, loaded: int) -> f
     """Return the memory that a run may take on a device, where ``loaded`` bytes are its weights already."""
     if device.type != "cuda":
         return float(min(psutil.virtual_memory().available, host_memory()) + loaded)
-    free, total = torch.cuda.mem_get_info(device)
+    free = torch.cuda.mem_get_info(device)[0]  # a local vLLM sleeps now, and in updates
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached + loaded - (config.engine.memory * total if config.engine.url == "local" else 0)
+    return float(free + cached + loaded)
 
 
 def plan_memory(

@@ -409,6 +409,14 @@ def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name not in tied}
 
 
+def exported_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole weights as `export_model` writes them, on their device; all processes must iterate."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, weight in revert_weight_conversion(model, _merged(model, dtype)).items():
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 LARGEST_FILE = 5 * 10**9
 """About the most bytes of weights in one file of a model that was trained in shards."""
 

@@ -112,14 +112,10 @@ class RolloutEngine(Protocol):
     """An engine that completes prompts for the trainer."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """Complete every prompt once, with the policy's current weights.
+        """Complete every prompt once, with the policy's current weights, and keep their order.
 
-        Args:
-            prompts: B lists of token ids, none empty; a prompt is repeated for each of its completions.
-            sampling: how tokens are drawn, by random numbers of torch's default generator.
-
-        Returns:
-            B completions in the order of the prompts.
+        Prompts are token ids, none empty; a prompt is repeated for each of its completions. Random numbers
+        come from torch's default generator.
         """
         ...
 
@@ -238,18 +234,11 @@ def cache_argument(model: Any) -> str:
 
 
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """Draw a token from each row of logits; the most likely one where the temperature is 0.
+    """Draw a token from each row of logits [b, V]; the most likely one where the temperature is 0.
 
-    A uniform number picks the token in whose interval of the cumulative probabilities it lies. This needs one
-    softmax and one cumulative sum in fp64, and half the time of `torch.multinomial`.
-
-    Args:
-        logits: [b, V], floating.
-        sampling: how tokens are drawn.
-        uniforms: [b, 1] in [0, 1).
-
-    Returns:
-        Tokens, [b] int64; their probabilities, [b]; with ``return_mask``, b tensors of possible ids.
+    A uniform number in [0, 1), [b, 1], picks the token in whose interval of the cumulative probabilities it
+    lies. This needs one softmax and one cumulative sum in fp64, and half the time of `torch.multinomial`.
+    Returns the tokens, [b] int64; their probabilities, [b]; with ``return_mask``, b tensors of possible ids.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)

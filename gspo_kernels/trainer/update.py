@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,10 +38,11 @@ from gspo_kernels.trainer.config import (
     near_matches,
     size,
 )
-from gspo_kernels.trainer.continuous import model_engine
-from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, export_model, padding_token_id
+from gspo_kernels.trainer.continuous import with_sampler
+from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, padding_token_id
 from gspo_kernels.trainer.processes import reshard, whole_weights
-from gspo_kernels.trainer.vllm import sync_weights, vllm_engine
+from gspo_kernels.trainer.rollout import ModelEngine
+from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights, vllm_engine
 
 Metrics = dict[str, float]
 
@@ -111,28 +112,21 @@ def off_policy_weights(
     return gk.rollout_weights(old_logprobs, rollout_logprobs, **options)
 
 
-def make_engine(
-    engine: Any,
-    config: TrainConfig,
-    model: Any,
-    tokenizer: Any,
-    source: Any,
-    accelerator: Any,
-    say: Callable[..., None],
-) -> Any:
-    """Return the passed engine, or make the one of ``engine.url``: the model itself, or vLLM."""
-    url, end_ids = config.engine.url, end_token_ids(model, tokenizer)
+def make_engine(trainer: Any, engine: Any, source: Any) -> Any:
+    """Return the passed engine, or a trainer's ``engine.url``: vLLM, or the model itself, from ``source``."""
+    config, model, rest = trainer.config, trainer.model, (trainer.accelerator, trainer.report.say)
+    url, end_ids = config.engine.url, end_token_ids(model, trainer.tokenizer)
     if engine is not None:
         if url is not None:
             raise InputError(f"engine.url: got {url!r} and an engine; only one of them can sample")
         return engine
     if url is None:
-        return model_engine(model, end_ids, padding_token_id(tokenizer), config.rollout, accelerator, say)
-    if url == "local" and not isinstance(source, str | Path):
-        raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    options = {"end_ids": end_ids, "vocabulary": vocabulary, "model_path": str(source)}
-    return vllm_engine(config, **options, accelerator=accelerator)
+        rows = size(config.rollout, "batch_size")
+        loop = ModelEngine(model, end_ids, padding_token_id(trainer.tokenizer), rows)
+        return with_sampler(loop, config.rollout, *rest)
+    prompts = [*trainer.train_prompts.tokens, *(trainer.eval_prompts or trainer.train_prompts).tokens]
+    longest = max(map(len, prompts)) + config.rollout.max_new_tokens
+    return vllm_engine(config, model, source, end_ids, longest, *rest)
 
 
 class Minibatch(NamedTuple):
@@ -205,17 +199,14 @@ class Updater:
     @contextmanager
     def weights_in(self, engine: Any, tokenizer: Any) -> Iterator[None]:
         """Give an engine the current weights: whole in the model, or sent to vLLM if they have changed."""
-        if not hasattr(engine, "load"):
+        if not isinstance(engine, VLLMEngine):
             with whole_weights(self.accelerator, self.policy):
                 yield
             return
         if self._sent != self.updates:
             reshard(self.policy)
             model = self.accelerator.unwrap_model(self.policy).model
-            dtype = torch.bfloat16 if self.config.update.precision == "bf16" else torch.float32
-            write = partial(export_model, model, tokenizer, accelerator=self.accelerator, dtype=dtype)
-            folder = Path(self.config.engine.weights or self.config.output)
-            sync_weights(engine, write, folder, self.accelerator)
+            sync_weights(engine, model, tokenizer, self.config, self.accelerator)
             self._sent = self.updates
         yield
 

@@ -3,7 +3,8 @@
 A server is used through its published HTTP interface. Start it with ``VLLM_SERVER_DEV_MODE=1``, which opens
 ``/collective_rpc`` and ``/reset_prefix_cache``, and with ``--logprobs-mode processed_logprobs`` if the
 temperature is not 1 or tokens are cut off. If vLLM is installed, ``engine.url: local`` runs it in each
-training process. Weights are transferred through a directory; a server must see it under the same path.
+training process. A server reads weights from a directory, which it must see under the same path; or vLLM's
+own client sends them from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -13,21 +14,30 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 
 from gspo_kernels.trainer.config import InputError, TrainConfig, size
+from gspo_kernels.trainer.model import export_model, exported_weights
 from gspo_kernels.trainer.processes import on_all, on_main
 from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask
 
+VERSIONS = (0, 29), (0, 33)  # first and last release for whose published interface this was written
+WAIT = 600.0  # seconds that a server may take until it listens; it loads its model first
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
 
@@ -40,17 +50,31 @@ class VLLMResponse(NamedTuple):
     mask: list[list[int]] | None = None  # for each token, the ids that could have been drawn
 
 
+Say = Callable[[str], None]
+
+
 def vllm_engine(
-    config: TrainConfig, *, end_ids: list[int], vocabulary: int, model_path: str, accelerator: Any
+    config: TrainConfig, model: Any, source: Any, end_ids: list[int], longest: int, accelerator: Any, say: Say
 ) -> VLLMEngine:
-    """Return the engine that ``engine.url`` names, once it is ready; a local vLLM loads ``model_path``."""
-    engines: list[VLLMEngine] = []
+    """Return the engine that ``engine.url`` names, once it is ready; a local vLLM loads ``source``.
+
+    Prompt and completion of the trained ``model`` have at most ``longest`` tokens together.
+    """
+    url, engines = str(config.engine.url), list[VLLMEngine]()
+    if url == "local" and not isinstance(source, str | Path):
+        raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
 
     def start() -> None:
-        url = config.engine.url
-        local = url is None or url == "local"
-        vllm = LocalVLLM(config, model_path, accelerator) if local else VLLMServer(str(url))
-        engines.append(VLLMEngine(vllm, end_ids, vocabulary))
+        vllm: Any = LocalVLLM(config, str(source), longest, accelerator) if url == "local" else None
+        vllm = vllm or VLLMServer(url, say=say)
+        if longest > vllm.max_model_len:
+            most = f"prompt and completion have up to {longest} tokens"
+            raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {most}: --max-model-len")
+        version = vllm.version()
+        if not VERSIONS[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VERSIONS[1]:
+            known = " to ".join(".".join(map(str, each)) for each in VERSIONS)
+            say(f"{vllm.name} is version {version}; only {known} are known to fit")
+        engines.append(VLLMEngine(vllm, end_ids, model.get_input_embeddings().weight.shape[0]))
 
     on_all(accelerator, start)
     return engines[0]
@@ -62,21 +86,38 @@ class VLLMServer:
     ``timeout`` is in seconds, for one answer or a reload; at most ``at_once`` requests wait at the same time.
     """
 
-    def __init__(self, url: str, *, timeout: float = 1800.0, at_once: int = 256) -> None:
+    def __init__(self, url: str, *, timeout: float = 1800.0, at_once: int = 256, say: Say = print) -> None:
         self.url, self.timeout, self.at_once = url.rstrip("/"), timeout, at_once
         self.name = f"the vLLM server at {self.url}"
         self._open = build_opener(ProxyHandler({})).open  # without the proxy, which is for outside addresses
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
-        listed = self.ask("/v1/models")
+        listed, waited = None, 0
+        while listed is None:
+            try:
+                listed = self.ask("/v1/models")
+            except InputError as error:
+                refused = isinstance(getattr(error.__cause__, "reason", None), ConnectionRefusedError)
+                if not refused or waited >= WAIT:
+                    raise
+                if not waited:
+                    say(f"waiting up to {WAIT:g} seconds for {self.name}, which does not listen yet")
+                time.sleep(1)
+                waited += 1
         try:  # adapters are listed as well, with the model that they change as their parent
-            served = [each["id"] for each in listed["data"] if not each.get("parent")]
+            served = [each for each in listed["data"] if not each.get("parent")]
+            names = [each["id"] for each in served]
         except (KeyError, TypeError, AttributeError) as error:
             raise self._strange(listed) from error
-        if len(served) != 1:
-            raise InputError(f"{self.name} serves {', '.join(served) or 'nothing'}; expected one model")
-        self.model = served[0]
+        if len(names) != 1:
+            raise InputError(f"{self.name} serves {', '.join(names) or 'nothing'}; expected one model")
+        self.model, self.max_model_len = names[0], served[0].get("max_model_len") or math.inf
+        self.transfer: Any = None  # vLLM's engine that sends weights, from the first time on
+
+    def version(self) -> str:
+        """Return vLLM's version."""
+        return str(self.ask("/version").get("version"))
 
     def complete(
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
@@ -111,6 +152,8 @@ class VLLMServer:
 
     def load(self, path: Path) -> None:
         """Load weights from a directory that ``from_pretrained`` could load; clear the prefix cache."""
+        for file in (path, *path.rglob("*")) if path.is_dir() else ():  # the server may be another user's
+            file.chmod(0o755 if file.is_dir() else 0o644)
         try:
             self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
         except InputError as error:
@@ -119,6 +162,27 @@ class VLLMServer:
                 f"({_START}), and serve a model of the same architecture and vocabulary"
             ) from error
         self.ask("/reset_prefix_cache", {})
+
+    def send(self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], accelerator: Any) -> None:
+        """Send weights by vLLM's own client over NCCL, in all processes; clear the prefix cache."""
+        if self.transfer is None:
+            api = importlib.import_module("vllm.distributed.weight_transfer")
+            nccl = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
+            with socket.create_server(("", 0)) as free:
+                port = free.getsockname()[1]
+            address = urlsplit(self.url)
+            with socket.create_connection((address.hostname or "", address.port or 80)) as way:
+                here = way.getsockname()[0]  # this machine's address, as the server reaches it
+            workers = self.ask("/get_world_size")["world_size"]
+            init = {"master_address": here, "master_port": port, "world_size": 1 + workers}
+            self.transfer = api.WeightTransferTrainerFactory.trainer_init(
+                init_info=nccl.NCCLTrainerInitInfo(**init, rank=accelerator.process_index),
+                client=api.HTTPVLLMWeightSyncClient(self.url, timeout=self.timeout),
+                source=api.ModuleSource(SimpleNamespace(named_parameters=weights)),
+            )
+        self.transfer.send_weights()
+        if accelerator.is_main_process:
+            self.ask("/reset_prefix_cache", {})
 
     def ask(self, path: str, body: Any = None) -> Any:
         """Send JSON by POST, or without a body a GET; return the answer's JSON, or None if it is empty."""
@@ -129,12 +193,10 @@ class VLLMServer:
                 text = answer.read().decode()
             return json.loads(text) if text else None
         except HTTPError as error:
-            hint = (
-                "; set VLLM_API_KEY to the key that the server was started with" if error.code == 401 else ""
-            )
-            if error.code in (404, 405):
-                more = " --return-sampling-mask --enable-scale-out" if "generate" in path else ""
-                hint = f"; is it vLLM, started as {_START}{more}?"
+            flags = " --return-sampling-mask --enable-scale-out" if "generate" in path else ""
+            hints = {401: "; set VLLM_API_KEY to the key that the server was started with"}
+            hints |= dict.fromkeys((404, 405), f"; is it vLLM, started as {_START}{flags}?")
+            hint = hints.get(error.code, "")
             message = error.read().decode(errors="replace")
             raise InputError(f"{url} answered {error.code} {error.reason}: {message:.300}{hint}") from error
         except TimeoutError as error:
@@ -151,11 +213,14 @@ class VLLMServer:
 
 
 class LocalVLLM:
-    """vLLM's ``LLM`` in this process, on the training GPU, with a share ``engine.memory`` of its memory."""
+    """vLLM's ``LLM`` in this process, on the training GPU, with a share ``engine.memory`` of its memory.
+
+    It sleeps except while it samples: its weights are on the CPU then, and its cache is gone.
+    """
 
     name = "vLLM in this process"
 
-    def __init__(self, config: TrainConfig, model_path: str, accelerator: Any) -> None:
+    def __init__(self, config: TrainConfig, model_path: str, longest: int, accelerator: Any) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         options: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         if config.rollout.keep_sampling_mask:
@@ -168,12 +233,29 @@ class LocalVLLM:
                 model_path,
                 dtype="bfloat16" if config.update.precision == "bf16" else "float32",
                 gpu_memory_utilization=config.engine.memory,
+                max_model_len=longest,
                 max_num_seqs=size(config.rollout, "batch_size"),
+                enable_sleep_mode=True,
                 seed=config.seed + accelerator.process_index,
                 **options,
             )
         except Exception as error:
             raise InputError(f"engine.url local: vLLM cannot start with {model_path}: {error!r}") from error
+        self.max_model_len = longest
+        self._sleep()
+
+    def version(self) -> str:
+        """Return vLLM's version."""
+        return str(self.vllm.__version__)
+
+    def _sleep(self) -> None:
+        self.llm.sleep(level=1)
+        self.asleep = {"weights", "kv_cache"}
+
+    def _wake(self, tags: set[str]) -> None:
+        if tags := tags & self.asleep:  # vLLM would wake a part twice
+            self.llm.wake_up(tags=sorted(tags))
+            self.asleep -= tags
 
     def complete(
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
@@ -182,7 +264,12 @@ class LocalVLLM:
         parameters = [self.vllm.SamplingParams(detokenize=False, **each) for each in options]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         responses = []
-        for request in self.llm.generate(inputs, parameters, use_tqdm=False):
+        self._wake({"weights", "kv_cache"})
+        try:
+            requests = list(self.llm.generate(inputs, parameters, use_tqdm=False))
+        finally:
+            self._sleep()
+        for request in requests:
             (output,) = request.outputs
             tokens, logprobs = list(output.token_ids), None
             if output.logprobs is not None:
@@ -192,9 +279,10 @@ class LocalVLLM:
             responses.append(VLLMResponse(tokens, logprobs, output.finish_reason, mask))
         return responses
 
-    def load(self, path: Path) -> None:
-        """See `VLLMServer.load`."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load weights by their names in a checkpoint, and clear the prefix cache."""
+        self._wake({"weights"})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
 
 
@@ -207,10 +295,6 @@ class VLLMEngine:
 
     def __init__(self, vllm: VLLMServer | LocalVLLM, end_ids: list[int], vocabulary: int) -> None:
         self.vllm, self.end_ids, self.vocabulary = vllm, end_ids, vocabulary
-
-    def load(self, path: Path) -> None:
-        """Load weights from a directory that ``from_pretrained`` could load."""
-        self.vllm.load(path)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """See `RolloutEngine.generate`; an `InputError` names a response that does not fit the request."""
@@ -262,31 +346,37 @@ class VLLMEngine:
         )
 
 
-def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path, accelerator: Any) -> None:
-    """Write weights into a hidden directory, let vLLM load them, and delete it; all processes must call.
+def sync_weights(
+    engine: VLLMEngine, model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any
+) -> None:
+    """Give vLLM the model's weights; all processes must call.
 
-    The directory's name is new each time, so that a server that cannot see the directory fails, and none
-    loads old weights from a cache.
+    A vLLM in the process takes the tensors. A server gets them from vLLM's own client if ``engine.weights``
+    is nccl. Else it reads a hidden directory, whose name is new each time, so that a server that cannot see
+    it fails, and none loads old weights from a cache.
     """
+    vllm, way, path = engine.vllm, config.engine.weights, Path()
+    dtype = torch.bfloat16 if config.update.precision == "bf16" else torch.float32
+    folder = Path(way or config.output)
 
     def new_directory() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix=".unfinished-weights-", dir=folder.resolve()))
-        path.chmod(0o755)  # the server may belong to another user
-        return path
+        return Path(tempfile.mkdtemp(prefix=".unfinished-weights-", dir=folder.resolve()))
 
-    path: Any = None
     try:
-        path = on_main(accelerator, new_directory)
-        on_all(accelerator, lambda: write(path))
-        on_main(accelerator, lambda: [p.chmod(0o755 if p.is_dir() else 0o644) for p in path.rglob("*")])
-        # Every process has its own local vLLM; a server is loaded once for all.
-        load = on_all if isinstance(engine.vllm, LocalVLLM) else on_main
-        load(accelerator, lambda: engine.load(path))
+        if isinstance(vllm, LocalVLLM):
+            on_all(accelerator, lambda: vllm.load(exported_weights(model, dtype)))
+        elif way == "nccl":
+            on_all(accelerator, lambda: vllm.send(partial(exported_weights, model, dtype), accelerator))
+        else:
+            path = on_main(accelerator, new_directory) or path
+            options = {"accelerator": accelerator, "dtype": dtype}
+            on_all(accelerator, lambda: export_model(model, tokenizer, path, **options))
+            on_main(accelerator, lambda: vllm.load(path))
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"engine.weights: weights for {engine.vllm.name} in {folder}: {error}") from error
+        raise InputError(f"engine.weights: weights for {vllm.name} in {folder}: {error}") from error
     finally:
-        if accelerator.is_main_process and path is not None:
+        if accelerator.is_main_process and path.name:
             shutil.rmtree(path, ignore_errors=True)

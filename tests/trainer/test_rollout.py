@@ -4,6 +4,7 @@ import copy
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import DynamicCache
 import gspo_kernels as gk
 from gspo_kernels import bits
 from gspo_kernels.trainer.config import InputError, RolloutConfig
-from gspo_kernels.trainer.continuous import ContinuousEngine, model_engine
+from gspo_kernels.trainer.continuous import ContinuousEngine, with_sampler
 from gspo_kernels.trainer.memory import memory_of
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
@@ -263,6 +264,7 @@ def test_a_completion_that_fails_is_an_error(tokenizer, monkeypatch):
     model, calls = tiny_qwen3(tokenizer).train(), itertools.count()
     whole = type(model).forward
 
+    @wraps(whole)
     def forward(self, *args, **options):
         if next(calls) == 3:
             raise RuntimeError("CUDA out of memory")
@@ -281,7 +283,7 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
     def engine_of(model, sharded=False, **options):
         accelerator = SimpleNamespace(is_fsdp2=sharded, autocast=nullcontext)
         config = RolloutConfig(**options)
-        return type(model_engine(model, [3], 0, config, accelerator, said.append))
+        return type(with_sampler(ModelEngine(model, [3], 0, 8), config, accelerator, said.append))
 
     assert engine_of(model) is engine_of(model, sampler="loop") is ModelEngine and not said
     assert engine_of(model, sampler="continuous") is ContinuousEngine and not said
@@ -291,7 +293,7 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
         ({"min_p": 0.1}, "it has no min_p and returns no sampling masks"),
         ({"sharded": True}, "it takes no shards of FSDP2"),
         ({"model": model_of_varying_rope("longrope")}, "RoPE depend on the length"),
-        ({"model": tiny_model("lfm2", tokenizer)}, "tried on a few tokens, it raised"),
+        ({"model": tiny_model("gpt2", tokenizer)}, "tried on a few tokens, it raised"),
     ):
         with pytest.raises(InputError, match=f"got 'continuous', and .* cannot sample: .*{words}"):
             engine_of(**{"model": model, "sampler": "continuous", **changes})
@@ -304,8 +306,7 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
 
     class OnGPU:
         device = torch.device("cuda")
-        config = model.config
-        __getattr__ = model.__getattr__
+        __getattr__ = lambda self, name: getattr(model, name)  # noqa: E731
 
     assert engine_of(OnGPU()) is ModelEngine and "it is slow with sdpa, and fast with" in said.pop()
     monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")

@@ -8,12 +8,15 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from urllib.error import URLError
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer import vllm
+from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.processes import ALONE
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 from gspo_kernels.trainer.vllm import VLLMEngine, VLLMServer
@@ -125,8 +128,11 @@ def test_a_server_that_refuses_or_cannot_be_reached_is_named(stand_in, monkeypat
     with socket.socket() as free:
         free.bind(("localhost", 0))
         nobody = f"http://localhost:{free.getsockname()[1]}"
+    said = []
+    monkeypatch.setattr(vllm, "WAIT", 1.5)
     with pytest.raises(InputError, match=f"{nobody}/v1/models cannot be reached: .*Connection refused"):
-        VLLMServer(nobody)
+        VLLMServer(nobody, say=said.append)
+    assert len(said) == 1 and f"waiting up to 1.5 seconds for the vLLM server at {nobody}" in said[0]
     for change, value, words in (
         ("names", ["policy", "another"], "serves policy, another; expected one"),
         ("names", [], "serves nothing"),
@@ -188,18 +194,32 @@ def test_weights_that_cannot_be_loaded_are_an_error(tmp_path, stand_in, tokenize
 
 
 class LocalModule:
-    """A stand-in for the module ``vllm``: an ``LLM`` in this process, whose answers a `StandIn` computes."""
+    """A stand-in for the module ``vllm``: an ``LLM`` in this process, whose answers a `StandIn` computes.
+
+    It refuses to sample or to load while a part that this needs is asleep, and to wake a part twice.
+    """
+
+    __version__ = "0.33.0"
 
     def __init__(self, stand_in):
-        self.stand_in, self.options = stand_in, None
+        self.stand_in, self.options, self.asleep, self.naps = stand_in, None, set(), 0
 
     def LLM(self, model, **options):
         self.options = {"model": model, **options}
         return self
 
+    def sleep(self, level):
+        assert level == 1 and self.options["enable_sleep_mode"], "weights must survive"
+        self.asleep, self.naps = {"weights", "kv_cache"}, self.naps + 1
+
+    def wake_up(self, tags):
+        assert self.asleep.issuperset(tags)
+        self.asleep.difference_update(tags)
+
     SamplingParams = SimpleNamespace
 
     def generate(self, inputs, parameters, use_tqdm):
+        assert not self.asleep
         for each, params in zip(inputs, parameters, strict=True):
             body = {"model": "policy", "prompt": each["prompt_token_ids"], "return_token_ids": True}
             body |= vars(params)
@@ -214,7 +234,8 @@ class LocalModule:
             yield SimpleNamespace(outputs=[output])
 
     def collective_rpc(self, method, kwargs):
-        self.stand_in.reload({"method": method, "kwargs": kwargs})
+        assert method == "reload_weights" and "weights" not in self.asleep
+        self.stand_in.receive(kwargs["weights_iterator"])
 
     def reset_prefix_cache(self):
         self.stand_in.forget({})
@@ -225,6 +246,23 @@ def other_weights(tokenizer):
     """Yield a server whose first weights differ from the run's, so that its answers need the first sync."""
     with serving(tiny_qwen3(tokenizer, seed=7)) as found:
         yield found
+
+
+class TransferModule:
+    """A stand-in for ``vllm.distributed.weight_transfer`` and its ``nccl_engine``; it sends by assignment."""
+
+    NCCLTrainerInitInfo = ModuleSource = HTTPVLLMWeightSyncClient = None
+
+    def __init__(self, stand_in, url):
+        def trainer_init(init_info, client, source):
+            assert init_info.world_size == 3 and client == (url, 1800.0)
+            assert init_info.master_address == "127.0.0.1" and init_info.master_port > 0
+            send = lambda: init_info.rank == 0 and stand_in.receive(source.named_parameters())  # noqa: E731
+            return SimpleNamespace(send_weights=send)
+
+        self.NCCLTrainerInitInfo, self.ModuleSource = SimpleNamespace, lambda module: module
+        self.HTTPVLLMWeightSyncClient = lambda url, timeout: (url, timeout)
+        self.WeightTransferTrainerFactory = SimpleNamespace(trainer_init=trainer_init)
 
 
 def run(tokenizer, output, url, *, model=None, **sections):
@@ -241,6 +279,7 @@ RUNS = {
     "local": {"rollout": {**KEPT, "batch_size": 9}, "engine": {"memory": 0.25}, "seed": 3},
     "adapters elsewhere": {"lora": {"rank": 2}},
     "bf16": {"update": {"precision": "bf16"}},
+    "nccl": {"engine": {"weights": "nccl"}, "lora": {"rank": 2}},
     "off-policy weights": {"off_policy": {"level": "token"}, "rollout": {"top_k": 20, "temperature": 0.7}},
 }
 
@@ -259,19 +298,29 @@ def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, other_weight
         sections["engine"] = {"weights": str(written)}
     if case == "bf16":
         other_weights.dtype = torch.bfloat16
+    if case == "nccl":
+        transfer = TransferModule(other_weights, url)
+        monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", transfer)
+        monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine", transfer)
     steps = run(tokenizer, output, url, model=model, **sections)
     if case == "local":
         expected = {"model": model, "dtype": "float32", "gpu_memory_utilization": 0.25}
-        expected |= {"max_num_seqs": 9, "seed": 3}
+        expected |= {"max_num_seqs": 9, "seed": 3, "max_model_len": 4 + 5}
         expected |= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
         assert module.options.items() >= expected.items()
+        assert module.asleep == {"weights", "kv_cache"} and module.naps == 1 + 2 + 2 + 2, (
+            "start, rollouts, evals"
+        )
     if case == "off-policy weights":
         assert min(steps) > 0.1, "the probability that top-k cut off"
     else:
         assert len(steps) == 2 and max(steps) < (0.1 if case == "bf16" else 1e-5)
     # Weights are loaded before the first evaluation and after each step, each time from a new directory.
     assert len(set(other_weights.reloads)) == 3
-    assert {str(written)} == {path.rpartition("/")[0] for path in other_weights.reloads}
+    if case in ("local", "nccl"):  # no file
+        assert other_weights.reloads == [0, 1, 2]
+    else:
+        assert {str(written)} == {path.rpartition("/")[0] for path in other_weights.reloads}
     assert not list(written.glob(".unfinished-*"))
     if case != "bf16":
         exported = AutoModelForCausalLM.from_pretrained(output / "model")
@@ -294,7 +343,7 @@ def test_two_processes_share_a_server(tmp_path, tokenizer, other_weights):
     in_processes(2, fails)
 
 
-def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, other_weights, model):
+def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, other_weights, model, monkeypatch):
     config = small_config(tmp_path / "run", engine={"url": other_weights.url})
     with pytest.raises(InputError, match=r"engine.url: got .* and an engine; only one of them can sample"):
         make_trainer(tokenizer, ROWS, odd_share, config, engine=VLLMEngine(None, ENDS, 258))
@@ -310,7 +359,30 @@ def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, other_weights, mod
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(InputError, match=r"engine.url local: vLLM cannot start .*No module named 'vllm'"):
         make_trainer(tokenizer, ROWS, odd_share, local, model=str(tmp_path / "base"))
+    monkeypatch.setattr(vllm, "WAIT", 0.0)
     nowhere = small_config(tmp_path / "run", engine={"url": "http://localhost:1"})
     with pytest.raises(InputError, match="http://localhost:1/v1/models cannot be reached"):
         make_trainer(tokenizer, ROWS, odd_share, nowhere)
+    other_weights.max_model_len = 8
+    with pytest.raises(
+        InputError, match=r"takes 8, and prompt and completion have up to 9 tokens: --max-mod"
+    ):
+        run(tokenizer, tmp_path / "run", other_weights.url)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_server_is_waited_for_and_its_version_compared(stand_in, monkeypatch, tokenizer):
+    ask, calls, said = VLLMServer.ask, iter(range(9)), []
+
+    def late(self, path, body=None):
+        if next(calls) < 2:
+            raise InputError("cannot be reached") from URLError(ConnectionRefusedError())
+        return ask(self, path, body)
+
+    monkeypatch.setattr(VLLMServer, "ask", late)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    config = TrainConfig(engine={"url": stand_in.url})
+    stand_in.release = "0.34.1.dev3+cu130"
+    engine = vllm.vllm_engine(config, stand_in.model, "", ENDS, 9, ALONE, said.append)
+    assert engine.vllm.model == "policy" and len(said) == 2 and "does not listen yet" in said[0]
+    assert "is version 0.34.1.dev3+cu130; only 0.29 to 0.33 are known to fit" in said[1]

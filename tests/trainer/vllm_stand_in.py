@@ -5,6 +5,7 @@ out have unusual defaults, and new weights are used only when the prefix cache h
 """
 
 import contextlib
+import copy
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +34,7 @@ class StandIn:
     def __init__(self, model):
         self.model, self.dtype = model.eval(), torch.float32  # the dtype of reloaded weights
         self.names, self.key, self.seconds = ["policy"], None, 0.0  # listed models, API key, delay of answers
+        self.release, self.max_model_len = "0.33.0", 4096
         self.developing = True  # whether it reloads weights
         self.spoil = lambda answer: answer  # may change an answer before it is sent
         self.reloads, self.loaded = [], self.model  # loaded directories; the model after the next reset
@@ -43,8 +45,13 @@ class StandIn:
         if path.startswith("/v1") and self.key and headers["Authorization"] != f"Bearer {self.key}":
             raise Refused(401, '{"error":"Unauthorized"}')
         if (method, path) == ("GET", "/v1/models"):
-            listed = [{"id": name, "parent": None} for name in self.names]
+            card = {"parent": None, "max_model_len": self.max_model_len}
+            listed = [{"id": name} | card for name in self.names]
             return {"object": "list", "data": [*listed, {"id": "an adapter", "parent": "policy"}]}
+        if (method, path) == ("GET", "/version"):
+            return {"version": self.release}
+        if (method, path) == ("GET", "/get_world_size") and self.developing:
+            return {"world_size": 2}
         posted = {"/v1/completions": self.complete, "/inference/v1/generate": self.generate}
         if self.developing:
             posted |= {"/collective_rpc": self.reload, "/reset_prefix_cache": self.forget}
@@ -104,15 +111,25 @@ class StandIn:
         weights_path = body["kwargs"]["weights_path"]
         if not Path(weights_path).is_dir():
             raise Refused(500, f"no such directory {weights_path}")
-        loaded = AutoModelForCausalLM.from_pretrained(weights_path, dtype=self.dtype).eval()
-        mine, new = ({k: v.shape for k, v in model.state_dict().items()} for model in (self.model, loaded))
-        if mine != new:
-            raise Refused(500, "AssertionError: shapes of weights")
+        self.load(AutoModelForCausalLM.from_pretrained(weights_path, dtype=self.dtype).eval())
         if not all(path.stat().st_mode & 0o4 for path in Path(weights_path).rglob("*")):
             raise Refused(500, "PermissionError: the server belongs to another user")
         self.reloads.append(weights_path)
-        self.loaded = loaded
         return {"results": [None]}
+
+    def load(self, loaded):
+        mine, new = ({k: v.shape for k, v in model.state_dict().items()} for model in (self.model, loaded))
+        if mine != new:
+            raise Refused(500, "AssertionError: shapes of weights")
+        self.loaded = loaded
+
+    def receive(self, weights):
+        """Load weights by the names that a checkpoint has, in place of a file; ties are tied again."""
+        loaded, weights = copy.deepcopy(self.model).to(self.dtype), dict(weights)
+        loaded.load_state_dict(weights)
+        assert {weight.dtype for weight in weights.values()} == {self.dtype}
+        self.reloads.append(len(self.reloads))
+        self.load(loaded)
 
     def forget(self, body):
         self.model = self.loaded
