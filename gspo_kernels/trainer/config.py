@@ -144,10 +144,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> EngineConfig:
-        if self.url is None:
-            self.require(self.weights is None, "weights", "left out where there is no engine.url")
-        elif self.url == "local":
-            self.require(self.weights is None, "weights", "left out with engine.url local")
+        if self.url is None or self.url == "local":
+            self.require(self.weights is None, "weights", "left out where engine.url names no server")
         else:
             parts = urlsplit(self.url)
             whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")

@@ -54,7 +54,7 @@ class ContinuousEngine(ModelEngine):
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """See `RolloutEngine.generate`; a completion that fails is a `RuntimeError`."""
-        if sampling.min_p > 0.0 or sampling.return_mask:
+        if not prompts or sampling.min_p > 0.0 or sampling.return_mask:
             return super().generate(prompts, sampling)
         from transformers import ContinuousBatchingConfig, GenerationConfig
 

@@ -137,8 +137,9 @@ class GSPOTrainer:
         updater, longest = self.updater, max(map(len, self.train_prompts.tokens))
         policy = self.accelerator.unwrap_model(updater.policy)
         reference = None if updater.reference is updater.policy else updater.reference
-        page = PAGE if isinstance(self.engine, ContinuousEngine) else 1
-        plan = plan_memory(policy, reference, self.config, self.accelerator, longest, saved, page)
+        if isinstance(self.engine, ContinuousEngine):  # its cache has whole pages
+            longest += -(longest + self.config.rollout.max_new_tokens) % PAGE
+        plan = plan_memory(policy, reference, self.config, self.accelerator, longest, saved)
         self.sizes, table = plan
         self.config = replaced(self.config, "update", micro_batch_tokens=self.sizes["micro_batch_tokens"])
         self.config = updater.config = replaced(self.config, "rollout", batch_size=self.sizes["batch_size"])

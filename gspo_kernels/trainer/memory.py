@@ -125,11 +125,8 @@ class Memory(NamedTuple):
         return "\n".join(["memory in GiB, counted, not measured on a GPU yet:", *lines])
 
 
-def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int, page: int = 1) -> Memory:
-    """Predict the memory of a run whose longest prompt has this many tokens; no weight is read or changed.
-
-    The sampler's cache has pages of ``page`` tokens.
-    """
+def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int) -> Memory:
+    """Predict the memory of a run whose longest prompt has this many tokens; no weight is read or changed."""
     bf16, weights = config.update.precision == "bf16", list(policy.parameters())
     gradients = sum(p.nbytes for p in weights if p.requires_grad)
     frozen = [] if reference is None else list(reference.parameters())
@@ -143,11 +140,9 @@ def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int, pa
             copies[id(tensor)] = empty
         fake = copy.deepcopy(policy, copies)
         update = [(tokens, _update_bytes(fake, tokens, bf16)) for tokens in (256, AUTO["micro_batch_tokens"])]
-        length = -(-(longest + config.rollout.max_new_tokens) // page) * page
-        completion = _completion_bytes(fake.model, length, bf16)
+        completion = _completion_bytes(fake.model, longest + config.rollout.max_new_tokens, bf16)
     total, other = (sum(p.nbytes for p in each) for each in (weights, frozen))
-    rounded = gradients // 2 if bf16 else 0
-    return Memory(total, other, gradients, 2 * gradients, update, completion, rounded)
+    return Memory(total, other, gradients, 2 * gradients, update, completion, gradients // 2 * bf16)
 
 
 def _update_bytes(policy: Any, tokens: int, bf16: bool) -> int:
@@ -192,13 +187,7 @@ def available_bytes(config: TrainConfig, device: torch.device, loaded: int) -> f
 
 
 def plan_memory(
-    policy: Any,
-    reference: Any,
-    config: TrainConfig,
-    accelerator: Any,
-    longest: int,
-    saved: Mapping[str, int],
-    page: int = 1,
+    policy: Any, reference: Any, config: TrainConfig, accelerator: Any, longest: int, saved: Mapping[str, int]
 ) -> tuple[dict[str, int], str]:
     """Return the sizes of a run, with saved ones in place of ``auto`` first, and the table of its memory."""
     sections = {"micro_batch_tokens": config.update, "batch_size": config.rollout}
@@ -207,7 +196,7 @@ def plan_memory(
     try:
         if accelerator.is_fsdp2:
             raise InputError("shards of FSDP2 are not traced")
-        memory = memory_of(policy, reference, config, longest, page)
+        memory = memory_of(policy, reference, config, longest)
     except Exception as error:  # of the model's own code, on tensors without values
         return sizes | {n: saved[n] for n in auto if n in saved}, f"memory is not predicted: {error!s:.200}"
     meta = next(policy.parameters()).is_meta

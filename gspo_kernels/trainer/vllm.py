@@ -65,12 +65,15 @@ def vllm_engine(
         raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
 
     def start() -> None:
-        vllm: Any = LocalVLLM(config, str(source), longest, accelerator) if url == "local" else None
-        vllm = vllm or VLLMServer(url, say=say)
-        if longest > vllm.max_model_len:
-            most = f"prompt and completion have up to {longest} tokens"
-            raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {most}: --max-model-len")
-        version = vllm.version()
+        if url == "local":
+            vllm: Any = LocalVLLM(config, str(source), longest, accelerator)
+            version = vllm.vllm.__version__
+        else:
+            vllm = VLLMServer(url, say=say)
+            version = str((vllm.ask("/version") or {}).get("version"))
+            if longest > (vllm.max_model_len or longest):
+                most = f"prompt and completion have up to {longest} tokens"
+                raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {most}: --max-model-len")
         if not VERSIONS[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VERSIONS[1]:
             known = " to ".join(".".join(map(str, each)) for each in VERSIONS)
             say(f"{vllm.name} is version {version}; only {known} are known to fit")
@@ -112,12 +115,8 @@ class VLLMServer:
             raise self._strange(listed) from error
         if len(names) != 1:
             raise InputError(f"{self.name} serves {', '.join(names) or 'nothing'}; expected one model")
-        self.model, self.max_model_len = names[0], served[0].get("max_model_len") or math.inf
+        self.model, self.max_model_len = names[0], served[0].get("max_model_len")
         self.transfer: Any = None  # vLLM's engine that sends weights, from the first time on
-
-    def version(self) -> str:
-        """Return vLLM's version."""
-        return str(self.ask("/version").get("version"))
 
     def complete(
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
@@ -241,12 +240,7 @@ class LocalVLLM:
             )
         except Exception as error:
             raise InputError(f"engine.url local: vLLM cannot start with {model_path}: {error!r}") from error
-        self.max_model_len = longest
         self._sleep()
-
-    def version(self) -> str:
-        """Return vLLM's version."""
-        return str(self.vllm.__version__)
 
     def _sleep(self) -> None:
         self.llm.sleep(level=1)

@@ -13,9 +13,9 @@ from transformers import DynamicCache
 
 import gspo_kernels as gk
 from gspo_kernels import bits
-from gspo_kernels.trainer.config import InputError, RolloutConfig
+from gspo_kernels.trainer import loop
+from gspo_kernels.trainer.config import AUTO, InputError, RolloutConfig
 from gspo_kernels.trainer.continuous import ContinuousEngine, with_sampler
-from gspo_kernels.trainer.memory import memory_of
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
 from tests.draws import shifted_seed
@@ -314,7 +314,7 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
     assert engine_of(OnGPU()) is ContinuousEngine and not said
 
 
-def test_a_run_with_continuous_batching(tokenizer, tmp_path):
+def test_a_run_with_continuous_batching(tokenizer, tmp_path, monkeypatch):
     """Log-probs of sampling are those of training, and the table counts whole pages."""
     rollout = {"sampler": "continuous", "prompts_per_rollout": 3, "group_size": 4, "max_new_tokens": 5}
     config = small_config(tmp_path, rollout=rollout, update={"steps": 2})
@@ -323,7 +323,7 @@ def test_a_run_with_continuous_batching(tokenizer, tmp_path):
     trainer.train()
     steps = [each["mismatch/max"] for each in read_metrics(tmp_path / "metrics.jsonl")[1:]]
     assert len(steps) == 2 and max(steps) < 1e-5
-    policy = trainer.updater.policy
-    small, paged = (memory_of(policy, None, config, 4, page).completion for page in (1, 256))
-    logits = 24 * len(tokenizer)
-    assert paged - logits == pytest.approx((small - logits) * 256 / 9)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "plan_memory", lambda *parts: ({**AUTO, "longest": parts[4]}, ""))
+        trainer.plan_memory({})
+    assert trainer.sizes["longest"] == 256 - 5
