@@ -41,7 +41,7 @@ REFERENCE = {
         "Log-probs",
         "gspo_kernels.linear_token_logprobs gspo_kernels.token_logprobs gspo_kernels.TokenLogprobs "
         "gspo_kernels.selected_logprobs gspo_kernels.linear_selected_logprobs gspo_kernels.SelectedLogprobs "
-        "gspo_kernels.LoRAHead gspo_kernels.sampling_mask "
+        "gspo_kernels.LoRAHead gspo_kernels.kept_mask gspo_kernels.sampling_mask "
         "gspo_kernels.set_batch_invariant gspo_kernels.is_batch_invariant",
     ),
     "advantages": (

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is public
     from gspo_kernels.off_policy import off_policy_mask as off_policy_mask
     from gspo_kernels.off_policy import rollout_weights as rollout_weights
     from gspo_kernels.parallel.groups import Parallel as Parallel
+    from gspo_kernels.sampling import kept_mask as kept_mask
     from gspo_kernels.sampling import sampling_mask as sampling_mask
     from gspo_kernels.selected import linear_selected_logprobs as linear_selected_logprobs
     from gspo_kernels.selected import selected_logprobs as selected_logprobs
@@ -57,7 +58,7 @@ _NAMES = {
     ],
     "off_policy": ["off_policy_mask", "rollout_weights"],
     "parallel.groups": ["Parallel"],
-    "sampling": ["sampling_mask"],
+    "sampling": ["kept_mask", "sampling_mask"],
     "selected": ["linear_selected_logprobs", "selected_logprobs"],
     "types": ["DistillationOutput", "LoRAHead", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],
 }

@@ -23,7 +23,6 @@ class LogitArguments(NamedTuple):
     temperature: float | Tensor = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
-    kept_ids: Tensor | None = None
     kept_mask: Tensor | None = None
     ignore_index: int = -100
     backend: str = "auto"
@@ -39,8 +38,7 @@ class LogitArguments(NamedTuple):
         """Check the options and bring them into the operators' form.
 
         Args:
-            labels: [B, T] or [N], or any tensor of their shape and device; where they are ``ignore_index``,
-                ``kept_ids`` may be anything.
+            labels: [B, T] or [N], or any tensor of their shape and device.
             cu_seqlens: checked offsets; with them a tensor ``temperature`` has one value per sequence.
             dtype: of the logits.
             width: how many columns of logits this process has.
@@ -72,44 +70,28 @@ class LogitArguments(NamedTuple):
         if backend == "reference" and in_force(None):
             refuse_backend(backend)
         shard = _WHOLE if parallel.tp_group is None else _shard(parallel, width)
-        kept = None
-        if self.kept_ids is not None or self.kept_mask is not None:
-            kept = self._kept(labels, width, shard)
+        kept = None if self.kept_mask is None else self._kept(labels, width, shard)
         transform = LogitTransform(scale, cap, scalar, row_temperature, kept)
         return RowOptions(transform, self.ignore_index, backend, shard)
 
     def _kept(self, labels: Tensor, width: int, shard: Shard) -> Tensor:
         """Return the sampling mask of this process's columns, in rows."""
-        shape, device, ids, mask = tuple(labels.shape), labels.device, self.kept_ids, self.kept_mask
-        if ids is not None:
-            if mask is not None:
-                raise ValueError(
-                    "kept_mask: got a mask, expected None along with kept_ids: they say the same"
-                )
-            checks.tensor("kept_ids", ids, None, "of the labels' shape and K", device, checks.INTEGERS)
-            if tuple(ids.shape[:-1]) != shape or ids.ndim != labels.ndim + 1:
-                raise ValueError(
-                    f"kept_ids: got shape {tuple(ids.shape)}, expected {(*shape, 'K')} for labels of shape "
-                    f"{shape}"
-                )
-        elif shard.group:  # a mask of the whole vocabulary, of which this process has some columns
+        shape, device = tuple(labels.shape), labels.device
+        if shard.group:  # a mask of the whole vocabulary, of which this process has some columns
             mask = checks.tensor(
-                "kept_mask", mask, None, "of the labels' shape and words", device, (torch.int32,)
+                "kept_mask", self.kept_mask, None, "of the labels' shape and words", device, (torch.int32,)
             )
-            least = bits.words(shard.start + width if shard.start >= 0 else 1)
-            if tuple(mask.shape[:-1]) != shape or mask.shape[-1] < least:
+            min_words = bits.words(shard.start + width if shard.start >= 0 else 1)
+            if tuple(mask.shape[:-1]) != shape or mask.shape[-1] < min_words:
                 raise ValueError(
                     f"kept_mask: got shape {tuple(mask.shape)}, expected {(*shape, 'ceil(V / 32)')} with "
                     "the V of the whole vocabulary"
                 )
+            mask = mask_of_shard(mask, shard, width)
         else:
             meaning = f"the labels' shape and ceil(V / 32) words for V = {width}"
-            mask = checks.tensor(
-                "kept_mask", mask, (*shape, bits.words(width)), meaning, device, (torch.int32,)
-            )
-        if shard.group or ids is not None:
-            mask = mask_of_shard(labels, self.ignore_index, ids, mask, shard, width)
-        assert mask is not None
+            words = (*shape, bits.words(width))
+            mask = checks.tensor("kept_mask", self.kept_mask, words, meaning, device, (torch.int32,))
         mask = mask.contiguous()
         return mask.unsqueeze(0) if labels.ndim == 1 else mask
 

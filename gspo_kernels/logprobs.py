@@ -27,7 +27,6 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    kept_ids: Tensor | None = None,
     kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
@@ -46,13 +45,10 @@ def token_logprobs(
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed logits: one per token).
         logit_scale: factor on the logits.
         softcap: bound of the tanh soft-capping, or None.
-        kept_ids: the ids that the sampler could have drawn, int64 or int32 [B, T, K] or [N, K], in any order
-            and any number of times, -100 where there are fewer than K. Log-prob and entropy are those of the
-            softmax over these ids alone. All other logits have no effect, whatever they hold, and a gradient
-            of exactly 0. None: all ids.
-        kept_mask: the same as a bitmask, int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)], as
-            ``sampling_mask`` returns it: bit v % 32 of word v // 32 is for id v. Pass ``kept_ids`` or
-            ``kept_mask``, not both.
+        kept_mask: the ids that the sampler could have drawn, as a bitmask, int32 [B, T, ceil(V / 32)] or
+            [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v. ``kept_mask`` makes it of ids,
+            ``sampling_mask`` of logits. Log-prob and entropy are those of the softmax over these ids alone.
+            All other logits have no effect, whatever they hold, and a gradient of exactly 0. None: all ids.
         ignore_index: positions with this label are left out: their log-prob and entropy are 0.0, they have no
             gradient, and their logits are never read.
         return_entropy: also return the differentiable entropy.
@@ -66,11 +62,11 @@ def token_logprobs(
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message; or a label that is not in the
-            ``kept_ids`` or ``kept_mask`` of its position, which the message names. On GPUs values are checked
-            only with GSPO_KERNELS_VALIDATE=1; without it the log-prob of such a label is NaN.
+            ``kept_mask`` of its position, which the message names. On GPUs values are checked only with
+            GSPO_KERNELS_VALIDATE=1; without it the log-prob of such a label is NaN.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     with NOT_COMPARED if not validates() else comparing(
         "token_logprobs", logits=logits, labels=labels, logit_arguments=how, return_entropy=return_entropy,
         inplace_backward=inplace_backward, parallel=parallel,
@@ -100,7 +96,6 @@ def linear_token_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    kept_ids: Tensor | None = None,
     kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
@@ -123,7 +118,7 @@ def linear_token_logprobs(
             token).
         logit_scale: factor on the logits, bias included.
         softcap: bound of the tanh soft-capping, or None.
-        kept_ids, kept_mask: as in ``token_logprobs``.
+        kept_mask: as in ``token_logprobs``.
         ignore_index: positions with this label are left out: their log-prob and entropy are 0.0, they have no
             gradient, and they are never projected.
         return_entropy: also return the differentiable entropy.
@@ -146,7 +141,7 @@ def linear_token_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
     with NOT_COMPARED if not validates() else comparing(
         "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, logit_arguments=how,

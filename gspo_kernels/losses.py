@@ -222,7 +222,6 @@ def fused_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    kept_ids: Tensor | None = None,
     kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
@@ -242,7 +241,7 @@ def fused_policy_loss(
             ``policy_loss``; a token is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
-        kept_ids, kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalised over the
+        kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalised over the
             same ids.
         return_entropy: also return the entropy, detached; with an entropy bonus it is returned anyway.
         parallel: ``tp_group``, ``vocab_range`` and ``cp_group`` of ``Parallel``.
@@ -259,7 +258,7 @@ def fused_policy_loss(
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     passed = Terms(*arguments)
-    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     with NOT_COMPARED if not validates() else comparing(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
         logit_arguments=how, return_entropy=return_entropy, objective=objective, parallel=parallel,
@@ -346,7 +345,6 @@ def fused_linear_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    kept_ids: Tensor | None = None,
     kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
@@ -368,7 +366,7 @@ def fused_linear_policy_loss(
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         bias: [V] or None.
         labels, old_logprobs, advantages, objective, all terms from loss_mask to normalizer, temperature,
-            kept_ids, kept_mask, return_entropy: as in ``fused_policy_loss``.
+            kept_mask, return_entropy: as in ``fused_policy_loss``.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``.
         schedule: how the batch is cut into chunks and products; all schedules give the same result. See
@@ -388,7 +386,7 @@ def fused_linear_policy_loss(
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     passed = Terms(*arguments)
-    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
     with NOT_COMPARED if not validates() else comparing(
         "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,

@@ -31,7 +31,7 @@ from gspo_kernels.types import RowOptions
 _VOCABULARY = {**VOCABULARY, "B": 0}  # B: of a LoRAHead
 """Arguments whose vocabulary may be split among ranks, and the dimension of the vocabulary in each."""
 _HIDDEN = ("hidden", "teacher_hidden")
-_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask")
+_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_mask")
 _TRAINABLE = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 

@@ -1,4 +1,6 @@
-"""Which tokens a sampler could have drawn: top-k, top-p and min-p sets, rebuilt from logits as bitmasks."""
+"""Which tokens a sampler could have drawn, as bitmasks: made of ids, or rebuilt from logits by the rules of
+top-k, top-p and min-p.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from gspo_kernels import bits, checks
 from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.logits import check_scores, tokens_of
 from gspo_kernels.ops.library import checked_values
+from gspo_kernels.ops.values import check_ids
 from gspo_kernels.types import stats_dtype
 
 ENGINES = ("transformers", "vllm")
@@ -28,6 +31,30 @@ class _Rules(NamedTuple):
     top_p: float
     log_min_p: float
     min_p_first: bool
+
+
+def kept_mask(ids: Tensor, vocabulary_size: int) -> Tensor:
+    """The ids that a sampler could have drawn, as a bitmask to pass as ``kept_mask``.
+
+    Args:
+        ids: [B, T, K] or [N, K], int64 or int32, in any order and any number of times; -100 where a token has
+            fewer than K.
+        vocabulary_size: V of the logits; where ranks share the vocabulary, that of all ranks together.
+
+    Returns:
+        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
+            GSPO_KERNELS_VALIDATE=1, also an id outside of the vocabulary; unchecked, it is left out.
+    """
+    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None, checks.INTEGERS)
+    if ids.ndim not in (2, 3):
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, T, K] or [N, K]")
+    if checks.integer("vocabulary_size", vocabulary_size) < 1:
+        raise ValueError(f"vocabulary_size: got {vocabulary_size}, expected at least 1")
+    check_ids("ids", ids, vocabulary_size)
+    return bits.packed_ids(ids, vocabulary_size)
 
 
 @torch.no_grad()

@@ -38,7 +38,6 @@ def selected_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    kept_ids: Tensor | None = None,
     kept_mask: Tensor | None = None,
     inplace_backward: bool = False,
     backend: str = "auto",
@@ -58,7 +57,7 @@ def selected_logprobs(
         normalize_within: the log-probs are those of a softmax over each token's ids alone; only the logits of
             these ids are read, and there is no tail.
         temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.
-        kept_ids, kept_mask: as in ``token_logprobs``. All ``ids`` must be among the kept ids.
+        kept_mask: as in ``token_logprobs``. All ``ids`` must be in their token's mask.
         parallel: as in ``token_logprobs``. Ids are the same on all ranks.
 
     Returns:
@@ -68,7 +67,7 @@ def selected_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, backend=backend)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, backend=backend)
     with comparing(
         "selected_logprobs", logits=logits, ids=ids, logit_arguments=how, normalize_within=normalize_within,
         inplace_backward=inplace_backward, parallel=parallel,
@@ -80,7 +79,6 @@ def selected_logprobs(
         packed, vocabulary = tokens.ndim == 1, logits.shape[-1]
         checks.flag("normalize_within", normalize_within)
         check_inplace(logits, inplace_backward)
-        tokens = tokens if kept_ids is None else ids.amax(-1)  # -100 for tokens without ids
         options = how.normalize(tokens, None, logits.dtype, vocabulary, parallel)
         row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, options, packed)
         if ranks is not None:
@@ -102,7 +100,6 @@ def linear_selected_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    kept_ids: Tensor | None = None,
     kept_mask: Tensor | None = None,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
@@ -117,8 +114,8 @@ def linear_selected_logprobs(
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
-        ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
-            never projected.
+        ids, normalize_within, kept_mask: as in ``selected_logprobs``. Tokens without any id are never
+            projected.
         bias: [V] or None.
         temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, batch_invariant, backend, parallel:
             as in ``linear_token_logprobs``.
@@ -130,7 +127,7 @@ def linear_selected_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, backend=backend)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, backend=backend)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
     with comparing(
         "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, logit_arguments=how,
@@ -146,7 +143,6 @@ def linear_selected_logprobs(
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
         packed, vocabulary = tokens.ndim == 1, weight.shape[0]
         checks.flag("normalize_within", normalize_within)
-        tokens = tokens if kept_ids is None else ids.amax(-1)  # -100 for tokens without ids
         options = how.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
         row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, options, packed)
         # a token's largest id serves as its label; it is -100 if the token has no id

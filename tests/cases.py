@@ -46,10 +46,10 @@ LOGIT_OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0},
     "logit_scale": {"logit_scale": -0.4},
     "together": {"logit_scale": 1.7, "softcap": 4.0, "temperature": TEMPERATURES},
-    "kept": {"kept_ids": 9},
-    "kept and the rest": {"logit_scale": -0.6, "softcap": 4.0, "temperature": TEMPERATURES, "kept_ids": 30},
+    "kept": {"kept_mask": 9},
+    "kept and the rest": {"logit_scale": -0.6, "softcap": 4.0, "temperature": TEMPERATURES, "kept_mask": 30},
 }
-"""Options of logits by name; ``kept_ids`` is the number of ids to draw."""
+"""Options of logits by name; ``kept_mask`` is the number of ids to draw for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +187,9 @@ def make_case(
         inputs["logprobs"] = (-normal(tokens).abs()).to(dtype)
 
     options = dict(LOGIT_OPTIONS[logit_options])
-    if "kept_ids" in options:
-        options["kept_ids"] = draw_kept(labels, vocabulary, options["kept_ids"], rng)
+    if "kept_mask" in options:
+        ids = draw_kept(labels, vocabulary, options["kept_mask"], rng)
+        options["kept_mask"] = gk.kept_mask(ids, vocabulary)
     cu_seqlens = offsets(lengths)
     everything = torch.ones(tokens, dtype=torch.bool)
     if kind == "logprobs":
@@ -315,6 +316,7 @@ def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
     def spread(name: str, tokens: Tensor, value: float = 0.0) -> Tensor:
         if name in HEAD or tokens.shape[:1] != case.labels.shape:
             return tokens
+        value = 1 if name == "kept_mask" else value  # keeps id 0, the label of padding
         out = torch.full((*shape, *tokens.shape[1:]), value, dtype=tokens.dtype)
         for i, (a, b) in enumerate(itertools.pairwise(ends)):
             out[i, : b - a] = tokens[a:b]

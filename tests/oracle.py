@@ -60,7 +60,7 @@ def token_logprobs(
     counted: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
-    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropy, 0 where not counted. A tensor ``temperature`` is per sequence."""
@@ -70,11 +70,10 @@ def token_logprobs(
         if sequence.count == 0:
             continue
         z = transformed(sequence.pick(logits), sequence.index, **options)
-        if kept_ids is not None:
-            cut = torch.ones(z.shape, dtype=torch.bool)
-            for row, ids in zip(cut, sequence.pick(kept_ids).tolist(), strict=True):
-                row[[i for i in ids if i >= 0]] = False
-            z = z.masked_fill(cut, -math.inf)
+        if kept_mask is not None:
+            words = sequence.pick(kept_mask).tolist()
+            kept = [[row[v // 32] >> v % 32 & 1 for v in range(z.shape[-1])] for row in words]
+            z = z.masked_fill(torch.tensor(kept) == 0, -math.inf)
         logp = torch.log_softmax(z, dim=-1)
         chosen = logp.gather(-1, sequence.pick(labels).long().unsqueeze(-1)).squeeze(-1)
         possible = logp.masked_fill(logp == -math.inf, 0.0)  # p log p is 0 where p is 0

@@ -99,8 +99,8 @@ CALLS = {
     "fused_linear_policy_loss, small": loss(LINEAR, GSPO, "plain"),
     "fused_linear_policy_loss, known coefficients": loss(LINEAR, LINEAR_LOSS, "holes", schedule="known"),
     "fused_linear_policy_loss, adapter": loss(LINEAR, GSPO, "plain", adapter=1, schedule="aligned"),
-    "token_logprobs": outputs(ROWS, labels=LABELS, return_entropy=True, kept_ids=torch.cat(
-        [LABELS.unsqueeze(-1), (LABELS.clamp(min=0) + 2).unsqueeze(-1) % 4], -1), **TEMPERATURE),
+    "token_logprobs": outputs(ROWS, labels=LABELS, return_entropy=True, kept_mask=gk.kept_mask(torch.cat(
+        [LABELS.unsqueeze(-1), (LABELS.clamp(min=0) + 2).unsqueeze(-1) % 4], -1), 4), **TEMPERATURE),
     "linear_token_logprobs": outputs(LINEAR_ROWS, labels=LABELS, return_entropy=True, **TEMPERATURE, **ROW),
     "linear_token_logprobs, adapter": outputs(LINEAR_ROWS, lora=True, labels=LABELS, return_entropy=True),
     "selected_logprobs": outputs("selected_logprobs", ids=IDS, **TEMPERATURE),

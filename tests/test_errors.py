@@ -65,6 +65,7 @@ def arguments(function, packed=False, **changes):
         linear_chosen: dense | {"ids": labels.unsqueeze(2)},
         taught: {"logits": logits, "teacher_logits": logits},
         linear_taught: dense | {"teacher_hidden": hidden, "teacher_weight": weight},
+        gk.kept_mask: {"ids": SETS, "vocabulary_size": V},
         gk.sampling_mask: {"logits": logits},
         normalized: pairs,
         advantages.leave_one_out: pairs,
@@ -168,9 +169,10 @@ WRONG = [
         [SETS[0, 0], SETS[..., :0], SETS + V, SETS[..., :1] + V, SETS - 1, SETS.to("meta")],
     ]),
     *((function, *wrong) for function in (token, linear) for wrong in [
-        ("kept_ids", [SETS[..., 0], SETS[:, 1:], SETS + V, SETS - 1], [one(B, T, 2), [[1]]]),
         ("kept_mask", [one(B, T, 2, dtype=torch.int32)], [one(B, T, 1, dtype=ids)]),
     ]),
+    (gk.kept_mask, "ids", [SETS[0, 0], SETS + V, SETS - 1], [one(B, T, 2), [[1]]]),
+    (gk.kept_mask, "vocabulary_size", [0], [11.0]),
     (gk.sampling_mask, "logits", [one(V), torch.tensor(1.0)], []),
     (gk.sampling_mask, "top_k", [-1], [2.0]),
     (gk.sampling_mask, "top_p", [0.0, 1.1], []),
@@ -315,7 +317,7 @@ COMBINED = [
     (gk.normalizer, "group_ids", {"objective": gk.DPO(), "advantages": one(B)}),
     (chosen, "logits", {"ids": SETS[..., 0]}),
     (linear_chosen, "hidden", {"ids": SETS[..., 0]}),
-    *((function, "kept_mask", {"kept_ids": SETS, "kept_mask": SETS.int()}) for function in (token, linear)),
+    *((function, "kept_mask", {"kept_mask": SETS.int()}) for function in (token, linear)),
     (gk.sampling_mask, "logits", {"labels": one(B, T - 1, dtype=ids)}),
     (taught, "top_k_of", {"top_k": 2, "top_k_of": "both"}),
     *((taught, name, {"teacher_logits": None} | SCORED | wrong) for name, wrong in [
@@ -379,8 +381,8 @@ every_function = pytest.mark.parametrize(
     [
         token, linear, explain, *LOSSES, rollout, gk.off_policy_mask, off_policy.without_rejected,
         off_policy.weight_metrics, gk.normalizer, chosen, linear_chosen, taught, linear_taught,
-        gk.sampling_mask, normalized, advantages.leave_one_out, advantages.optimal_baseline, advantages.gdpo,
-        advantages.reinforce_plus_plus, advantages.class_normalized, advantages.reverse_kl,
+        gk.kept_mask, gk.sampling_mask, normalized, advantages.leave_one_out, advantages.optimal_baseline,
+        advantages.gdpo, advantages.reinforce_plus_plus, advantages.class_normalized, advantages.reverse_kl,
     ],
 )  # fmt: skip
 
@@ -615,28 +617,18 @@ def test_weights_beside_the_losses_are_looked_at_where_they_count(packed):
         assert function(**arguments(function, packed, **wrong, loss_mask=mask)).loss.isfinite()
 
 
-@pytest.mark.parametrize("function", [token, linear, fused, fused_linear, *OF_IDS])
+@pytest.mark.parametrize("function", [taught, linear_taught])
 def test_ids_may_be_anything_where_no_token_counts(function):
     right = torch.arange(V).expand(B, T, V)
     wrong = with_value(with_value(right, 10**9, 2, 1), -7, 0, 0)
     calls = arguments(function)
-    if function in (taught, linear_taught):
-        name, calls = "ids", calls | {k: v for k, v in TEACHER.items() if k in calls}
-        calls["teacher_logprobs"] = torch.full((B, T, V), -math.log(V))
-    else:
-        name = "kept_ids"
-    if "labels" in calls and function in (token, linear):
-        calls["labels"] = with_value(with_value(calls["labels"], -100, 2, 1), -100, 0, 0)
-    elif function in (chosen, linear_chosen):
-        calls["ids"] = with_value(with_value(calls["ids"], -100, 2, 1), -100, 0, 0)
-    else:
-        calls["loss_mask"] = with_value(with_value(one(B, T), 0.0, 2, 1), 0.0, 0, 0)
-    for got, expected in zip(
-        function(**calls | {name: wrong}), function(**calls | {name: right}), strict=True
-    ):
+    calls |= {k: v for k, v in TEACHER.items() if k in calls}
+    calls["teacher_logprobs"] = torch.full((B, T, V), -math.log(V))
+    calls["loss_mask"] = with_value(with_value(one(B, T), 0.0, 2, 1), 0.0, 0, 0)
+    for got, expected in zip(function(**calls, ids=wrong), function(**calls, ids=right), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    with value_error(match=f"^{name}: got 1000000000, expected 0 <= id < 11"):
-        function(**calls | {name: with_value(wrong, 10**9, 1, 1)})
+    with value_error(match="^ids: got 1000000000, expected 0 <= id < 11"):
+        function(**calls, ids=with_value(wrong, 10**9, 1, 1))
 
 
 def test_log_probs_of_skipped_sequences_come_back():

@@ -59,7 +59,8 @@ def selected_ids():
     shapes = (2, 3, 7), (2, 3, 4), (7, 4)
     logits, hidden, weight = (torch.randn(*shape, generator=generator(0)) for shape in shapes)
     ids = torch.tensor([[[0, 6, 2]] * 3, [[3, -100, -100]] * 3])
-    for K, options in ((1, {}), (3, {"kept_ids": ids, "temperature": torch.tensor([0.5, 2.0])}),
+    masked = {"kept_mask": gk.kept_mask(ids, 7), "temperature": torch.tensor([0.5, 2.0])}
+    for K, options in ((1, {}), (3, masked),
                        (3, {"normalize_within": True}), (2, {"inplace_backward": True})):  # fmt: skip
         out = gk.selected_logprobs(logits.clone().requires_grad_() * 1.0, ids[..., :K], **options)
         (out.logprobs.sum() + (0 if out.tail is None else out.tail.sum())).backward()
@@ -108,7 +109,7 @@ def operands():
         selected_ids()
         teachers()
         gk.rollout_weights(-torch.ones(2, 3), -torch.ones(2, 3), high=2.0)
-        mask_of_shard(torch.tensor([[2]]), -100, torch.tensor([[[0, 6, 2]]]), None, Shard("a group", 2), 3)
+        mask_of_shard(gk.kept_mask(torch.tensor([[[0, 6, 2]]]), 7), Shard("a group", 2), 3)
     return {name: list(forms.values()) for name, forms in found.items()}
 
 

@@ -117,7 +117,7 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
         *({"max_chunk_bytes": rows * V * 4} for rows in (1, 7)),
         {"bias": bias, "return_entropy": True},
         {"bias": bias, "logit_scale": 0.7, "softcap": 4.0, "temperature": torch.tensor([0.6, 1.0, 1.7])},
-        {"kept_ids": kept, "softcap": 6.0, "return_entropy": True},
+        {"kept_mask": gk.kept_mask(kept, V), "softcap": 6.0, "return_entropy": True},
     ]
     calls += [{"batch_invariant": True, "softcap": 3.0}] if dtype != torch.float64 else []
 

@@ -1,4 +1,4 @@
-"""Log-probs over the ids that a sampler could have drawn: ``kept_ids``, ``kept_mask``, and rebuilt sets."""
+"""Log-probs over the ids that a sampler could have drawn: ``kept_mask``, of ids or rebuilt from logits."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ def assert_same_bits(results):
 def test_words_hold_the_bits_of_their_ids(vocabulary):
     ids = torch.randint(0, vocabulary, (5, 40), generator=generator(vocabulary))
     ids = ids.masked_fill(torch.arange(40) % 3 == 0, -100)
-    mask = bits.packed_ids(ids, vocabulary)
+    mask = gk.kept_mask(ids, vocabulary)
     assert mask.dtype == torch.int32 and mask.shape == (5, math.ceil(vocabulary / 32))
     for words, row in zip(mask.tolist(), ids.tolist(), strict=True):
         as_number = sum((word % 2**32) << (32 * i) for i, word in enumerate(words))
@@ -58,13 +58,11 @@ def test_words_hold_the_bits_of_their_ids(vocabulary):
     assert torch.equal(torch.stack(every, 1), kept)
 
 
-def test_ids_and_masks_say_the_same(backend):
+def test_order_repeats_and_strides_make_no_difference(backend):
     logits, labels, ids = problem(backend)
-    mask = bits.packed_ids(ids, V)
-    strided = torch.stack([mask, ~mask], -1)[..., 0]
-    of_ids = [{"kept_ids": each} for each in (ids, ids.flip(-1), torch.cat([ids, ids], -1).int())]
-    of_masks = [{"kept_mask": each} for each in (mask, strided)]
-    assert_same_bits(results(logits, labels, backend, **kept) for kept in of_ids + of_masks)
+    masks = [gk.kept_mask(each, V) for each in (ids, ids.flip(-1), torch.cat([ids, ids], -1).int())]
+    masks.append(torch.stack([masks[0], ~masks[0]], -1)[..., 0])
+    assert_same_bits(results(logits, labels, backend, kept_mask=mask) for mask in masks)
 
 
 # --- logits outside of the set have no effect
@@ -78,8 +76,9 @@ def test_ids_and_masks_say_the_same(backend):
 def test_cut_logits_are_inert_whatever_they_hold(options, factor, backend):
     logits, labels, ids = problem(backend)
     cut = ~columns(ids)
+    options = options | {"kept_mask": gk.kept_mask(ids, V)}
     found = [
-        results(logits.masked_fill(cut, what), labels, backend, factor, kept_ids=ids, **options)
+        results(logits.masked_fill(cut, what), labels, backend, factor, **options)
         for what in (0.0, math.nan, math.inf, -math.inf)
     ]
     assert_same_bits(found)
@@ -99,7 +98,7 @@ def test_rows_of_gradient_products_are_inert_too(schedule, backend):
         bias = torch.zeros(V).masked_fill(torch.arange(V) > V // 2, what).to(device)
         gk.fused_linear_policy_loss(
             *leaves, torch.full_like(labels, 5), None, torch.tensor([1.0, -1.0], device=device), bias=bias,
-            kept_ids=ids, schedule=schedule, max_chunk_bytes=2 * V * 4, backend=backend,
+            kept_mask=gk.kept_mask(ids, V), schedule=schedule, max_chunk_bytes=2 * V * 4, backend=backend,
         ).loss.backward()  # fmt: skip
         grads.append([leaf.grad for leaf in leaves])
     assert_same_bits(grads)
@@ -108,7 +107,8 @@ def test_rows_of_gradient_products_are_inert_too(schedule, backend):
 
 def test_sets_of_the_label_alone_and_of_everything(backend):
     logits, labels, _ = problem(backend)
-    assert not any(x.any() for x in results(logits, labels, backend, kept_ids=labels.unsqueeze(-1)))
+    label_alone = gk.kept_mask(labels.unsqueeze(-1), V)
+    assert not any(x.any() for x in results(logits, labels, backend, kept_mask=label_alone))
     everything = torch.full((2, 3, bits.words(V)), -1, dtype=torch.int32, device=logits.device)
     assert_same_bits(results(logits, labels, backend, **kept) for kept in ({}, {"kept_mask": everything}))
 
@@ -120,7 +120,7 @@ def test_a_label_outside_of_its_set(backend, monkeypatch):
     """It raises an error with its position. Where values are not checked, its log-prob is NaN."""
     logits, labels, ids = problem(backend)
     labels[1, 2] = next(i for i in range(V) if i not in ids[1, 2].tolist())
-    shared = {"kept_ids": ids, "backend": backend}
+    shared = {"kept_mask": gk.kept_mask(ids, V), "backend": backend}
     hidden, weight = torch.randn(2, 3, 4).to(labels.device), torch.randn(V, 4).to(labels.device)
     for call in (
         lambda: gk.token_logprobs(logits, labels, **shared),

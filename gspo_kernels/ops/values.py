@@ -177,43 +177,20 @@ def check_ids(name: str, ids: Tensor, vocabulary: int, counted: Tensor | None = 
 
 
 @operator
-def mask_of_shard(
-    labels: Tensor,
-    ignore_index: int,
-    kept_ids: Tensor | None,
-    kept_mask: Tensor | None,
-    shard: Shard,
-    width: int,
-) -> Tensor:
-    """Return the bitmask of this process's ``width`` columns, from ids or a mask of the whole vocabulary.
-
-    Where labels are ``ignore_index``, ids may be anything.
-    """
+def mask_of_shard(kept_mask: Tensor, shard: Shard, width: int) -> Tensor:
+    """Return the bitmask of this process's ``width`` columns, from a mask of the whole vocabulary."""
     first, total = columns_of(shard, width)
-    if kept_mask is not None:
-        if total and kept_mask.shape[-1] != bits.words(total):
-            raise ValueError(
-                f"kept_mask: got {kept_mask.shape[-1]} words, expected {bits.words(total)} for the whole "
-                f"vocabulary of {total}"
-            )
-        return bits.part(kept_mask, first, width)
-    assert kept_ids is not None
-    check_ids("kept_ids", kept_ids, total, labels != ignore_index)
-    return bits.packed_ids(torch.where(kept_ids >= 0, kept_ids - first, -1), width)
+    if total and kept_mask.shape[-1] != bits.words(total):
+        raise ValueError(
+            f"kept_mask: got {kept_mask.shape[-1]} words, expected {bits.words(total)} for the whole "
+            f"vocabulary of {total}"
+        )
+    return bits.part(kept_mask, first, width)
 
 
 @mask_of_shard.register_fake
-def _(
-    labels: Tensor,
-    ignore_index: int,
-    kept_ids: Tensor | None,
-    kept_mask: Tensor | None,
-    shard: Shard,
-    width: int,
-) -> Tensor:
-    given = kept_mask if kept_ids is None else kept_ids
-    assert given is not None
-    return given.new_empty((*given.shape[:-1], bits.words(width)), dtype=torch.int32)
+def _(kept_mask: Tensor, shard: Shard, width: int) -> Tensor:
+    return kept_mask.new_empty((*kept_mask.shape[:-1], bits.words(width)))
 
 
 class MaskedLabels(NamedTuple):

@@ -84,10 +84,10 @@ def arguments(kind, split, case):
     yield f"labels: got {VOCABULARY + 7} in a counted position", replace(case, labels=outside), {}, True
     yield "temperature: expected only positive", case, {"temperature": torch.zeros(B)}, True
     yield "temperature: got 0", case, {"temperature": 0.0}, True
-    yield "which the sampling mask there cuts", case, {"kept_ids": cut}, True
+    yield "which the sampling mask there cuts", case, {"kept_mask": gk.kept_mask(cut, VOCABULARY)}, True
     for name, value in {
         "entropy_coef": 0.125, "temperature": torch.full((B,), 0.5), "softcap": 3.0, "return_entropy": True,
-        "kept_ids": torch.arange(VOCABULARY).expand(*tokens, -1),
+        "kept_mask": gk.kept_mask(torch.arange(VOCABULARY).expand(*tokens, -1), VOCABULARY),
     }.items():  # fmt: skip
         yield f"{name}: differs", case, {name: value}, False
     if kind == "linear":

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
-from gspo_kernels import bits
 from tests import test_selected
 from tests.cases import ADVANTAGES, HEAD, LAYOUTS, Result, call, generator, make_case, over_ranks
 from tests.judging import assert_equals_oracle
@@ -312,9 +311,7 @@ def sampling_masks():
     """Masks are bits of the whole vocabulary; shards begin at any column. No label may be cut by its mask."""
     for kind, backend in itertools.product(LOSSES, ("cpp", "triton")):
         case = case_of(kind, "packed", "entropy", logit_options="kept")
-        ids = case.logit_options["kept_ids"]
-        by_bits = replace(case, logit_options={"kept_mask": bits.packed_ids(ids, VOCABULARY)})
-        result, _ = run(by_bits, "tp", backend=backend, uneven=True)
+        result, _ = run(case, "tp", backend=backend, uneven=True)
         if dist.get_rank() == 0:
             assert_equals_oracle(result, case, GSPO)
     labels, everything = torch.tensor([3, 40]), torch.full((2, 2), -1, dtype=torch.int32)
@@ -325,7 +322,6 @@ def sampling_masks():
     for message, culprit, options in (
         ("labels: got 40 at position", 1, {"kept_mask": without}),
         ("kept_mask: got 1 words, expected 2", "all", {"kept_mask": everything[..., :1]}),
-        ("kept_ids: got 64, expected", "all", {"kept_ids": torch.full((2, 1), VOCABULARY)}),
     ):
         assert_all_raise(message, culprit, lambda o=options: gk.token_logprobs(logits, labels, **group, **o))
 
@@ -363,7 +359,7 @@ def selected_ids():
         options = {"max_chunk_bytes": 256} if linear else {}
         if masked:
             others = torch.randint(0, VOCABULARY, (2, 3, 9), generator=generator(3))
-            options["kept_ids"] = torch.cat([problem.ids, others], -1)
+            options["kept_mask"] = gk.kept_mask(torch.cat([problem.ids, others], -1), VOCABULARY)
         whole = problem.ours(within, "cpp", **options)
         part = of_shard(problem, start, end).ours(within, "cpp", **options, **group)
         assert_part_of(whole, part, start, end)
@@ -371,7 +367,7 @@ def selected_ids():
     ids = torch.tensor([0, 40]).expand(2, 3, 2)  # one on each rank
     for message, wrong, options in (
         ("ids: got -3", ids - 3, {}),
-        ("which the sampling mask there cuts", ids, {"kept_ids": ids + 1}),
+        ("which the sampling mask there cuts", ids, {"kept_mask": gk.kept_mask(ids + 1, VOCABULARY)}),
     ):
         call = partial(gk.linear_selected_logprobs, hidden, weight, wrong, **group, **options)
         assert_all_raise(message, "all", call)
