@@ -66,7 +66,7 @@ class Aggregation:
             divisor = objective.count_pairs(advantages, terms.group_ids, self.nonempty)
         else:
             divisor = torch.ones((), dtype=exact_dtype(mask.device), device=mask.device)
-        self.counted = divisor
+        self.counted: Tensor = divisor
         self.total = torch.where(divisor == 0, 1.0, divisor)
         self.divisor = self.total * scale
 

@@ -188,7 +188,13 @@ class DistillationArguments(NamedTuple):
         return DistillationRows(labels, options, teacher, form, token_shares(labels, terms))
 
 
-def _terms(loss_mask: Any, cu_seqlens: Any, token_weights: Any, lengths: Any, normalizer: Any) -> Terms:
+def _terms(
+    loss_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    token_weights: Tensor | None,
+    lengths: Tensor | None,
+    normalizer: float | Tensor | None,
+) -> Terms:
     """Return the terms of a sum over tokens, as the caller passed them."""
     return Terms(
         loss_mask=loss_mask,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -101,11 +99,13 @@ def policy_loss(
         RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
             other arguments; see ``docs/parallel.md``.
     """
-    arguments: Any = (
-        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
-        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    passed = Terms(
+        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
+        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
+        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
+        kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    passed = Terms(*arguments)
 
     rows, entropy, terms = _normalize_logprobs("policy_loss", logprobs, entropy, passed, objective, parallel)
     backend = resolve("auto", logprobs.device)
@@ -155,11 +155,13 @@ def policy_coefficients(
             "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
             "to the loss with objective=Linear() that takes these coefficients as token_weights"
         )
-    arguments: Any = (
-        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
-        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    passed = Terms(
+        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
+        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
+        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
+        kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    passed = Terms(*arguments)
 
     rows, entropy, terms = _normalize_logprobs(
         "policy_coefficients", logprobs, entropy, passed, objective, parallel
@@ -253,11 +255,13 @@ def fused_policy_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    arguments: Any = (
-        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
-        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    passed = Terms(
+        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
+        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
+        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
+        kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    passed = Terms(*arguments)
     how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     with NOT_COMPARED if not validates() else comparing(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
@@ -381,11 +385,13 @@ def fused_linear_policy_loss(
         TypeError, ValueError: a wrong argument, or a schedule that is not exact, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    arguments: Any = (
-        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
-        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    passed = Terms(
+        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
+        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
+        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
+        kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    passed = Terms(*arguments)
     how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
     with NOT_COMPARED if not validates() else comparing(
@@ -469,11 +475,12 @@ def explain_schedule(
     Raises:
         TypeError, ValueError: as the loss itself.
     """
-    arguments: Any = (
-        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
-        token_weights, lengths, group_ids, turn_ids, None, "k3", kl_ratio_weighted,
+    passed = Terms(
+        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
+        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
+        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
+        turn_ids=turn_ids, kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    passed = Terms(*arguments)
     how = LogitArguments(ignore_index=ignore_index)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
     Parallel.check(parallel, "explain_schedule", _ALL, batch_invariant)

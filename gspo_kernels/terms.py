@@ -11,7 +11,7 @@ import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,12 @@ BROADCAST, NUMBER = ArgSpec("broadcast"), ArgSpec("number")
 SEQUENCE_IDS, TOKEN_IDS = ArgSpec("sequences", checks.INTEGERS), ArgSpec("tokens", checks.INTEGERS)
 
 
+if TYPE_CHECKING:
+    PassedNumber = Any  # callers may pass a number, which ``normalize_terms`` turns into a tensor
+else:
+    PassedNumber = Tensor | None
+
+
 class Terms(NamedTuple):
     """Everything that enters a loss besides log-probs and entropy: the public arguments of the same names.
 
@@ -108,14 +114,14 @@ class Terms(NamedTuple):
     loss_mask: Annotated[Tensor | None, ArgSpec("tokens", None)] = None
     cu_seqlens: Annotated[Tensor | None, ArgSpec("offsets", checks.INTEGERS)] = None
     ref_logprobs: Annotated[Tensor | None, TOKENS] = None
-    kl_beta: Annotated[Tensor | None, BROADCAST] = None
-    entropy_coef: Annotated[Tensor | None, BROADCAST] = None
+    kl_beta: Annotated[PassedNumber, BROADCAST] = None
+    entropy_coef: Annotated[PassedNumber, BROADCAST] = None
     rollout_weights: Annotated[Tensor | None, EITHER] = None
     token_weights: Annotated[Tensor | None, TOKENS] = None
     lengths: Annotated[Tensor | None, ArgSpec("sequences", (*checks.FLOATS, *checks.INTEGERS))] = None
     group_ids: Annotated[Tensor | None, SEQUENCE_IDS] = None
     turn_ids: Annotated[Tensor | None, TOKEN_IDS] = None
-    normalizer: Annotated[Tensor | None, NUMBER] = None
+    normalizer: Annotated[PassedNumber, NUMBER] = None
     kl_estimator: str = "k3"
     kl_ratio_weighted: bool = False
     cp_group: str = ""  # the process group whose ranks share the sequences' tokens; "": all are here
