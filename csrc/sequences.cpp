@@ -71,7 +71,7 @@ struct Penalty {
     double value, slope;
 };
 
-// evaluate.kl_penalty of the log-ratio to the reference, and its derivative.
+// objective_loss.kl_penalty of the log-ratio to the reference, and its derivative.
 Penalty kl_penalty(double d, int64_t estimator) {
     if (estimator == 1) return {d, 1.0};
     if (estimator == 2) return {0.5 * d * d, d};

@@ -15,7 +15,7 @@ from gspo_kernels.exact import exact, segment_reduce
 from gspo_kernels.layout import as_rows, from_rows, layout_of
 from gspo_kernels.objectives.finite import difference
 from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.values import check_cu_seqlens, check_mask, checked_rows
+from gspo_kernels.ops.value_checks import check_cu_seqlens, check_mask, checked_rows
 from gspo_kernels.types import stats_dtype
 
 SCALES = ("group", "batch", "mean", "none")

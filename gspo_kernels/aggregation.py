@@ -13,7 +13,7 @@ from gspo_kernels.layout import as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
 from gspo_kernels.parallel.groups import Parallel, group_name, rank_and_size, sum_
-from gspo_kernels.ranks import comparing
+from gspo_kernels.rank_comparison import comparing
 from gspo_kernels.terms import Terms, check_values, normalize_terms
 
 if TYPE_CHECKING:  # not every build of PyTorch has it

@@ -10,10 +10,10 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
 from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.linear.arguments import ProductArguments, check_inputs, check_teachers_head
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction
-from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_teachers_head
-from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, tokens_of
+from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores, tokens_of
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
 from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
@@ -21,7 +21,7 @@ from gspo_kernels.ops.selected import checked_ids
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.ranks import RankComparison, comparing
+from gspo_kernels.rank_comparison import RankComparison, comparing
 from gspo_kernels.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.types import DistillationOutput, LoRAHead, RowOptions
 

@@ -7,15 +7,15 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.lengths import take_prefetched
+from gspo_kernels.linear.arguments import ProductArguments, check_inputs
 from gspo_kernels.linear.call import LinearOperands
-from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.logits import LogitArguments, check_inplace, check_scores
+from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores
 from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.ranks import NOT_COMPARED, comparing
+from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 

@@ -8,15 +8,15 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import from_rows
 from gspo_kernels.lengths import take_prefetched
+from gspo_kernels.linear.arguments import ProductArguments, check_inputs
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
-from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.loss import LinearPolicyFunction
 from gspo_kernels.linear.schedule import choose, unsupported
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
-from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, wants_entropy
+from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -25,9 +25,9 @@ from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFu
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
-from gspo_kernels.ranks import NOT_COMPARED, comparing
+from gspo_kernels.policy_step import PolicyLossFunction, output_of, policy_step
+from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
-from gspo_kernels.step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
 from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions

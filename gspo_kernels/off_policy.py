@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.evaluate import kl_penalty
 from gspo_kernels.exact import exact
 from gspo_kernels.layout import Layout, as_rows, layout_of
+from gspo_kernels.objective_loss import kl_penalty
 from gspo_kernels.objectives import finite
-from gspo_kernels.ops.values import check_cu_seqlens, check_mask, checked_rows
+from gspo_kernels.ops.value_checks import check_cu_seqlens, check_mask, checked_rows
 from gspo_kernels.types import stats_dtype
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gspo_kernels import bits, checks
 from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.logits import check_scores, tokens_of
+from gspo_kernels.logit_options import check_scores, tokens_of
 from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.values import check_ids
+from gspo_kernels.ops.value_checks import check_ids
 from gspo_kernels.types import stats_dtype
 
 ENGINES = ("transformers", "vllm")

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.linear.arguments import ProductArguments, check_inputs
 from gspo_kernels.linear.call import LinearOperands
-from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
-from gspo_kernels.logits import LogitArguments, check_inplace, check_scores
+from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores
 from gspo_kernels.ops.selected import SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.ranks import comparing
+from gspo_kernels.rank_comparison import comparing
 from gspo_kernels.types import LoRAHead, SelectedLogprobs
 
 

@@ -19,7 +19,7 @@ from gspo_kernels.objectives import GSPO
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import check_rows, gradient_of_logits, save_rows, saved_rows
-from gspo_kernels.ops.values import (
+from gspo_kernels.ops.value_checks import (
     check_cu_seqlens,
     check_lengths,
     check_normalizer,

@@ -20,7 +20,7 @@ from gspo_kernels import checks
 from gspo_kernels.exact import exact
 from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.objectives.base import Objective, from_spec
-from gspo_kernels.ops import values
+from gspo_kernels.ops import value_checks
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.parallel.groups import Parallel, gathered_numbers, group_name
 
@@ -184,7 +184,7 @@ def normalize_terms(
             try:
                 value = spec.normalize(name, value, call, type(objective).__name__ if only else "")
             except ValueError:
-                values.refuse_lengths(passed.cu_seqlens)
+                value_checks.refuse_lengths(passed.cu_seqlens)
                 raise
         normalized.append(value)
     group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
@@ -246,20 +246,20 @@ def check_values(
     logprobs_too: bool = True,
     logprobs: Tensor | None = None,
 ) -> Terms:
-    """Check values, as ``ops.values`` says; return the terms with their mask as bool.
+    """Check values, as ``ops.value_checks`` says; return the terms with their mask as bool.
 
     Without ``mask`` the mask stays as it is and its reader checks it; without ``logprobs_too`` the same holds
     for log-probs and advantages. ``logprobs`` are the current ones, if there are any yet.
     """
     if terms.cu_seqlens is not None:
-        values.check_cu_seqlens(terms.cu_seqlens, tokens)
+        value_checks.check_cu_seqlens(terms.cu_seqlens, tokens)
     if mask and terms.loss_mask is not None and terms.loss_mask.dtype != torch.bool:
-        terms = terms._replace(loss_mask=values.check_mask(terms.loss_mask))
+        terms = terms._replace(loss_mask=value_checks.check_mask(terms.loss_mask))
     if terms.normalizer is not None:
-        values.check_normalizer(terms.normalizer)
+        value_checks.check_normalizer(terms.normalizer)
     if terms.lengths is not None:
         counts = terms.layout(tokens).sum(exact(terms.counted(tokens)))
-        values.check_lengths(terms.lengths, counts)
+        value_checks.check_lengths(terms.lengths, counts)
     if terms.group_ids is not None and checked_values(terms.group_ids.device):
         _check_groups(terms.group_ids)
     if logprobs_too:
@@ -305,7 +305,7 @@ def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None)
     named = {"logprobs": logprobs, **{name: getattr(terms, name) for name in _LOGPROBS + _FACTORS}}
     for name, value in named.items():
         factor = name in _FACTORS
-        highest = math.inf if factor else values.HIGHEST_LOGPROB
+        highest = math.inf if factor else value_checks.HIGHEST_LOGPROB
         # one look finds both: the largest of numbers with a NaN among them is NaN
         if value is not None and value.numel() and not float(value.max()) <= highest:
             refuse = _refuse_factor if factor else _refuse_logprobs
@@ -318,12 +318,12 @@ def _refuse_factor(name: str, factor: Tensor, tokens: Tensor, terms: Terms) -> N
         factor = factor.to(tokens.device).expand(tokens.shape)
     elif factor.ndim == 1:
         needed = terms.layout(tokens).sum(exact(needed)) > 0
-    values.refuse_nan(name, factor, needed, terms.cu_seqlens is not None)
+    value_checks.refuse_nan(name, factor, needed, terms.cu_seqlens is not None)
 
 
 def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) -> None:
     counted, packed = terms.counted(tokens), terms.cu_seqlens is not None
-    values.refuse_high_logprobs(name, logprobs, counted, packed)
+    value_checks.refuse_high_logprobs(name, logprobs, counted, packed)
     if name == "logprobs":
         return
     objective, asked = from_spec(terms.objective), torch.zeros_like(counted)
@@ -335,7 +335,7 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
         "log-probs wherever they decide about the gradient "
         '(skip_inactive="all" returns NaN for sequences that have none)'
     )
-    values.refuse_nan(name, logprobs, asked, packed, expected)
+    value_checks.refuse_nan(name, logprobs, asked, packed, expected)
 
 
 def may_move(tokens: Tensor, terms: Terms) -> Tensor:
@@ -379,7 +379,8 @@ def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Ten
     """Merge mask and labels, so that labels are ``ignore_index`` exactly where ``loss_mask`` is 0."""
     if terms.loss_mask is None and terms.cu_seqlens is None:
         return row_labels, terms._replace(loss_mask=row_labels != ignore_index)
-    row_labels, counted = values.mask_labels(row_labels, terms.loss_mask, terms.cu_seqlens, ignore_index)
+    mask, cu_seqlens = terms.loss_mask, terms.cu_seqlens
+    row_labels, counted = value_checks.mask_labels(row_labels, mask, cu_seqlens, ignore_index)
     return row_labels, terms._replace(loss_mask=counted)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import advantages, cpp, off_policy, step, terms
+from gspo_kernels import advantages, cpp, off_policy, policy_step, terms
 from gspo_kernels.ops import backends
 from tests.cases import generator
 
@@ -662,7 +662,7 @@ def test_compiled_calls_look_at_values():
 
 def test_elsewhere_nothing_is_looked_at(monkeypatch):
     """Without checks, as on a GPU without GSPO_KERNELS_VALIDATE=1, a NaN makes the result NaN."""
-    for module in (step, terms):
+    for module in (policy_step, terms):
         monkeypatch.setattr(module, "checked_values", lambda device: False)
     for objective in OBJECTIVES.values():
         call = Call(policy, objective)

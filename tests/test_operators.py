@@ -7,8 +7,8 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.ops.library import Operator, can_bypass_dispatcher, flat
-from gspo_kernels.ops.values import mask_of_shard
-from gspo_kernels.step import policy_step
+from gspo_kernels.ops.value_checks import mask_of_shard
+from gspo_kernels.policy_step import policy_step
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import NO_RATIO, Shard
 from tests.cases import KIND, forward, generator, make_case

@@ -22,7 +22,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.values import check_cu_seqlens
+from gspo_kernels.ops.value_checks import check_cu_seqlens
 
 
 class PackedTokens(NamedTuple):

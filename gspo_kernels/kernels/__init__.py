@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import torch
 
+from gspo_kernels.kernels.clipped_ratios import ratio_step
 from gspo_kernels.kernels.divergences import divergence
 from gspo_kernels.kernels.gradients import logprobs_backward
-from gspo_kernels.kernels.hidden import product_operand, scale_rows_, store_hidden, sum_unit
 from gspo_kernels.kernels.launch import INTERPRETED, platform, triton_version
 from gspo_kernels.kernels.logprobs import logprobs_forward
 from gspo_kernels.kernels.masks import lengths, merge_mask
 from gspo_kernels.kernels.one_pass import logprobs_and_grad, logprobs_and_rows, one_pass_pays
 from gspo_kernels.kernels.products import fixed_product
+from gspo_kernels.kernels.row_scaling import product_operand, scale_rows_, store_hidden, sum_unit
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
-from gspo_kernels.kernels.steps import ratio_step
 
 __all__ = [
     "divergence",

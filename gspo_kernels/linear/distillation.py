@@ -20,7 +20,7 @@ from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
-from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.ops.value_checks import check_temperature
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 

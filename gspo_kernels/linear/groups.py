@@ -17,7 +17,7 @@ from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.plan import ratio_of
-from gspo_kernels.step import evaluate_objective
+from gspo_kernels.policy_step import evaluate_objective
 from gspo_kernels.terms import SPECS, ArgSpec, Terms, shows_inactive
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
 from gspo_kernels.linear.gradients import (
@@ -28,11 +27,12 @@ from gspo_kernels.linear.groups import CoefficientGroups, known_coefficients, to
 from gspo_kernels.linear.schedule import plan_parts
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import HeadSums
+from gspo_kernels.objective_loss import PolicyStep, evaluate, metric_names
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows
 from gspo_kernels.plan import Plan
+from gspo_kernels.policy_step import evaluate_objective
 from gspo_kernels.sequence_ratio import sum_over_tokens
-from gspo_kernels.step import evaluate_objective
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.types import NO_RATIO, RowStats, stats_dtype
 

@@ -217,7 +217,7 @@ def load(name: str) -> RowBackend:
 @functools.cache
 def hidden_kernels(name: str) -> HiddenKernels:
     """Return the steps around products for the backend called ``name``: its own kernels, or PyTorch's."""
-    module = _MODULES["triton"] if name == "triton" else "..reference.hidden"
+    module = _MODULES["triton"] if name == "triton" else "..reference.row_scaling"
     return cast(HiddenKernels, importlib.import_module(module, __package__))
 
 

@@ -14,7 +14,7 @@ from gspo_kernels.ops.library import inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
-from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.ops.value_checks import check_temperature
 from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
 

@@ -16,7 +16,7 @@ from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, rows_of
-from gspo_kernels.ops.values import check_kept, check_temperature
+from gspo_kernels.ops.value_checks import check_kept, check_temperature
 from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.torch_internals import copies_to_save, refuse_second_derivatives
 from gspo_kernels.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
@@ -58,7 +58,7 @@ class LogitGradient(NamedTuple):
 
 def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     """Check that every label is ``ignore_index``, or in the vocabulary and in its sampling mask, and that
-    temperatures are positive, where ``ops.values`` checks. Of a shard ``vocabulary`` counts its columns.
+    temperatures are positive, where values are checked. Of a shard ``vocabulary`` counts its columns.
     """
     if options.shard.group:
         check_shards(labels, vocabulary, options)

@@ -27,7 +27,7 @@ from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
-from gspo_kernels.ops.values import check_ids, check_logprobs
+from gspo_kernels.ops.value_checks import check_ids, check_logprobs
 from gspo_kernels.types import LogitRows, LogitTransform, RowGradients, RowOptions, RowStats, stats_dtype
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 import gspo_kernels as gk
-from gspo_kernels import cpp, losses, step, terms
+from gspo_kernels import cpp, losses, policy_step, terms
 from gspo_kernels.ops.backends import hidden_kernels, load, why_not
 from gspo_kernels.types import METRICS, NO_RATIO, RatioClip, RatioOperands, stats_dtype
 from tests.cases import device_of, generator, offsets
@@ -121,7 +121,7 @@ class Launch:
     def __call__(self, values, upstream=1.0, form=None):
         """Return (output, gradient of the log-probs); ``form`` replaces the objective's ratio form."""
         with self.patch.context() as patch:
-            patch.setattr(step, "evaluate", None)  # one launch must not call it
+            patch.setattr(policy_step, "evaluate", None)  # one launch must not call it
             if form is not None:
                 patch.setattr(losses, "ratio_of", lambda *_: form)
             if "logprobs" in values:
@@ -218,7 +218,7 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
     sequence. Checks of values are off, because they would refuse some of them.
     """
     monkeypatch.setattr(terms, "checked_values", lambda device: False)
-    monkeypatch.setattr(step, "checked_values", lambda device: False)
+    monkeypatch.setattr(policy_step, "checked_values", lambda device: False)
     tokens = torch.stack([INFINITE, torch.full_like(INFINITE, -1.5)], 2)
     kinds = [(2.0, "k1", 0.5), (2.0, "k3", 0.5), (-2.0, "k1", 0.0), (-2.0, "k2", 0.5), (0.0, "k3", 0.5)]
     for one, (advantage, estimator, beta) in itertools.product(tokens.split(1), kinds):
@@ -237,7 +237,7 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
 @pytest.mark.parametrize("dual", [None, 3.0])
 def test_enormous_log_ratios(monkeypatch, launch, source, dual):
     """From logits, a small ratio takes a logit far below the others. Values that overflow fp32 are inf."""
-    for module in (terms, step):
+    for module in (terms, policy_step):
         monkeypatch.setattr(module, "checked_values", lambda device: False)
     objective = gk.GSPO(clip_low=0.2, clip_high=0.2, dual_clip=dual, aggregation="sum")
     for sizes in ((-1e4, -1e3, -80.0, -30.0, 30.0, 80.0), (-1e4, 1e3, 1e4)):
@@ -322,7 +322,8 @@ def test_nothing_counted(monkeypatch, launch, source, objective, normalizer):
         return values.fill_(math.nan) if values.is_floating_point() else values
 
     monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
-    monkeypatch.setattr("gspo_kernels.ops.values.checked_values", lambda device: False)  # for normalizer=0
+    # for normalizer=0
+    monkeypatch.setattr("gspo_kernels.ops.value_checks.checked_values", lambda device: False)
     normalizer = None if normalizer is None else torch.tensor(normalizer)
     values = draw(source, (2, 2)) | {"objective": objective, "normalizer": normalizer}
     if source == "logprobs":

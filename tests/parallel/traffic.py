@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gspo_kernels as gk
-from gspo_kernels import step
+from gspo_kernels import policy_step
 from gspo_kernels.integrations.layouts import tokens_of_rank
 from gspo_kernels.linear.products import Products
 from gspo_kernels.linear.sums import HeadSums
@@ -169,14 +169,14 @@ def a_million_tokens():
     where, offsets = tokens_of_rank(whole, dist.get_rank(), ranks)
     leaf = torch.full((len(where),), -1.0).requires_grad_()
     old = leaf.detach() - (where - tokens / 2) / tokens * 1e-3  # differs from token to token; its mean is 0
-    largest, evaluate = Largest(), step.evaluate
+    largest, evaluate = Largest(), policy_step.evaluate
 
     def watched(*arguments, **named):
         with largest:
             return evaluate(*arguments, **named)
 
     with Wire() as wire, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "evaluate", watched)  # a mode around the operator sees nothing inside it
+        patch.setattr(policy_step, "evaluate", watched)  # a mode around the operator sees nothing inside it
         out = gk.policy_loss(leaf, old, torch.ones(1), cu_seqlens=offsets, **groups)
         out.loss.backward()
     assert tokens // ranks <= largest.elements <= tokens // ranks + 16

@@ -47,7 +47,7 @@ _STEP = Tile(1024, 8)
 
 @triton.jit
 def kl_penalty(d, ESTIMATOR: tl.constexpr):
-    """Return ``evaluate.kl_penalty`` of an fp64 log-ratio to the reference, and its derivative."""
+    """Return ``objective_loss.kl_penalty`` of an fp64 log-ratio to the reference, and its derivative."""
     if ESTIMATOR == "k1":
         value = d
         slope = tl.full(d.shape, 1.0, tl.float64)

@@ -12,7 +12,7 @@ from gspo_kernels import checks
 from gspo_kernels.invariance import in_force
 from gspo_kernels.linear.call import Chunking
 from gspo_kernels.linear.products import fixed_unavailable
-from gspo_kernels.logits import check_scores
+from gspo_kernels.logit_options import check_scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.types import LoRAHead, stats_dtype

@@ -20,7 +20,7 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
-from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.ops.value_checks import check_temperature
 from gspo_kernels.parallel.agreement import check_agreement, digest, exchange
 from gspo_kernels.parallel.groups import Parallel, group_name
 from gspo_kernels.parallel.placements import VOCABULARY, mesh_groups

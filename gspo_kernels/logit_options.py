@@ -12,7 +12,7 @@ from gspo_kernels.invariance import in_force, refuse_backend
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
-from gspo_kernels.ops.values import mask_of_shard
+from gspo_kernels.ops.value_checks import mask_of_shard
 from gspo_kernels.parallel.groups import Parallel, group_name
 from gspo_kernels.types import LogitTransform, RowOptions, Shard, stats_dtype
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
+from gspo_kernels.objective_loss import PolicyStep, evaluate, metric_names, token_mean
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
-from gspo_kernels.ops.values import plausible
+from gspo_kernels.ops.value_checks import plausible
 from gspo_kernels.sequence_ratio import ratio_operands
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.torch_internals import is_last_backward
