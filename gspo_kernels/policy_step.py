@@ -15,7 +15,7 @@ from torch import Tensor
 from gspo_kernels.objective_loss import PolicyStep, evaluate, metric_names, token_mean
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
-from gspo_kernels.ops.value_checks import plausible
+from gspo_kernels.ops.value_checks import all_valid
 from gspo_kernels.sequence_ratio import ratio_operands
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.torch_internals import is_last_backward
@@ -23,10 +23,10 @@ from gspo_kernels.types import (
     MASK_DTYPES,
     NO_RATIO,
     STATS_DTYPES,
-    Doubt,
     KLPenalty,
     LossOutput,
     RatioClip,
+    Recheck,
     stats_dtype,
 )
 
@@ -38,7 +38,7 @@ def evaluate_objective(
     backend: str,
     ratio: RatioClip,
     want_metrics: bool = True,
-    doubt: Doubt = None,
+    recheck: Recheck = None,
 ) -> PolicyStep:
     """Compute loss, coefficients and metrics of these terms; only for operators that have checked the values.
 
@@ -49,7 +49,7 @@ def evaluate_objective(
         backend: the name of the backend that evaluates ``ratio``.
         ratio: see ``plan.ratio_of``; with ``NO_RATIO`` the objective is evaluated in PyTorch.
         want_metrics: False may leave the metrics out.
-        doubt: see ``RatioBackend.ratio_step``.
+        recheck: see ``RatioBackend.ratio_step``.
     """
     if ratio == NO_RATIO:
         return evaluate(logprobs, entropy, terms, want_metrics)
@@ -62,7 +62,7 @@ def evaluate_objective(
     if terms.ref_logprobs is not None:
         beta = None if terms.kl_beta is None else terms.kl_beta.to(logprobs.device)
         kl = KLPenalty(terms.ref_logprobs, beta, terms.kl_estimator)
-    step = cast(RatioBackend, load(backend)).ratio_step(logprobs, present, operands, ratio, kl, doubt)
+    step = cast(RatioBackend, load(backend)).ratio_step(logprobs, present, operands, ratio, kl, recheck)
     metrics = step.metrics
     if entropy is not None and want_metrics:
         metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])
@@ -80,18 +80,18 @@ def policy_step(
     want_metrics: bool,
 ) -> PolicyStep:
     """Check values, which only the device knows, and then run ``evaluate_objective``."""
-    launch, mask, doubt = ratio != NO_RATIO, terms.loss_mask, None
+    launch, mask, recheck = ratio != NO_RATIO, terms.loss_mask, None
     # where only the launch reads the mask, it takes the mask in the dtype that the caller passed
     alone = launch and entropy is None and terms.lengths is None and terms.skipped is None
     reads_mask = alone and mask is not None and mask.dtype in MASK_DTYPES
-    # a launch looks at values as it reads them, and calls ``doubt`` if some look wrong
+    # a launch looks at values as it reads them, and calls ``recheck`` if some look wrong
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
     if launch and checked_values(logprobs.device):
-        doubt = functools.partial(check_values, logprobs, terms, logprobs=logprobs)
+        recheck = functools.partial(check_values, logprobs, terms, logprobs=logprobs)
         # a launch doesn't read weights of sequences without an advantage
-        if terms.rollout_weights is not None and not plausible(terms.rollout_weights):
-            doubt()
-    step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics, doubt)
+        if terms.rollout_weights is not None and not all_valid(terms.rollout_weights):
+            recheck()
+    step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics, recheck)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 
 

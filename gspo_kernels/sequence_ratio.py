@@ -20,11 +20,11 @@ from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.value_checks import (
+    all_valid,
     check_cu_seqlens,
     check_lengths,
     check_normalizer,
     check_temperature,
-    plausible,
 )
 from gspo_kernels.terms import Terms, check_logprobs
 from gspo_kernels.types import (
@@ -95,12 +95,12 @@ def sequence_ratio(
         counted = exact(labels != options.ignore_index)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
     looks = checked_values(labels.device)
-    doubt = functools.partial(_check_logprobs, labels, operands, options) if looks else None
+    recheck = functools.partial(_check_logprobs, labels, operands, options) if looks else None
     # a launch doesn't read weights of sequences without an advantage
-    if doubt is not None and operands.weights is not None and not plausible(operands.weights):
-        doubt()
+    if recheck is not None and operands.weights is not None and not all_valid(operands.weights):
+        recheck()
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(rows, operands, form, doubt)
+    stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(rows, operands, form, recheck)
     # a label outside the vocabulary has a NaN log-prob: labels are checked only if the mean ratio is NaN
     if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Doubt = Callable[[], object] | None
+Recheck = Callable[[], object] | None
 """A check of values that callers pass, which raises if one is wrong; None where values aren't checked."""
 
 METRICS = (

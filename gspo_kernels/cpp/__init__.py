@@ -14,7 +14,6 @@ from gspo_kernels.types import (
     MASK_DTYPES,
     MASK_VALUES,
     METRICS,
-    Doubt,
     KLPenalty,
     LogitRows,
     LogitTransform,
@@ -23,6 +22,7 @@ from gspo_kernels.types import (
     RatioClip,
     RatioOperands,
     RatioStep,
+    Recheck,
     RowGradients,
     RowPair,
     RowStats,
@@ -178,7 +178,7 @@ def ratio_step(
     operands: RatioOperands,
     form: RatioClip,
     kl: KLPenalty | None = None,
-    doubt: Doubt = None,
+    recheck: Recheck = None,
 ) -> RatioStep:
     """See ``ops.backends.RatioBackend.ratio_step``."""
     new = logprobs.new_empty
@@ -195,27 +195,27 @@ def ratio_step(
     )
     if verdict == _NO_MASK:
         raise ValueError(MASK_VALUES)
-    if verdict == _RECHECK and doubt is not None:
-        doubt()
+    if verdict == _RECHECK and recheck is not None:
+        recheck()
     return step
 
 
 def sequence_ratio_forward(
-    rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
+    rows: LogitRows, operands: RatioOperands, form: RatioClip, recheck: Recheck = None
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     stats = _empty_stats(rows, entropy=False)
     new = stats.logprobs.new_empty
     loss, *others = new(()), new(operands.advantages.shape), new(()), new(len(METRICS))
-    plausible = operators().sequence_ratio_forward(
+    valid = operators().sequence_ratio_forward(
         *_row_arguments(rows),
         *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, form),
         *stats[:2],
         loss,
         *others,
     )
-    if not plausible and doubt is not None:
-        doubt()
+    if not valid and recheck is not None:
+        recheck()
     return SequenceRatioStats(loss, stats.logprobs, stats.lse, *others)
 
 

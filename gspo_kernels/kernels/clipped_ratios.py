@@ -39,7 +39,7 @@ from gspo_kernels.kernels.sequences import (
     store_sequence,
     sum_sequence,
 )
-from gspo_kernels.types import METRICS, Doubt, KLPenalty, RatioClip, RatioOperands, RatioStep
+from gspo_kernels.types import METRICS, KLPenalty, RatioClip, RatioOperands, RatioStep, Recheck
 
 _TOKENS_PER_THREAD = 4
 _STEP = Tile(1024, 8)
@@ -191,7 +191,7 @@ def ratio_step(
     operands: RatioOperands,
     form: RatioClip,
     kl: KLPenalty | None = None,
-    doubt: Doubt = None,
+    recheck: Recheck = None,
 ) -> RatioStep:
     """See ``ops.backends.RatioBackend.ratio_step``."""
     old, advantages, weights, lengths, normalizer, cu_seqlens = operands
@@ -233,6 +233,6 @@ def ratio_step(
             SEQUENCES_PER_BLOCK=32 * _STEP.warps,
         ),
     )  # fmt: skip
-    if doubt is not None:
-        doubt()
+    if recheck is not None:
+        recheck()
     return RatioStep(loss, metrics, result if known else torch.div(gradient, divisor, out=result))

@@ -44,10 +44,10 @@ from gspo_kernels.kernels.sequences import (
 )
 from gspo_kernels.types import (
     METRICS,
-    Doubt,
     LogitRows,
     RatioClip,
     RatioOperands,
+    Recheck,
     SequenceRatioStats,
     stats_dtype,
 )
@@ -124,7 +124,7 @@ def sequence_ratio_kernel(
 
 
 def sequence_ratio_forward(
-    rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, doubt: Doubt = None
+    rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, recheck: Recheck = None
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     logits, labels, transform, _ = rows
@@ -171,6 +171,6 @@ def sequence_ratio_forward(
             SEQUENCES_PER_BLOCK=32 * tile.warps * _SEQUENCES_PER_THREAD,
         ),
     )  # fmt: skip
-    if doubt is not None:
-        doubt()
+    if recheck is not None:
+        recheck()
     return stats

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
-    Doubt,
     KLPenalty,
     LogitRows,
     Normalizers,
@@ -19,6 +18,7 @@ from gspo_kernels.types import (
     RatioClip,
     RatioOperands,
     RatioStep,
+    Recheck,
     RowGradients,
     RowPair,
     RowStats,
@@ -174,12 +174,12 @@ class RatioBackend(RowBackend, Protocol):
     """A backend that also evaluates clipped ratios in one launch, from logits or from log-probs."""
 
     def sequence_ratio_forward(
-        self, rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
+        self, rows: LogitRows, operands: RatioOperands, form: RatioClip, recheck: Recheck = None
     ) -> SequenceRatioStats:
         """Return loss, coefficients and metrics of a clipped sequence ratio, straight from the logits. Old
         log-probs are required, advantages and weights are one per sequence, ``cu_seqlens`` is int32.
 
-        ``doubt`` checks the values that callers pass, and raises if one is wrong. A backend calls it at the
+        ``recheck`` checks the values that callers pass, and raises if one is wrong. A backend calls it at the
         end. It may skip the call if it has itself seen that no counted log-prob, of any policy, is above 1
         nat, and that no advantage, log-ratio or penalty is NaN.
         """
@@ -191,13 +191,13 @@ class RatioBackend(RowBackend, Protocol):
         operands: RatioOperands,
         form: RatioClip,
         kl: KLPenalty | None = None,
-        doubt: Doubt = None,
+        recheck: Recheck = None,
     ) -> RatioStep:
         """Return the same from log-probs [B, T] or [1, N], fp32 or fp64, contiguous, per sequence or token.
 
         Everything is computed in fp64. ``mask`` has the same shape, a dtype of ``types.MASK_DTYPES`` and any
-        strides, and is not 0 for tokens that count. ``doubt`` checks the mask as well; a backend that itself
-        sees other values than 0 and 1 raises ValueError.
+        strides, and is not 0 for tokens that count. ``recheck`` checks the mask as well; a backend that
+        itself sees other values than 0 and 1 raises ValueError.
         """
 
 

@@ -91,7 +91,7 @@ HIGHEST_LOGPROB = 1.0
 """The highest accepted log-prob in nats: log-probs are at most 0, but rounded to 16 bits a little more."""
 
 
-def plausible(values: Tensor, highest: float = math.inf) -> bool:
+def all_valid(values: Tensor, highest: float = math.inf) -> bool:
     """Return whether no value is NaN or above ``highest``, counted or not."""
     return not values.numel() or float(values.max()) <= highest
 
@@ -137,7 +137,7 @@ def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) ->
 
 def check_logprobs(name: str, logprobs: Tensor, counted: Tensor, packed: bool) -> None:
     """Refuse log-probs that are NaN or above 1 nat where they count."""
-    if not plausible(logprobs, HIGHEST_LOGPROB):
+    if not all_valid(logprobs, HIGHEST_LOGPROB):
         refuse_high_logprobs(name, logprobs, counted, packed)
         refuse_nan(name, logprobs, counted, packed, "log-probs in nats")
 
@@ -149,7 +149,7 @@ def checked_rows(values: Tensor, counted: Tensor, packed: bool, name: str, logpr
     """
     if checked_values(values.device) and logprobs:
         check_logprobs(name, values, counted, packed)
-    elif checked_values(values.device) and not plausible(values):
+    elif checked_values(values.device) and not all_valid(values):
         refuse_nan(name, values, counted, packed)
     return values.to(exact_dtype(values.device), copy=True)
 
