@@ -24,7 +24,7 @@ from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
+from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_clip_of
 from gspo_kernels.policy_step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
@@ -109,7 +109,7 @@ def policy_loss(
 
     rows, entropy, terms = _normalize_logprobs("policy_loss", logprobs, entropy, passed, objective, parallel)
     backend = resolve("auto", logprobs.device)
-    loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_of(terms, backend))
+    loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_clip_of(terms, backend))
     return output_of(loss, metrics, rows, entropy, terms)
 
 
@@ -168,7 +168,7 @@ def policy_coefficients(
     )
     backend = resolve("auto", logprobs.device)
     with torch.no_grad():
-        step = policy_step(rows, entropy, terms, backend, ratio_of(terms, backend), False)
+        step = policy_step(rows, entropy, terms, backend, ratio_clip_of(terms, backend), False)
     return from_rows(step.grad_logprobs, cu_seqlens is not None)
 
 
@@ -283,45 +283,45 @@ def fused_policy_loss(
         options = how.normalize(merged, cu_seqlens, logits.dtype, vocabulary, parallel)
         if ranks is not None:
             ranks.compare(row_labels, terms, options, vocabulary)
-    ratio = ratio_of(terms, options.backend)
+    ratio_clip = ratio_clip_of(terms, options.backend)
     given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
     late = with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
     learns = torch.is_grad_enabled() and rows.requires_grad
     if learns and not late and coefficients_depend_on(objective, terms) == "nothing":
-        return _with_known_coefficients(rows, row_labels, terms, options, ratio)
-    if ratio.level == "sequence" and given_logprobs and not with_entropy and not options.shard.group:
+        return _with_known_coefficients(rows, row_labels, terms, options, ratio_clip)
+    if ratio_clip.level == "sequence" and given_logprobs and not with_entropy and not options.shard.group:
         loss, logprobs, metrics = applied(SequenceRatioFunction)(
             rows,
             row_labels,
             inplace_backward,
             options,
             ratio_operands(row_labels, terms),
-            ratio,
+            ratio_clip,
         )
         return output_of(loss, metrics, logprobs, None, terms)
     scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, options)
-    return _of_scored_rows(scored, with_entropy, terms, options.backend, ratio)
+    return _of_scored_rows(scored, with_entropy, terms, options.backend, ratio_clip)
 
 
 def _of_scored_rows(
-    scored: tuple[Tensor, Tensor], with_entropy: bool, terms: Terms, backend: str, ratio: RatioClip
+    scored: tuple[Tensor, Tensor], with_entropy: bool, terms: Terms, backend: str, ratio_clip: RatioClip
 ) -> LossOutput:
     """Return the loss of log-probs and, if it was computed, their entropy."""
     logprobs, entropy = scored[0], scored[1] if with_entropy else None
-    loss, metrics = applied(PolicyLossFunction)(logprobs, entropy, terms, backend, ratio)
+    loss, metrics = applied(PolicyLossFunction)(logprobs, entropy, terms, backend, ratio_clip)
     return output_of(loss, metrics, logprobs, entropy, terms)
 
 
 def _with_known_coefficients(
-    rows: Tensor, labels: Tensor, terms: Terms, options: RowOptions, ratio: RatioClip
+    rows: Tensor, labels: Tensor, terms: Terms, options: RowOptions, ratio_clip: RatioClip
 ) -> LossOutput:
     """Return a loss whose coefficients are known: one pass takes log-probs and writes the gradient."""
     zeros, alone = without_logprobs(labels, terms)
-    form = ratio_of(alone, options.backend)
-    coefficients = policy_step(zeros, None, alone, options.backend, form, False).grad_logprobs
+    known_clip = ratio_clip_of(alone, options.backend)
+    coefficients = policy_step(zeros, None, alone, options.backend, known_clip, False).grad_logprobs
     carrier, logprobs = KnownCoefficientsFunction.apply(rows, labels, coefficients, options)
-    step = policy_step(logprobs, None, terms, options.backend, ratio, True)
+    step = policy_step(logprobs, None, terms, options.backend, ratio_clip, True)
     return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)
 
 
@@ -415,7 +415,7 @@ def fused_linear_policy_loss(
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
         scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
-        return _of_scored_rows(scored, with_entropy, terms, plan.backend, plan.ratio)
+        return _of_scored_rows(scored, with_entropy, terms, plan.backend, plan.ratio_clip)
     if (small := small_loss(operands, terms, plan)) is not None:
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
@@ -527,7 +527,7 @@ def _normalize_linear(
     plan = Plan(
         options.backend,
         coefficients_depend_on(objective, terms),
-        ratio_of(terms, options.backend),
+        ratio_clip_of(terms, options.backend),
         needs,
         skip_inactive != "none",
         has_entropy,

@@ -28,7 +28,7 @@ class RequiresGrad(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The decisions of a call, made once, from ``coefficients_depend_on`` and ``ratio_of`` of its terms.
+    """The decisions of a call, made once, from ``coefficients_depend_on`` and ``ratio_clip_of`` of its terms.
 
     A plan holds only strings, numbers and flags, so that operators take it as it is.
 
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
         depends_on: what dLoss/dlogprob of one token depends on besides masks, lengths, weights and
             advantages: "nothing" (the coefficient is known beforehand), "token", "turn", "sequence", "group"
             or "batch".
-        ratio: the form in which the backend evaluates the loss in one launch; with ``NO_RATIO`` PyTorch
+        ratio_clip: the clipped ratio that the backend evaluates in one launch; with ``NO_RATIO`` PyTorch
             evaluates the objective instead.
         requires_grad: which of hidden states, weight and bias get a gradient.
         leaves_out: whether rows without a gradient stay out of gradient products.
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
     backend: str
     depends_on: str
-    ratio: RatioClip = NO_RATIO
+    ratio_clip: RatioClip = NO_RATIO
     requires_grad: RequiresGrad = RequiresGrad()
     leaves_out: bool = False
     entropy: bool = False
@@ -69,8 +69,8 @@ def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
     return scope
 
 
-def ratio_of(terms: Terms, backend: str) -> RatioClip:
-    """Return the form in which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
+def ratio_clip_of(terms: Terms, backend: str) -> RatioClip:
+    """Return the clipped ratio with which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
 
     A call decides this once for its terms. A schedule that evaluates other terms (for known coefficients, or
     of a chunk) calls this again for them.
@@ -86,7 +86,7 @@ def ratio_of(terms: Terms, backend: str) -> RatioClip:
 
 @constant_when_traced
 def _declared_ratio(objective: str, backend: str) -> RatioClip:
-    """Return the objective's form if the backend is a ``RatioBackend``, otherwise ``NO_RATIO``."""
+    """Return the objective's clipped ratio if the backend is a ``RatioBackend``, otherwise ``NO_RATIO``."""
     served = hasattr(load(backend), "sequence_ratio_forward")
     return (from_spec(objective).ratio_form() if served else None) or NO_RATIO
 

@@ -36,7 +36,7 @@ def evaluate_objective(
     entropy: Tensor | None,
     terms: Terms,
     backend: str,
-    ratio: RatioClip,
+    ratio_clip: RatioClip,
     want_metrics: bool = True,
     recheck: Recheck = None,
 ) -> PolicyStep:
@@ -46,23 +46,23 @@ def evaluate_objective(
         logprobs: [B, T] or [1, N].
         entropy: the same shape, or None.
         terms: validated.
-        backend: the name of the backend that evaluates ``ratio``.
-        ratio: see ``plan.ratio_of``; with ``NO_RATIO`` the objective is evaluated in PyTorch.
+        backend: the name of the backend that evaluates ``ratio_clip``.
+        ratio_clip: see ``plan.ratio_clip_of``; with ``NO_RATIO`` the objective is evaluated in PyTorch.
         want_metrics: False may leave the metrics out.
         recheck: see ``RatioBackend.ratio_step``.
     """
-    if ratio == NO_RATIO:
+    if ratio_clip == NO_RATIO:
         return evaluate(logprobs, entropy, terms, want_metrics)
     present = terms.counted(logprobs) if terms.loss_mask is None else terms.loss_mask
     if terms.skipped is not None:
         present = present & ~terms.layout(logprobs).expand(terms.skipped)
     logprobs = (logprobs if logprobs.dtype in STATS_DTYPES else logprobs.float()).contiguous()
-    operands = ratio_operands(logprobs, terms, ratio.level)
+    operands = ratio_operands(logprobs, terms, ratio_clip.level)
     kl = None
     if terms.ref_logprobs is not None:
         beta = None if terms.kl_beta is None else terms.kl_beta.to(logprobs.device)
         kl = KLPenalty(terms.ref_logprobs, beta, terms.kl_estimator)
-    step = cast(RatioBackend, load(backend)).ratio_step(logprobs, present, operands, ratio, kl, recheck)
+    step = cast(RatioBackend, load(backend)).ratio_step(logprobs, present, operands, ratio_clip, kl, recheck)
     metrics = step.metrics
     if entropy is not None and want_metrics:
         metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])
@@ -76,11 +76,11 @@ def policy_step(
     entropy: Tensor | None,
     terms: Terms,
     backend: str,
-    ratio: RatioClip,
+    ratio_clip: RatioClip,
     want_metrics: bool,
 ) -> PolicyStep:
     """Check values, which only the device knows, and then run ``evaluate_objective``."""
-    launch, mask, recheck = ratio != NO_RATIO, terms.loss_mask, None
+    launch, mask, recheck = ratio_clip != NO_RATIO, terms.loss_mask, None
     # where only the launch reads the mask, it takes the mask in the dtype that the caller passed
     alone = launch and entropy is None and terms.lengths is None and terms.skipped is None
     reads_mask = alone and mask is not None and mask.dtype in MASK_DTYPES
@@ -91,7 +91,7 @@ def policy_step(
         # a launch doesn't read weights of sequences without an advantage
         if terms.rollout_weights is not None and not all_valid(terms.rollout_weights):
             recheck()
-    step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics, recheck)
+    step = evaluate_objective(logprobs, entropy, terms, backend, ratio_clip, want_metrics, recheck)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 
 
@@ -101,7 +101,7 @@ def _(
     entropy: Tensor | None,
     terms: Terms,
     backend: str,
-    ratio: RatioClip,
+    ratio_clip: RatioClip,
     want_metrics: bool,
 ) -> PolicyStep:
     dtype = stats_dtype(logprobs.dtype)
@@ -121,9 +121,9 @@ class PolicyLossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, ratio: RatioClip
+        ctx: Any, logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, ratio_clip: RatioClip
     ) -> tuple[Tensor, Tensor]:
-        step = policy_step(logprobs, entropy, terms, backend, ratio, True)
+        step = policy_step(logprobs, entropy, terms, backend, ratio_clip, True)
         ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
         ctx.set_materialize_grads(False)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)

@@ -1,6 +1,6 @@
 """A clipped ratio in one launch of the backend: its operands, and the loss of sequence ratios from logits.
 
-``plan.ratio_of`` says which losses have this form.
+``plan.ratio_clip_of`` says which losses it serves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> Rat
     )
 
 
-def sum_over_tokens(per_token: Terms, ratio: RatioClip) -> tuple[Terms, RatioClip]:
+def sum_over_tokens(per_token: Terms, ratio_clip: RatioClip) -> tuple[Terms, RatioClip]:
     """Return the terms and the ratio of a loss that is a sum over tokens, whose terms have a share per token:
     loss = sum_t w_t f(r_t, A_t), where w_t is the token's share times its rollout weight.
     """
@@ -74,7 +74,7 @@ def sum_over_tokens(per_token: Terms, ratio: RatioClip) -> tuple[Terms, RatioCli
         rollout_weights=shares if weights is None else shares * weights,
         kl_beta=None if beta is None else shares * beta,
     )
-    return per_token, ratio._replace(level="token", count_tokens=True, divisor="one", divisor_scale=1.0)
+    return per_token, ratio_clip._replace(level="token", count_tokens=True, divisor="one", divisor_scale=1.0)
 
 
 _RATIO_MEAN = METRICS.index("ratio/mean")
@@ -82,7 +82,7 @@ _RATIO_MEAN = METRICS.index("ratio/mean")
 
 @operator
 def sequence_ratio(
-    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, form: RatioClip
+    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, ratio_clip: RatioClip
 ) -> SequenceRatioStats:
     """Compute the loss of sequence ratios from logits; see ``ops.backends.RatioBackend``."""
     if options.transform.row_temperature is not None:
@@ -100,7 +100,8 @@ def sequence_ratio(
     if recheck is not None and operands.weights is not None and not all_valid(operands.weights):
         recheck()
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(rows, operands, form, recheck)
+    backend = cast(RatioBackend, load(options.backend))
+    stats = backend.sequence_ratio_forward(rows, operands, ratio_clip, recheck)
     # a label outside the vocabulary has a NaN log-prob: labels are checked only if the mean ratio is NaN
     if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
@@ -108,7 +109,7 @@ def sequence_ratio(
 
 
 def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
-    """Run ``terms.check_logprobs`` for GSPO: all losses of this form ask the same of values."""
+    """Run ``terms.check_logprobs`` for GSPO: all losses that it serves ask the same of values."""
     terms = Terms(
         operands.old_logprobs,
         operands.advantages,
@@ -122,7 +123,7 @@ def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions
 
 @sequence_ratio.register_fake
 def _(
-    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, form: RatioClip
+    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, ratio_clip: RatioClip
 ) -> SequenceRatioStats:
     def new(*shape: int) -> Tensor:
         return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))
@@ -144,9 +145,9 @@ class SequenceRatioFunction(torch.autograd.Function):
         inplace: bool,
         options: RowOptions,
         operands: RatioOperands,
-        form: RatioClip,
+        ratio_clip: RatioClip,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        stats = sequence_ratio(logits, labels, options, operands, form)
+        stats = sequence_ratio(logits, labels, options, operands, ratio_clip)
         saved = (stats.logprobs, stats.lse, stats.coefficients, stats.divisor, operands.cu_seqlens)
         save_rows(ctx, options, logits, labels, *saved)
         ctx.inplace = inplace

@@ -283,7 +283,7 @@ class RowOptions(NamedTuple):
 
 
 class RatioClip(NamedTuple):
-    """PPO's clip on importance ratios: the form of losses that fused forwards and steps can compute.
+    """PPO's clip on importance ratios: what fused forwards and steps can compute.
 
     ``loss = -w min(r A, clip(r, low, high) A)``, for A < 0 at most ``-w dual A``. There is one ratio per
     sequence, ``log r = sum_t (logp_t - old_t) / L``, or one per token, ``log r = logp - old``. The bounds are
@@ -311,7 +311,7 @@ class RatioClip(NamedTuple):
 
 
 NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
-"""The value for losses without this form; its ``level`` is empty."""
+"""The value for losses that are no clipped ratio; its ``level`` is empty."""
 
 
 class RatioOperands(NamedTuple):

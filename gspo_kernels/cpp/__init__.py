@@ -176,7 +176,7 @@ def ratio_step(
     logprobs: Tensor,
     mask: Tensor,
     operands: RatioOperands,
-    form: RatioClip,
+    ratio_clip: RatioClip,
     kl: KLPenalty | None = None,
     recheck: Recheck = None,
 ) -> RatioStep:
@@ -187,7 +187,7 @@ def ratio_step(
     verdict = operators().ratio_step(
         logprobs.detach() if logprobs.requires_grad else logprobs,
         mask.contiguous(),
-        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, form),
+        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, ratio_clip),
         None if kl is None else _numbers(kl.ref_logprobs),
         _numbers(beta),
         0 if kl is None else int(kl.estimator[1:]),
@@ -201,7 +201,7 @@ def ratio_step(
 
 
 def sequence_ratio_forward(
-    rows: LogitRows, operands: RatioOperands, form: RatioClip, recheck: Recheck = None
+    rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, recheck: Recheck = None
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     stats = _empty_stats(rows, entropy=False)
@@ -209,7 +209,7 @@ def sequence_ratio_forward(
     loss, *others = new(()), new(operands.advantages.shape), new(()), new(len(METRICS))
     valid = operators().sequence_ratio_forward(
         *_row_arguments(rows),
-        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, form),
+        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, ratio_clip),
         *stats[:2],
         loss,
         *others,
@@ -272,17 +272,17 @@ def _numbers(values: Tensor | None) -> Tensor | None:
 
 
 def _sequence_arguments(
-    numbers: list[Tensor | None], cu_seqlens: Tensor | None, form: RatioClip
+    numbers: list[Tensor | None], cu_seqlens: Tensor | None, ratio_clip: RatioClip
 ) -> tuple[Any, ...]:
     old_logprobs, *of_sequences = numbers
     return (
         old_logprobs,
         None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
         *of_sequences,
-        *form[:4],
-        _DIVISORS.index(form.divisor),
-        form.divisor_scale,
-        form.level == "token",
+        *ratio_clip[:4],
+        _DIVISORS.index(ratio_clip.divisor),
+        ratio_clip.divisor_scale,
+        ratio_clip.level == "token",
     )
 
 

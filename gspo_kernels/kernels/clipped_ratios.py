@@ -189,7 +189,7 @@ def ratio_step(
     logprobs: Tensor,
     mask: Tensor,
     operands: RatioOperands,
-    form: RatioClip,
+    ratio_clip: RatioClip,
     kl: KLPenalty | None = None,
     recheck: Recheck = None,
 ) -> RatioStep:
@@ -201,9 +201,9 @@ def ratio_step(
     # one kind of operation makes all tensors: the first of each kind takes as long as twenty more of it
     new = functools.partial(torch.empty, dtype=logprobs.dtype, device=logprobs.device)
     loss, metrics, result = new(()), new((len(METRICS) + (kl is not None),)), new((B, T))
-    divisor, known = new((), dtype=torch.float64), normalizer is not None or form.divisor == "one"
+    divisor, known = new((), dtype=torch.float64), normalizer is not None or ratio_clip.divisor == "one"
     if sequences == 0:
-        fill_without_sequences(form, normalizer, loss, divisor, metrics)
+        fill_without_sequences(ratio_clip, normalizer, loss, divisor, metrics)
         return RatioStep(loss, metrics, torch.zeros_like(logprobs))
     reference = None if kl is None else kl.ref_logprobs
     beta = None if kl is None or kl.beta is None else kl.beta.expand(logprobs.shape)
@@ -220,14 +220,14 @@ def ratio_step(
             torch.zeros(1, dtype=torch.int32, device=logprobs.device),
         ),
         RatioNumbers.of(
-            form, T, B * T, sequences, cu_seqlens is not None,
+            ratio_clip, T, B * T, sequences, cu_seqlens is not None,
             mask, old, advantages, weights, lengths, reference, beta,
         ),
         RATIO=RatioConstants(
             STATS=tl.float64,
-            COUNT_TOKENS=form.count_tokens,
-            DIVISOR=form.divisor,
-            PER_TOKEN=form.level == "token",
+            COUNT_TOKENS=ratio_clip.count_tokens,
+            DIVISOR=ratio_clip.divisor,
+            PER_TOKEN=ratio_clip.level == "token",
             ESTIMATOR=None if kl is None else kl.estimator,
             TOKENS_PER_BLOCK=32 * _STEP.warps * _TOKENS_PER_THREAD,
             SEQUENCES_PER_BLOCK=32 * _STEP.warps,

@@ -16,7 +16,7 @@ from gspo_kernels.linear.chunk import as_index, rows_at
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
-from gspo_kernels.plan import ratio_of
+from gspo_kernels.plan import ratio_clip_of
 from gspo_kernels.policy_step import evaluate_objective
 from gspo_kernels.terms import SPECS, ArgSpec, Terms, shows_inactive
 
@@ -32,8 +32,8 @@ def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
 def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
     """Return dLoss/dlogprobs of the objective alone, where log-probs don't matter. For use in operators."""
     logprobs, alone = without_logprobs(tokens, terms)
-    ratio = ratio_of(alone, backend)
-    return evaluate_objective(logprobs, None, alone, backend, ratio, want_metrics=False).grad_logprobs
+    ratio_clip = ratio_clip_of(alone, backend)
+    return evaluate_objective(logprobs, None, alone, backend, ratio_clip, want_metrics=False).grad_logprobs
 
 
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:

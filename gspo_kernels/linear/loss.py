@@ -145,10 +145,10 @@ class Run:
                 del projected
             return
         per_token = token_terms(call.labels, terms, self.plan.backend)
-        ratio = self.plan.ratio
-        in_one_launch = ratio != NO_RATIO
+        ratio_clip = self.plan.ratio_clip
+        in_one_launch = ratio_clip != NO_RATIO
         if in_one_launch:
-            per_token, ratio = sum_over_tokens(per_token, ratio)
+            per_token, ratio_clip = sum_over_tokens(per_token, ratio_clip)
         for chunk in call.chunks(where):
             skip = self.leaves_out_from <= chunk.size
             projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
@@ -159,7 +159,7 @@ class Run:
             chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(across))  # noqa: B023
             if in_one_launch:
                 step = evaluate_objective(
-                    logprobs, None, chunk_terms, self.plan.backend, ratio, want_metrics=False
+                    logprobs, None, chunk_terms, self.plan.backend, ratio_clip, want_metrics=False
                 )
             else:
                 entropy = None if entropy is None else entropy.t()
@@ -264,12 +264,12 @@ class Run:
             step = self.whole_step()
         else:
             logprobs, _, entropy = self.scores.at(where) if stats is None else stats
-            backend, ratio = self.plan.backend, self.plan.ratio
+            backend, ratio_clip = self.plan.backend, self.plan.ratio_clip
             if terms.cu_seqlens is None:
                 assert terms.loss_mask is not None
                 logprobs = logprobs.view(terms.loss_mask.shape)
                 entropy = None if entropy is None else entropy.view(logprobs.shape)
-            step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics=False)
+            step = evaluate_objective(logprobs, entropy, terms, backend, ratio_clip, want_metrics=False)
             where = slice(0, logprobs.numel())
         grad_entropy = rows_at(step.grad_entropy, where) if step.grad_entropy.numel() else None
         return rows_at(step.grad_logprobs, where), grad_entropy
@@ -278,5 +278,6 @@ class Run:
         """Return loss, coefficients and metrics of the whole call, once all its log-probs are computed."""
         if self._step is None:
             logprobs, _, entropy = self.scores.stats
-            self._step = evaluate_objective(logprobs, entropy, self.terms, self.plan.backend, self.plan.ratio)
+            plan = self.plan
+            self._step = evaluate_objective(logprobs, entropy, self.terms, plan.backend, plan.ratio_clip)
         return self._step

@@ -48,7 +48,7 @@ def small_loss(
     exact = weight.dtype in (torch.float32, torch.float64)
     if not (hidden.is_cpu and exact and 0 < size <= budget):
         return None
-    if plan.ratio.level != "sequence" or terms.old_logprobs is None or terms.ref_logprobs is not None:
+    if plan.ratio_clip.level != "sequence" or terms.old_logprobs is None or terms.ref_logprobs is not None:
         return None
     if terms.skipped is not None or not bool(terms.counted(labels).all()):
         return None
@@ -57,7 +57,7 @@ def small_loss(
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     logits = products.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
     logits = logits.view(*labels.shape, weight.shape[0])
-    stats = sequence_ratio(logits, labels, options, ratio_operands(labels, terms), plan.ratio)
+    stats = sequence_ratio(logits, labels, options, ratio_operands(labels, terms), plan.ratio_clip)
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())

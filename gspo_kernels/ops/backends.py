@@ -174,7 +174,7 @@ class RatioBackend(RowBackend, Protocol):
     """A backend that also evaluates clipped ratios in one launch, from logits or from log-probs."""
 
     def sequence_ratio_forward(
-        self, rows: LogitRows, operands: RatioOperands, form: RatioClip, recheck: Recheck = None
+        self, rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, recheck: Recheck = None
     ) -> SequenceRatioStats:
         """Return loss, coefficients and metrics of a clipped sequence ratio, straight from the logits. Old
         log-probs are required, advantages and weights are one per sequence, ``cu_seqlens`` is int32.
@@ -189,7 +189,7 @@ class RatioBackend(RowBackend, Protocol):
         logprobs: Tensor,
         mask: Tensor,
         operands: RatioOperands,
-        form: RatioClip,
+        ratio_clip: RatioClip,
         kl: KLPenalty | None = None,
         recheck: Recheck = None,
     ) -> RatioStep:

@@ -123,7 +123,7 @@ class Launch:
         with self.patch.context() as patch:
             patch.setattr(policy_step, "evaluate", None)  # one launch must not call it
             if form is not None:
-                patch.setattr(losses, "ratio_of", lambda *_: form)
+                patch.setattr(losses, "ratio_clip_of", lambda *_: form)
             if "logprobs" in values:
                 return self._of_logprobs(values, upstream)
             patch.setattr(losses, "TokenLogprobsFunction", None)
@@ -142,7 +142,7 @@ class Launch:
             values["loss_mask"] = values.pop("labels") != IGNORE
             del values["logits"]
         with self.patch.context() as patch:
-            patch.setattr(losses, "ratio_of", lambda *_: NO_RATIO)
+            patch.setattr(losses, "ratio_clip_of", lambda *_: NO_RATIO)
             return self._of_logprobs(values, upstream)
 
     def _of_logprobs(self, values, upstream):
