@@ -18,7 +18,7 @@ from gspo_kernels.exact import exact, exact_sum
 from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
-from gspo_kernels.terms import SPECS, Terms, may_move
+from gspo_kernels.terms import SPECS, Terms, may_have_gradient
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import METRICS, stats_dtype
 
@@ -160,7 +160,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     with_gradient = present
     if terms.old_logprobs is not None and (not old.is_cpu or math.isnan(float(old.sum()))):
         # old log-probs may be NaN where the gradient is zero anyway: it must stay zero
-        with_gradient = present & may_move(logprobs, terms)
+        with_gradient = present & may_have_gradient(logprobs, terms)
     grads = [torch.where(with_gradient, grad, 0.0) for grad in gradients]
     metrics = logp.new_empty(0)
     if want_metrics:

@@ -328,7 +328,7 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
         return
     objective, asked = from_spec(terms.objective), torch.zeros_like(counted)
     if name in objective.needs or (name == "old_logprobs" and objective.coefficient_scope != "nothing"):
-        asked = may_move(tokens, terms)
+        asked = may_have_gradient(tokens, terms)
     if name == "ref_logprobs" and terms.kl_beta is not None:
         asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
     expected = (
@@ -338,15 +338,15 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
     value_checks.refuse_nan(name, logprobs, asked, packed, expected)
 
 
-def may_move(tokens: Tensor, terms: Terms) -> Tensor:
+def may_have_gradient(tokens: Tensor, terms: Terms) -> Tensor:
     """Return which counted tokens may have a gradient, as bool tokens.
 
     The gradient of all others is zero whatever the log-probs are, even NaN: their advantage or rollout weight
     is zero, and there is neither a KL term nor an entropy bonus.
     """
-    moving, objective = terms.counted(tokens), from_spec(terms.objective)
+    possible, objective = terms.counted(tokens), from_spec(terms.objective)
     if any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
-        return moving
+        return possible
     scope, layout = objective.coefficient_scope, terms.layout(tokens)
     # where a zero advantage leaves a gradient, rollout weights may not multiply the whole loss, either
     factors = (terms.advantages, terms.rollout_weights if scope in ("token", "sequence") else None)
@@ -354,13 +354,13 @@ def may_move(tokens: Tensor, terms: Terms) -> Tensor:
         if factor is None:
             continue
         if factor.ndim == 1:
-            moving = moving & layout.expand(factor != 0)
+            possible = possible & layout.expand(factor != 0)
         elif scope == "token":
-            moving = moving & (factor != 0)
+            possible = possible & (factor != 0)
         elif not terms.cp_group:  # in a cp_group other ranks have tokens of the same sequence
-            some = layout.sum(exact(moving & (factor != 0))) > 0
-            moving = moving & layout.expand(some)
-    return moving
+            some = layout.sum(exact(possible & (factor != 0))) > 0
+            possible = possible & layout.expand(some)
+    return possible
 
 
 def _check_groups(group_ids: Tensor) -> None:
@@ -408,8 +408,8 @@ def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     assert terms.advantages is not None
     if terms.advantages.ndim == 1:
         return terms.advantages == 0
-    moving = (terms.advantages != 0) & terms.counted(tokens)
-    return terms.layout(tokens).sum(exact(moving)) == 0
+    active = (terms.advantages != 0) & terms.counted(tokens)
+    return terms.layout(tokens).sum(exact(active)) == 0
 
 
 def leave_out_inactive(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
