@@ -16,7 +16,7 @@ from gspo_kernels.linear.distillation import LinearDistillationFunction
 from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores, tokens_of
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
-from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
+from gspo_kernels.ops.pairs import DivergenceSpec, TeacherRows
 from gspo_kernels.ops.selected import checked_ids
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import Parallel
@@ -36,7 +36,7 @@ class DivergenceArguments(NamedTuple):
     top_k_of: str = "teacher"
     add_tail: bool = True
 
-    def normalize(self, vocabulary: int, ids: Tensor | None) -> DivergenceForm:
+    def normalize(self, vocabulary: int, ids: Tensor | None) -> DivergenceSpec:
         """Check the arguments along with the caller's ``ids``; a vocabulary of 0 has an unknown size."""
         beta = checks.number("beta", self.beta)
         if not 0 <= beta <= 1:
@@ -54,10 +54,10 @@ class DivergenceArguments(NamedTuple):
                 raise ValueError(
                     "add_tail: got False, but without top_k or ids there is no tail, expected True"
                 )
-            return DivergenceForm(beta, 0, False, tail)
+            return DivergenceSpec(beta, 0, False, tail)
         if ids is not None:
             raise ValueError(f"top_k: got {top_k}, expected 0 along with ids")
-        return DivergenceForm(beta, top_k, self.top_k_of == "student", tail)
+        return DivergenceSpec(beta, top_k, self.top_k_of == "student", tail)
 
 
 class TeacherArguments(NamedTuple):
@@ -137,14 +137,14 @@ class DistillationRows(NamedTuple):
         labels: [B, T]; ``ignore_index`` marks tokens that don't count, other values don't matter.
         options: of the student's logits.
         teacher: what is known of the teacher; ``teacher_logits`` are added later.
-        form: which divergence.
+        spec: which divergence.
         shares: [B, T] fp64, d loss / d divergence of each token.
     """
 
     labels: Tensor
     options: RowOptions
     teacher: TeacherRows
-    form: DivergenceForm
+    spec: DivergenceSpec
     shares: Tensor
 
 
@@ -180,12 +180,12 @@ class DistillationArguments(NamedTuple):
         rows = as_rows(tokens, cu_seqlens is not None)
         labels, terms = merge_mask(rows, terms, self.student.ignore_index)
         options = self.student.normalize(tokens, cu_seqlens, dtype, width, parallel)
-        form = self.divergence.normalize(columns_of(options.shard, width)[1], self.teacher.ids)
+        spec = self.divergence.normalize(columns_of(options.shard, width)[1], self.teacher.ids)
         teacher = self.teacher.normalize(tokens, labels, self.student, options, cu_seqlens, dtype, width)
         if ranks is not None:
             row_temperature = teacher.transform.row_temperature
             ranks.compare(labels, terms, options, width, teacher_temperature=row_temperature)
-        return DistillationRows(labels, options, teacher, form, token_shares(labels, terms))
+        return DistillationRows(labels, options, teacher, spec, token_shares(labels, terms))
 
 
 def _terms(
@@ -282,7 +282,7 @@ def distillation_loss(
         aggregation_constant,
     )
     rows, call = _normalize_logits(logits, teacher_logits, passed, inplace_backward, parallel)
-    arguments = (rows, call.teacher, call.labels, call.form, call.options)
+    arguments = (rows, call.teacher, call.labels, call.spec, call.options)
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
     late = inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
     if torch.is_grad_enabled() and rows.requires_grad and not late:
@@ -403,7 +403,7 @@ def fused_linear_distillation_loss(
     operands, teachers_head, call = _normalize_hidden(
         (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), passed, products, parallel
     )
-    rest = (call.teacher, call.form, call.shares, torch.compiler.is_compiling())
+    rest = (call.teacher, call.spec, call.shares, torch.compiler.is_compiling())
     loss, each = LinearDistillationFunction.apply(*operands, *teachers_head, *rest)
     return DistillationOutput(loss, from_rows(each.detach(), cu_seqlens is not None))
 

@@ -142,22 +142,22 @@ class Terms(NamedTuple):
     def each(self, change: Callable[[ArgSpec, Tensor], Tensor | None]) -> Terms:
         """Return the terms with ``change(specification, tensor)`` in the place of every tensor."""
         changed: dict[str, Any] = {}
-        for name, form in SPECS.items():
+        for name, spec in SPECS.items():
             tensor = getattr(self, name)
             if tensor is not None:
-                changed[name] = change(form, tensor)
+                changed[name] = change(spec, tensor)
         return self._replace(**changed)
 
 
 SPECS: dict[str, ArgSpec] = {
-    name: form
+    name: spec
     for name, hint in typing.get_type_hints(Terms, include_extras=True).items()
-    for form in getattr(hint, "__metadata__", ())
+    for spec in getattr(hint, "__metadata__", ())
 }
 """The specification of every tensor among the terms."""
 _ARGUMENTS = {name: SPECS[name] for name in Terms._fields[: Terms._fields.index("kl_estimator")]}
 """The specifications of the tensors among a loss's arguments, in the order of the fields of ``Terms``."""
-_BROADCAST_TERMS = tuple(label for label, form in _ARGUMENTS.items() if form.shape == "broadcast")
+_BROADCAST_TERMS = tuple(label for label, spec in _ARGUMENTS.items() if spec.shape == "broadcast")
 
 
 def normalize_terms(

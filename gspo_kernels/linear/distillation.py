@@ -19,7 +19,7 @@ from gspo_kernels.linear.sums import GradientRows
 from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
-from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
+from gspo_kernels.ops.pairs import DivergenceSpec, Pair, TeacherRows
 from gspo_kernels.ops.value_checks import check_temperature
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
@@ -41,7 +41,7 @@ def linear_distillation(
     teacher_weight: Tensor | None,
     teacher_bias: Tensor | None,
     teacher: TeacherRows,
-    form: DivergenceForm,
+    spec: DivergenceSpec,
     shares: Tensor,
 ) -> LinearDistilled:
     """Return loss, divergences and gradients. Rows that are left out have negative labels.
@@ -78,7 +78,7 @@ def linear_distillation(
             teacher_logits = teacher_block[: chunk.size]
             theirs.products.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
         teacher_rows = teacher.at(chunk.where, teacher_logits)
-        pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, form)
+        pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, spec)
         if not any(needs):
             stats = pair.evaluate(chunk.options)
             divergences.view(-1)[chunk.where] = stats.divergences

@@ -44,10 +44,10 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     layout = terms.layout(tokens)
     shares = Aggregation(tokens, terms).token_shares()
 
-    def expanded(form: ArgSpec, value: Tensor) -> Tensor:
-        if form.shape == "broadcast":
+    def expanded(spec: ArgSpec, value: Tensor) -> Tensor:
+        if spec.shape == "broadcast":
             return value.to(tokens.device).expand(tokens.shape)
-        return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
+        return layout.expand(value) if spec.shape != "tokens" and value.ndim == 1 else value
 
     # the shares contain these fields already, or only objectives over more than a token use them
     rest = terms._replace(
@@ -147,10 +147,10 @@ class CoefficientGroups:
         # [B] if there is one per sequence, otherwise one per token
         given: dict[str, Tensor] = {}
         whole = terms._replace(skipped=None, cu_seqlens=None)
-        for name, form in SPECS.items():
+        for name, spec in SPECS.items():
             value = getattr(whole, name)
             if value is not None and value.ndim:
-                spread = form.shape == "broadcast"
+                spread = spec.shape == "broadcast"
                 given[name] = value.to(labels.device).expand(self._call.labels.shape) if spread else value
         if self.in_place:
             length = self._call.labels.shape[1]

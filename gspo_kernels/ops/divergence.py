@@ -13,7 +13,7 @@ from gspo_kernels.exact import exact, exact_dtype, exact_sum
 from gspo_kernels.ops.library import inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import used_memory
-from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
+from gspo_kernels.ops.pairs import DivergenceSpec, Pair, TeacherRows
 from gspo_kernels.ops.value_checks import check_temperature
 from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
@@ -65,13 +65,13 @@ def divergence_backward_(
     logits: Tensor,
     teacher: TeacherRows,
     labels: Tensor,
-    form: DivergenceForm,
+    spec: DivergenceSpec,
     options: RowOptions,
     known: PairStats,
     grad: Tensor,
 ) -> None:
     """Write the student's gradient over its logits."""
-    Pair(logits, teacher, labels, form).evaluate(options, known, grad, logits)
+    Pair(logits, teacher, labels, spec).evaluate(options, known, grad, logits)
 
 
 class PairWithGradient(NamedTuple):
@@ -102,14 +102,14 @@ def _save(ctx: Any, pair: Pair, options: RowOptions, *tensors: Tensor) -> None:
     *of_teacher, transform = pair.teacher
     row_temperature = transform.row_temperature
     save_rows(ctx, options, pair.logits, pair.labels, *of_teacher, row_temperature, *tensors)
-    ctx.teacher_transform, ctx.form = transform._replace(row_temperature=None), pair.form
+    ctx.teacher_transform, ctx.spec = transform._replace(row_temperature=None), pair.spec
 
 
 def _saved(ctx: Any) -> tuple[Pair, RowOptions, tuple[Tensor, ...]]:
     (logits, labels, teacher_logits, ids, logprobs, row_temperature, *others), options = saved_rows(ctx)
     transform = ctx.teacher_transform._replace(row_temperature=row_temperature)
     teacher = TeacherRows(teacher_logits, ids, logprobs, transform)
-    return Pair(logits, teacher, labels, ctx.form), options, tuple(others)
+    return Pair(logits, teacher, labels, ctx.spec), options, tuple(others)
 
 
 class DivergenceFunction(torch.autograd.Function):
@@ -121,11 +121,11 @@ class DivergenceFunction(torch.autograd.Function):
         logits: Tensor,
         teacher: TeacherRows,
         labels: Tensor,
-        form: DivergenceForm,
+        spec: DivergenceSpec,
         options: RowOptions,
         inplace: bool,
     ) -> Tensor:
-        pair = Pair(logits, teacher, labels, form)
+        pair = Pair(logits, teacher, labels, spec)
         result = divergence_forward(pair, options)
         _save(ctx, pair, options, *result)
         ctx.inplace = inplace
@@ -156,11 +156,11 @@ class KnownDivergenceFunction(torch.autograd.Function):
         logits: Tensor,
         teacher: TeacherRows,
         labels: Tensor,
-        form: DivergenceForm,
+        spec: DivergenceSpec,
         options: RowOptions,
         shares: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        pair = Pair(logits, teacher, labels, form)
+        pair = Pair(logits, teacher, labels, spec)
         result = divergence_and_grad(pair, options, shares)
         ctx.grad_logits = result.grad_logits
         _save(ctx, pair, options, shares)

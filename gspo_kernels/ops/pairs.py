@@ -21,7 +21,7 @@ LEAST_LOG_MASS = -(2.0**-24)
 """The bound on the log of the ids' mass: an engine's rounded log-probs may add up to 1 and leave nothing."""
 
 
-class DivergenceForm(NamedTuple):
+class DivergenceSpec(NamedTuple):
     """Which divergence to compute.
 
     Attributes:
@@ -68,14 +68,14 @@ class TeacherRows(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Rows [B, T] of a student and of a teacher, and the form of their divergence. Labels only say which rows
+    """Rows [B, T] of a student and of a teacher, and which divergence. Labels only say which rows
     are ignored.
     """
 
     logits: Tensor
     teacher: TeacherRows
     labels: Tensor
-    form: DivergenceForm
+    spec: DivergenceSpec
 
     def evaluate(
         self,
@@ -85,17 +85,17 @@ class Pair(NamedTuple):
         out: Tensor | None = None,
     ) -> PairStats:
         """See ``RowBackend.divergence``; the options are the student's."""
-        if self.teacher.ids is not None or self.form.top_k:
+        if self.teacher.ids is not None or self.spec.top_k:
             return _over_ids(self, options, grad, out)
         assert self.teacher.logits is not None
         sides = (self.logits, self.teacher.logits, self.labels, options.transform, self.teacher.transform)
-        rows = RowPair(*sides, self.form.beta, options.ignore_index)
+        rows = RowPair(*sides, self.spec.beta, options.ignore_index)
         return rows_of(options).divergence(rows, known, grad, out)
 
 
 def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
     """Return the teacher's log-probs of the ids, and the log of the mass that they leave; in fp64."""
-    teacher, within = pair.teacher, not pair.form.tail
+    teacher, within = pair.teacher, not pair.spec.tail
     if teacher.logprobs is None:
         assert teacher.logits is not None
         rows = score(teacher.logits, ids, options._replace(transform=teacher.transform), within)
@@ -107,19 +107,19 @@ def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) ->
 
 
 def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor | None) -> PairStats:
-    form, ids = pair.form, pair.teacher.ids
+    spec, ids = pair.spec, pair.teacher.ids
     if ids is None:
         assert pair.teacher.logits is not None
         sides = (pair.teacher.logits, pair.teacher.transform), (pair.logits, options.transform)
-        leading, transform = sides[form.top_k_of_student]
-        ids = _leading_ids(leading, form.top_k, transform.logit_scale >= 0, options)
+        leading, transform = sides[spec.top_k_of_student]
+        ids = _leading_ids(leading, spec.top_k, transform.logit_scale >= 0, options)
     ids = ids.masked_fill((pair.labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
     counts = first_places(ids, None if options.shard.group else pair.logits.shape[-1])
     log_q, left = _of_teacher(pair, ids, counts, options)
-    within = not form.tail
+    within = not spec.tail
     student = score(pair.logits, ids, options, within)
     log_p = torch.where(counts, exact(student.logprobs), -torch.inf)
-    if form.tail:
+    if spec.tail:
         log_p = torch.cat([log_p, exact(student.tail).unsqueeze(-1)], -1)
         log_q = torch.cat([log_q, left.unsqueeze(-1)], -1)
         some_left = counts.any(-1, keepdim=True)
@@ -130,17 +130,17 @@ def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor 
             some_left = some_left & (counts.sum(-1, keepdim=True) < total)
         counts = torch.cat([counts, some_left], -1)
         log_p, log_q = (torch.where(counts, each, -torch.inf) for each in (log_p, log_q))
-    value, slope = divergences.of_columns(log_p, log_q, form.beta)
+    value, slope = divergences.of_columns(log_p, log_q, spec.beta)
     broken = torch.stack([(each.isnan() & counts).any(-1) for each in (log_p, log_q)]).any(0)
     total = torch.where(counts, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
     if out is not None and grad is not None:
         coefficients = exact(grad)
         inactive = (coefficients == 0).unsqueeze(-1)
         weighted = torch.where(inactive | ~counts, 0.0, slope * coefficients.unsqueeze(-1))
-        lost = broken if form.beta == 0 else ~total.isfinite()
+        lost = broken if spec.beta == 0 else ~total.isfinite()
         weighted = torch.where(lost.unsqueeze(-1) & counts & ~inactive, torch.nan, weighted)
         K = ids.shape[-1]
-        grads = SelectedGradients(weighted[..., :K], weighted[..., K] if form.tail else None)
+        grads = SelectedGradients(weighted[..., :K], weighted[..., K] if spec.tail else None)
         write_gradient(out, pair.logits, ids, student, grads, options, within)
     # an operator's outputs may not be the same tensor
     nothing = torch.zeros(3, *total.shape, dtype=total.dtype, device=total.device)
