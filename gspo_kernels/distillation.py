@@ -10,10 +10,10 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.arguments import ProductArguments, check_inputs, check_teachers_head
+from gspo_kernels.linear.arguments import ProductOptions, check_inputs, check_teachers_head
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction
-from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores, tokens_of
+from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, tokens_of
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
 from gspo_kernels.ops.pairs import DivergenceSpec, TeacherRows
@@ -88,7 +88,7 @@ class TeacherArguments(NamedTuple):
         self,
         tokens: Tensor,
         labels: Tensor,
-        student: LogitArguments,
+        student: LogitOptions,
         options: RowOptions,
         cu_seqlens: Tensor | None,
         dtype: torch.dtype,
@@ -105,14 +105,14 @@ class TeacherArguments(NamedTuple):
             dtype: of the student's logits.
             width: how many columns of logits this process has.
         """
-        how = LogitArguments(
+        teacher_options = LogitOptions(
             student.temperature if self.teacher_temperature is None else self.teacher_temperature,
             self.teacher_logit_scale,
             self.teacher_softcap,
             backend=student.backend,
         )
         try:
-            theirs = how.normalize(tokens, cu_seqlens, dtype, width, Parallel())
+            theirs = teacher_options.normalize(tokens, cu_seqlens, dtype, width, Parallel())
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
         if self.ids is None:
@@ -151,7 +151,7 @@ class DistillationRows(NamedTuple):
 class DistillationArguments(NamedTuple):
     """The arguments of both distillation losses, as the caller passed them."""
 
-    student: LogitArguments
+    student: LogitOptions
     teacher: TeacherArguments
     divergence: DivergenceArguments
     terms: Terms
@@ -274,7 +274,7 @@ def distillation_loss(
         RuntimeError: the backend can't serve the tensors' device.
     """
     passed = DistillationArguments(
-        LogitArguments(temperature, logit_scale, softcap, backend=backend),
+        LogitOptions(temperature, logit_scale, softcap, backend=backend),
         TeacherArguments(teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs),
         DivergenceArguments(beta, top_k, top_k_of, add_tail),
         _terms(loss_mask, cu_seqlens, token_weights, lengths, normalizer),
@@ -392,14 +392,14 @@ def fused_linear_distillation_loss(
         RuntimeError: the backend can't serve the tensors' device.
     """
     passed = DistillationArguments(
-        LogitArguments(temperature, logit_scale, softcap, backend=backend),
+        LogitOptions(temperature, logit_scale, softcap, backend=backend),
         TeacherArguments(teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs),
         DivergenceArguments(beta, top_k, top_k_of, add_tail),
         _terms(loss_mask, cu_seqlens, token_weights, lengths, normalizer),
         aggregation,
         aggregation_constant,
     )
-    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
     operands, teachers_head, call = _normalize_hidden(
         (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), passed, products, parallel
     )
@@ -412,7 +412,7 @@ def _normalize_hidden(
     student: tuple[Tensor, Tensor | LoRAHead, Tensor | None],
     teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
     passed: DistillationArguments,
-    products: ProductArguments,
+    products: ProductOptions,
     parallel: Parallel,
 ) -> tuple[LinearOperands, tuple[Tensor | None, Tensor | None, Tensor | None], DistillationRows]:
     """Return the student's operands, the teacher's hidden states, weight and bias, and all other arguments,
@@ -421,7 +421,7 @@ def _normalize_hidden(
     name, invariant = "fused_linear_distillation_loss", products.batch_invariant
     sides: dict[str, Any] = dict(zip(("hidden", "weight", "bias"), student, strict=True))
     sides |= dict(zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teacher, strict=True))
-    with comparing(name, **sides, **passed._asdict(), product_arguments=products, parallel=parallel) as ranks:
+    with comparing(name, **sides, **passed._asdict(), products=products, parallel=parallel) as ranks:
         Parallel.check(parallel, name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
         local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
         hidden, weight, bias, their_hidden, their_weight, their_bias = local

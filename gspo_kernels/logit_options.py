@@ -17,7 +17,7 @@ from gspo_kernels.parallel.groups import Parallel, group_name
 from gspo_kernels.types import LogitTransform, RowOptions, Shard, stats_dtype
 
 
-class LogitArguments(NamedTuple):
+class LogitOptions(NamedTuple):
     """How logits become log-probs and which backend computes them, as the caller passed it."""
 
     temperature: float | Tensor = 1.0

@@ -7,10 +7,10 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.lengths import take_prefetched
-from gspo_kernels.linear.arguments import ProductArguments, check_inputs
+from gspo_kernels.linear.arguments import ProductOptions, check_inputs
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores
+from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
 from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
@@ -66,9 +66,9 @@ def token_logprobs(
             GSPO_KERNELS_VALIDATE=1; without it the log-prob of such a label is NaN.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
+    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     with NOT_COMPARED if not validates() else comparing(
-        "token_logprobs", logits=logits, labels=labels, logit_arguments=how, return_entropy=return_entropy,
+        "token_logprobs", logits=logits, labels=labels, options=options, return_entropy=return_entropy,
         inplace_backward=inplace_backward, parallel=parallel,
     ) as ranks:  # fmt: skip
         Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
@@ -77,12 +77,12 @@ def token_logprobs(
         packed, vocabulary = labels.ndim == 1, logits.shape[-1]
         checks.flag("return_entropy", return_entropy)
         check_inplace(logits, inplace_backward)
-        options = how.normalize(labels, None, logits.dtype, vocabulary, parallel)
+        row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
         rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
         if ranks is not None:
-            ranks.compare(row_labels, None, options, vocabulary)
+            ranks.compare(row_labels, None, row_options, vocabulary)
     logprobs, entropy = applied(TokenLogprobsFunction)(
-        rows, row_labels, return_entropy, inplace_backward, options
+        rows, row_labels, return_entropy, inplace_backward, row_options
     )
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
@@ -141,11 +141,11 @@ def linear_token_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
     with NOT_COMPARED if not validates() else comparing(
-        "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, logit_arguments=how,
-        product_arguments=products, return_entropy=return_entropy, parallel=parallel,
+        "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, options=options,
+        products=products, return_entropy=return_entropy, parallel=parallel,
     ) as ranks:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
         Parallel.check(parallel, "linear_token_logprobs", usable, batch_invariant)
@@ -156,13 +156,13 @@ def linear_token_logprobs(
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
         packed, vocabulary = labels.ndim == 1, weight.shape[0]
         checks.flag("return_entropy", return_entropy)
-        options = how.normalize(labels, None, hidden.dtype, vocabulary, parallel)
+        row_options = options.normalize(labels, None, hidden.dtype, vocabulary, parallel)
         rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
         lengths = take_prefetched(labels, None, None, None, ignore_index) if labels.is_cuda else None
         operands = LinearOperands(
-            rows, weight, bias, row_labels, options, chunking._replace(lengths=lengths), base
+            rows, weight, bias, row_labels, row_options, chunking._replace(lengths=lengths), base
         )
         if ranks is not None:
-            ranks.compare(row_labels, None, options, vocabulary, operands.scattered)
+            ranks.compare(row_labels, None, row_options, vocabulary, operands.scattered)
     logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)

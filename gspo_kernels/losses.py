@@ -8,7 +8,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import from_rows
 from gspo_kernels.lengths import take_prefetched
-from gspo_kernels.linear.arguments import ProductArguments, check_inputs
+from gspo_kernels.linear.arguments import ProductOptions, check_inputs
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
@@ -16,7 +16,7 @@ from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.loss import LinearPolicyFunction
 from gspo_kernels.linear.schedule import choose, unsupported
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
-from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores, wants_entropy
+from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -262,10 +262,10 @@ def fused_policy_loss(
         turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
         kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
+    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     with NOT_COMPARED if not validates() else comparing(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
-        logit_arguments=how, return_entropy=return_entropy, objective=objective, parallel=parallel,
+        options=options, return_entropy=return_entropy, objective=objective, parallel=parallel,
     ) as ranks:  # fmt: skip
         Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
         (logits,), parallel = local_tensors(parallel, passed, logits=logits)
@@ -280,28 +280,28 @@ def fused_policy_loss(
             row_labels, terms, checks.integer("ignore_index", ignore_index, labels.dtype)
         )
         merged = row_labels[0] if packed else row_labels
-        options = how.normalize(merged, cu_seqlens, logits.dtype, vocabulary, parallel)
+        row_options = options.normalize(merged, cu_seqlens, logits.dtype, vocabulary, parallel)
         if ranks is not None:
-            ranks.compare(row_labels, terms, options, vocabulary)
-    ratio_clip = ratio_clip_of(terms, options.backend)
+            ranks.compare(row_labels, terms, row_options, vocabulary)
+    ratio_clip = ratio_clip_of(terms, row_options.backend)
     given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
     late = with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
     learns = torch.is_grad_enabled() and rows.requires_grad
     if learns and not late and coefficients_depend_on(objective, terms) == "nothing":
-        return _with_known_coefficients(rows, row_labels, terms, options, ratio_clip)
-    if ratio_clip.level == "sequence" and given_logprobs and not with_entropy and not options.shard.group:
+        return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
+    if ratio_clip.level == "sequence" and given_logprobs and not with_entropy and not row_options.shard.group:
         loss, logprobs, metrics = applied(SequenceRatioFunction)(
             rows,
             row_labels,
             inplace_backward,
-            options,
+            row_options,
             ratio_operands(row_labels, terms),
             ratio_clip,
         )
         return output_of(loss, metrics, logprobs, None, terms)
-    scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, options)
-    return _of_scored_rows(scored, with_entropy, terms, options.backend, ratio_clip)
+    scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, row_options)
+    return _of_scored_rows(scored, with_entropy, terms, row_options.backend, ratio_clip)
 
 
 def _of_scored_rows(
@@ -392,18 +392,18 @@ def fused_linear_policy_loss(
         turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
         kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
     with NOT_COMPARED if not validates() else comparing(
         "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,
-        logit_arguments=how, product_arguments=products, return_entropy=return_entropy, schedule=schedule,
+        options=options, products=products, return_entropy=return_entropy, schedule=schedule,
         skip_inactive=skip_inactive, objective=objective, parallel=parallel,
     ) as ranks:  # fmt: skip
         Parallel.check(parallel, "fused_linear_policy_loss", _ALL, batch_invariant)
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         operands, terms, plan, _ = _normalize_linear(
-            hidden, weight, bias, labels, passed, how, products, objective, parallel, with_entropy, schedule,
-            skip_inactive,
+            hidden, weight, bias, labels, passed, options, products, objective, parallel, with_entropy,
+            schedule, skip_inactive,
         )  # fmt: skip
         if ranks is not None:
             ranks.compare(operands.labels, terms, operands.options, len(operands.weight), operands.scattered)
@@ -481,11 +481,11 @@ def explain_schedule(
         rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
         turn_ids=turn_ids, kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
-    how = LogitArguments(ignore_index=ignore_index)
-    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    options = LogitOptions(ignore_index=ignore_index)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
     Parallel.check(parallel, "explain_schedule", _ALL, batch_invariant)
     operands, terms, plan, reason = _normalize_linear(
-        hidden, weight, bias, labels, passed, how, products, objective, parallel, True, schedule,
+        hidden, weight, bias, labels, passed, options, products, objective, parallel, True, schedule,
         skip_inactive,
     )  # fmt: skip
     return explain(reason, operands, terms, plan)
@@ -497,8 +497,8 @@ def _normalize_linear(
     bias: Tensor | None,
     labels: Tensor,
     passed: Terms,
-    how: LogitArguments,
-    products: ProductArguments,
+    options: LogitOptions,
+    products: ProductOptions,
     objective: Objective,
     parallel: Parallel,
     has_entropy: bool,
@@ -517,17 +517,17 @@ def _normalize_linear(
     packed = checks.layout("labels", labels, passed.cu_seqlens) is not None
     terms = validate_terms(passed, labels, objective, has_entropy, parallel)
     row_hidden, rows = (x.unsqueeze(0) if packed else x for x in (hidden, labels))
-    rows, terms = merge_mask(rows, terms, checks.integer("ignore_index", how.ignore_index, labels.dtype))
+    rows, terms = merge_mask(rows, terms, checks.integer("ignore_index", options.ignore_index, labels.dtype))
     merged = rows[0] if packed else rows
-    options = how.normalize(merged, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
+    row_options = options.normalize(merged, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     if skip_inactive == "all":
-        rows, terms = leave_out_inactive(rows, terms, options.ignore_index)
+        rows, terms = leave_out_inactive(rows, terms, row_options.ignore_index)
     learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
     needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
     plan = Plan(
-        options.backend,
+        row_options.backend,
         coefficients_depend_on(objective, terms),
-        ratio_clip_of(terms, options.backend),
+        ratio_clip_of(terms, row_options.backend),
         needs,
         skip_inactive != "none",
         has_entropy,
@@ -536,5 +536,5 @@ def _normalize_linear(
     lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
     name, reason = choose(schedule, reasons, any(needs), lengths_known)
     plan = plan._replace(schedule=name, defers="deferred" not in reasons)
-    operands = LinearOperands(row_hidden, weight, bias, rows, options, chunking, base)
+    operands = LinearOperands(row_hidden, weight, bias, rows, row_options, chunking, base)
     return operands, terms, plan, reason

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.arguments import ProductArguments, check_inputs
+from gspo_kernels.linear.arguments import ProductOptions, check_inputs
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
-from gspo_kernels.logit_options import LogitArguments, check_inplace, check_scores
+from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
 from gspo_kernels.ops.selected import SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
@@ -67,9 +67,9 @@ def selected_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, backend=backend)
+    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
     with comparing(
-        "selected_logprobs", logits=logits, ids=ids, logit_arguments=how, normalize_within=normalize_within,
+        "selected_logprobs", logits=logits, ids=ids, options=options, normalize_within=normalize_within,
         inplace_backward=inplace_backward, parallel=parallel,
     ) as ranks:  # fmt: skip
         Parallel.check(parallel, "selected_logprobs", ("tp_group", "vocab_range"))
@@ -79,13 +79,13 @@ def selected_logprobs(
         packed, vocabulary = tokens.ndim == 1, logits.shape[-1]
         checks.flag("normalize_within", normalize_within)
         check_inplace(logits, inplace_backward)
-        options = how.normalize(tokens, None, logits.dtype, vocabulary, parallel)
-        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, options, packed)
+        row_options = options.normalize(tokens, None, logits.dtype, vocabulary, parallel)
+        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, row_options, packed)
         if ranks is not None:
-            ranks.compare(row_ids.amax(-1), None, options, vocabulary)
+            ranks.compare(row_ids.amax(-1), None, row_options, vocabulary)
     rows = as_rows(logits, packed)
     logprobs, tail = SelectedLogprobsFunction.apply(
-        rows, row_ids, inplace_backward, options, normalize_within
+        rows, row_ids, inplace_backward, row_options, normalize_within
     )
     return _output(logprobs, tail, packed, normalize_within)
 
@@ -127,11 +127,11 @@ def linear_selected_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    how = LogitArguments(temperature, logit_scale, softcap, kept_mask, backend=backend)
-    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
     with comparing(
-        "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, logit_arguments=how,
-        product_arguments=products, normalize_within=normalize_within, parallel=parallel,
+        "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, options=options,
+        products=products, normalize_within=normalize_within, parallel=parallel,
     ) as ranks:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
         Parallel.check(parallel, "linear_selected_logprobs", usable, batch_invariant)
@@ -143,12 +143,12 @@ def linear_selected_logprobs(
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
         packed, vocabulary = tokens.ndim == 1, weight.shape[0]
         checks.flag("normalize_within", normalize_within)
-        options = how.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
-        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, options, packed)
+        row_options = options.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
+        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, row_options, packed)
         # a token's largest id serves as its label; it is -100 if the token has no id
         labels = row_ids.amax(-1)
-        operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking, base)
+        operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, row_options, chunking, base)
         if ranks is not None:
-            ranks.compare(labels, None, options, vocabulary, operands.scattered)
+            ranks.compare(labels, None, row_options, vocabulary, operands.scattered)
     logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
     return _output(logprobs, tail, packed, normalize_within)

@@ -20,7 +20,7 @@ from gspo_kernels.types import LoRAHead, stats_dtype
 LOGITS_DTYPES = ("float32", "input")
 
 
-class ProductArguments(NamedTuple):
+class ProductOptions(NamedTuple):
     """How hidden states become logits, as the caller passed it."""
 
     logits_dtype: str = "float32"
