@@ -147,7 +147,9 @@ def normalizer(
         advantages=advantages,
         group_ids=group_ids,
     )
-    with comparing("normalizer", objective=objective, terms=passed, group=group, parallel=parallel) as ranks:
+    with comparing(
+        "normalizer", objective=objective, terms=passed, group=group, parallel=parallel
+    ) as comparison:
         Parallel.check(parallel, "normalizer", ("cp_group",), batch_invariant=False)
         name = "" if group is None else group_name("group", group)
         checks.objective(objective, Objective)
@@ -161,8 +163,8 @@ def normalizer(
                 raise ValueError(f"{label}: {kind} counts no pairs, expected None")
         rows = as_rows(mask, cu_seqlens is not None)
         terms = normalize_terms(passed, mask, objective, parallel)
-        if ranks is not None:
-            ranks.compare(rows, terms)
+        if comparison is not None:
+            comparison.compare(rows, terms)
     count = Aggregation(rows, check_values(rows, terms)).counted
     if group is not None:
         _, size = rank_and_size(name)

@@ -159,7 +159,12 @@ class DistillationArguments(NamedTuple):
     aggregation_constant: float | None
 
     def normalize(
-        self, tokens: Tensor, dtype: torch.dtype, width: int, parallel: Parallel, ranks: RankComparison | None
+        self,
+        tokens: Tensor,
+        dtype: torch.dtype,
+        width: int,
+        parallel: Parallel,
+        comparison: RankComparison | None,
     ) -> DistillationRows:
         """Check the arguments, compare them with other ranks', and bring them into rows.
 
@@ -168,7 +173,7 @@ class DistillationArguments(NamedTuple):
             dtype: of the student's logits.
             width: how many columns of logits this process has.
             parallel: which ranks have the other columns.
-            ranks: the comparison with other ranks, or None.
+            comparison: with other ranks, or None.
         """
         objective = Linear(aggregation=self.aggregation, aggregation_constant=self.aggregation_constant)
         if parallel.cp_group is not None:
@@ -182,9 +187,9 @@ class DistillationArguments(NamedTuple):
         options = self.student.normalize(tokens, cu_seqlens, dtype, width, parallel)
         spec = self.divergence.normalize(columns_of(options.shard, width)[1], self.teacher.ids)
         teacher = self.teacher.normalize(tokens, labels, self.student, options, cu_seqlens, dtype, width)
-        if ranks is not None:
+        if comparison is not None:
             row_temperature = teacher.transform.row_temperature
-            ranks.compare(labels, terms, options, width, teacher_temperature=row_temperature)
+            comparison.compare(labels, terms, options, width, teacher_temperature=row_temperature)
         return DistillationRows(labels, options, teacher, spec, token_shares(labels, terms))
 
 
@@ -304,7 +309,7 @@ def _normalize_logits(
     with comparing(
         "distillation_loss", logits=logits, teacher_logits=teacher_logits, **passed._asdict(),
         inplace_backward=inplace_backward, parallel=parallel,
-    ) as ranks:  # fmt: skip
+    ) as comparison:  # fmt: skip
         Parallel.check(parallel, "distillation_loss", ("tp_group", "vocab_range"))
         (logits, teacher_logits), parallel = local_tensors(
             parallel, passed.terms, logits=logits, teacher_logits=teacher_logits
@@ -316,7 +321,7 @@ def _normalize_logits(
         if teacher_logits is not None:
             shape = tuple(logits.shape)
             checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
-        call = passed.normalize(tokens, logits.dtype, logits.shape[-1], parallel, ranks)
+        call = passed.normalize(tokens, logits.dtype, logits.shape[-1], parallel, comparison)
     packed = passed.terms.cu_seqlens is not None
     if teacher_logits is not None:
         teacher = call.teacher._replace(logits=as_rows(teacher_logits.detach(), packed))
@@ -421,7 +426,7 @@ def _normalize_hidden(
     name, invariant = "fused_linear_distillation_loss", products.batch_invariant
     sides: dict[str, Any] = dict(zip(("hidden", "weight", "bias"), student, strict=True))
     sides |= dict(zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teacher, strict=True))
-    with comparing(name, **sides, **passed._asdict(), products=products, parallel=parallel) as ranks:
+    with comparing(name, **sides, **passed._asdict(), products=products, parallel=parallel) as comparison:
         Parallel.check(parallel, name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
         local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
         hidden, weight, bias, their_hidden, their_weight, their_bias = local
@@ -434,7 +439,7 @@ def _normalize_hidden(
         their_rows, their_weight, their_bias = check_teachers_head(
             their_hidden, their_weight, their_bias, tokens, weight.shape[0], chunking
         )
-        call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel, ranks)
+        call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel, comparison)
     packed = passed.terms.cu_seqlens is not None
     their_rows = None if their_rows is None else as_rows(their_rows, packed)
     hidden = as_rows(hidden, packed)

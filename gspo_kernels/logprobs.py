@@ -70,7 +70,7 @@ def token_logprobs(
     with NOT_COMPARED if not validates() else comparing(
         "token_logprobs", logits=logits, labels=labels, options=options, return_entropy=return_entropy,
         inplace_backward=inplace_backward, parallel=parallel,
-    ) as ranks:  # fmt: skip
+    ) as comparison:  # fmt: skip
         Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
         check_scores("logits", logits, labels, "V")
@@ -79,8 +79,8 @@ def token_logprobs(
         check_inplace(logits, inplace_backward)
         row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
         rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
-        if ranks is not None:
-            ranks.compare(row_labels, None, row_options, vocabulary)
+        if comparison is not None:
+            comparison.compare(row_labels, None, row_options, vocabulary)
     logprobs, entropy = applied(TokenLogprobsFunction)(
         rows, row_labels, return_entropy, inplace_backward, row_options
     )
@@ -146,7 +146,7 @@ def linear_token_logprobs(
     with NOT_COMPARED if not validates() else comparing(
         "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, options=options,
         products=products, return_entropy=return_entropy, parallel=parallel,
-    ) as ranks:  # fmt: skip
+    ) as comparison:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
         Parallel.check(parallel, "linear_token_logprobs", usable, batch_invariant)
         (hidden, weight, bias), parallel = local_tensors(
@@ -162,7 +162,7 @@ def linear_token_logprobs(
         operands = LinearOperands(
             rows, weight, bias, row_labels, row_options, chunking._replace(lengths=lengths), base
         )
-        if ranks is not None:
-            ranks.compare(row_labels, None, row_options, vocabulary, operands.scattered)
+        if comparison is not None:
+            comparison.compare(row_labels, None, row_options, vocabulary, operands.scattered)
     logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)

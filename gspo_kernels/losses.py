@@ -186,7 +186,7 @@ def _normalize_logprobs(
         if not validates()
         else comparing(
             function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
-        ) as ranks
+        ) as comparison
     ):
         Parallel.check(parallel, function, ("cp_group",))
         checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
@@ -197,8 +197,8 @@ def _normalize_logprobs(
             checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
             entropy = entropy.unsqueeze(0) if packed else entropy
         rows = logprobs.unsqueeze(0) if packed else logprobs
-        if ranks is not None:
-            ranks.compare(rows.detach(), terms)
+        if comparison is not None:
+            comparison.compare(rows.detach(), terms)
     return rows, entropy, terms
 
 
@@ -266,7 +266,7 @@ def fused_policy_loss(
     with NOT_COMPARED if not validates() else comparing(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
         options=options, return_entropy=return_entropy, objective=objective, parallel=parallel,
-    ) as ranks:  # fmt: skip
+    ) as comparison:  # fmt: skip
         Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
         (logits,), parallel = local_tensors(parallel, passed, logits=logits)
         check_scores("logits", logits, labels, "V")
@@ -281,8 +281,8 @@ def fused_policy_loss(
         )
         merged = row_labels[0] if packed else row_labels
         row_options = options.normalize(merged, cu_seqlens, logits.dtype, vocabulary, parallel)
-        if ranks is not None:
-            ranks.compare(row_labels, terms, row_options, vocabulary)
+        if comparison is not None:
+            comparison.compare(row_labels, terms, row_options, vocabulary)
     ratio_clip = ratio_clip_of(terms, row_options.backend)
     given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
@@ -398,15 +398,16 @@ def fused_linear_policy_loss(
         "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,
         options=options, products=products, return_entropy=return_entropy, schedule=schedule,
         skip_inactive=skip_inactive, objective=objective, parallel=parallel,
-    ) as ranks:  # fmt: skip
+    ) as comparison:  # fmt: skip
         Parallel.check(parallel, "fused_linear_policy_loss", _ALL, batch_invariant)
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         operands, terms, plan, _ = _normalize_linear(
             hidden, weight, bias, labels, passed, options, products, objective, parallel, with_entropy,
             schedule, skip_inactive,
         )  # fmt: skip
-        if ranks is not None:
-            ranks.compare(operands.labels, terms, operands.options, len(operands.weight), operands.scattered)
+        if comparison is not None:
+            weight, scattered = operands.weight, operands.scattered
+            comparison.compare(operands.labels, terms, operands.options, len(weight), scattered)
     # "all" leaves out tokens that these lengths count
     if labels.is_cuda and skip_inactive == "backward":
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)

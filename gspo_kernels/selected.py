@@ -71,7 +71,7 @@ def selected_logprobs(
     with comparing(
         "selected_logprobs", logits=logits, ids=ids, options=options, normalize_within=normalize_within,
         inplace_backward=inplace_backward, parallel=parallel,
-    ) as ranks:  # fmt: skip
+    ) as comparison:  # fmt: skip
         Parallel.check(parallel, "selected_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
         tokens = _tokens_of(ids, "logits", logits)
@@ -81,8 +81,8 @@ def selected_logprobs(
         check_inplace(logits, inplace_backward)
         row_options = options.normalize(tokens, None, logits.dtype, vocabulary, parallel)
         row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, row_options, packed)
-        if ranks is not None:
-            ranks.compare(row_ids.amax(-1), None, row_options, vocabulary)
+        if comparison is not None:
+            comparison.compare(row_ids.amax(-1), None, row_options, vocabulary)
     rows = as_rows(logits, packed)
     logprobs, tail = SelectedLogprobsFunction.apply(
         rows, row_ids, inplace_backward, row_options, normalize_within
@@ -132,7 +132,7 @@ def linear_selected_logprobs(
     with comparing(
         "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, options=options,
         products=products, normalize_within=normalize_within, parallel=parallel,
-    ) as ranks:  # fmt: skip
+    ) as comparison:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
         Parallel.check(parallel, "linear_selected_logprobs", usable, batch_invariant)
         (hidden, weight, bias), parallel = local_tensors(
@@ -148,7 +148,7 @@ def linear_selected_logprobs(
         # a token's largest id serves as its label; it is -100 if the token has no id
         labels = row_ids.amax(-1)
         operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, row_options, chunking, base)
-        if ranks is not None:
-            ranks.compare(labels, None, row_options, vocabulary, operands.scattered)
+        if comparison is not None:
+            comparison.compare(labels, None, row_options, vocabulary, operands.scattered)
     logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
     return _output(logprobs, tail, packed, normalize_within)
