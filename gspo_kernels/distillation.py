@@ -45,8 +45,8 @@ class DivergenceArguments(NamedTuple):
         tail = checks.flag("add_tail", self.add_tail)
         top_k = checks.integer("top_k", self.top_k)
         if top_k < 0 or (vocabulary and top_k > vocabulary):
-            most = vocabulary or "what there are, at most"
-            raise ValueError(f"top_k: got {top_k}, expected 0 to {most}, the size of the vocabulary")
+            maximum = vocabulary or "what there are, at most"
+            raise ValueError(f"top_k: got {top_k}, expected 0 to {maximum}, the size of the vocabulary")
         if not top_k:
             if self.top_k_of != "teacher":
                 raise ValueError(f"top_k_of: got {self.top_k_of!r} without a top_k to take")
@@ -69,16 +69,16 @@ class TeacherArguments(NamedTuple):
     ids: Tensor | None = None
     teacher_logprobs: Tensor | None = None
 
-    def check_source(self, name: str, given: Tensor | None) -> None:
-        """Require a tensor ``given``, called ``name``, or ids with their log-probs, but not both."""
+    def check_source(self, name: str, source: Tensor | None) -> None:
+        """Require a tensor ``source``, called ``name``, or ids with their log-probs, but not both."""
         of_ids = {"ids": self.ids, "teacher_logprobs": self.teacher_logprobs}
         for label, value in of_ids.items():
-            if given is not None and value is not None:
+            if source is not None and value is not None:
                 raise ValueError(f"{label}: got a tensor, expected None along with {name}")
-            if given is None and value is None:
+            if source is None and value is None:
                 raise ValueError(f"{name}: got None, expected a tensor, or ids along with teacher_logprobs")
-        own = self._replace(ids=None, teacher_logprobs=None)
-        if given is None and own != TeacherArguments():
+        options = self._replace(ids=None, teacher_logprobs=None)
+        if source is None and options != TeacherArguments():
             raise ValueError(
                 "teacher_temperature, teacher_logit_scale or teacher_softcap: got one, but teacher_logprobs "
                 "are normalised already, expected none"
@@ -123,8 +123,8 @@ class TeacherArguments(NamedTuple):
             raise ValueError(
                 f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
             )
-        shape, given = tuple(ids.shape), self.teacher_logprobs
-        logprobs = checks.floats("teacher_logprobs", given, shape, "the shape of ids", device).detach()
+        shape, scores = tuple(ids.shape), self.teacher_logprobs
+        logprobs = checks.floats("teacher_logprobs", scores, shape, "the shape of ids", device).detach()
         logprobs = as_rows(logprobs, packed)
         ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed)
         return TeacherRows(None, ids, logprobs, theirs.transform)

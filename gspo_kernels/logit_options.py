@@ -50,10 +50,10 @@ class LogitOptions(NamedTuple):
         """
         scalar, row_temperature = 1.0, None
         if isinstance(self.temperature, Tensor):
-            given, device = self.temperature, labels.device
+            passed, device = self.temperature, labels.device
             sequences = labels.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            checks.tensor("temperature", given, (sequences,), "one per sequence", device, checks.FLOATS)
-            each = given.detach().to(stats_dtype(dtype))
+            checks.tensor("temperature", passed, (sequences,), "one per sequence", device, checks.FLOATS)
+            each = passed.detach().to(stats_dtype(dtype))
             if cu_seqlens is not None:
                 each = each[segment_ids(cu_seqlens, labels.numel())]
             row_temperature = (

@@ -317,9 +317,9 @@ def _with_known_coefficients(
     rows: Tensor, labels: Tensor, terms: Terms, options: RowOptions, ratio_clip: RatioClip
 ) -> LossOutput:
     """Return a loss whose coefficients are known: one pass takes log-probs and writes the gradient."""
-    zeros, alone = without_logprobs(labels, terms)
-    known_clip = ratio_clip_of(alone, options.backend)
-    coefficients = policy_step(zeros, None, alone, options.backend, known_clip, False).grad_logprobs
+    zeros, known = without_logprobs(labels, terms)
+    known_clip = ratio_clip_of(known, options.backend)
+    coefficients = policy_step(zeros, None, known, options.backend, known_clip, False).grad_logprobs
     carrier, logprobs = KnownCoefficientsFunction.apply(rows, labels, coefficients, options)
     step = policy_step(logprobs, None, terms, options.backend, ratio_clip, True)
     return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)

@@ -75,9 +75,9 @@ def ratio_clip_of(terms: Terms, backend: str) -> RatioClip:
     A call decides this once for its terms. A schedule that evaluates other terms (for known coefficients, or
     of a chunk) calls this again for them.
     """
-    beyond = (terms.token_weights, terms.entropy_coef, terms.token_shares)
+    other_terms = (terms.token_weights, terms.entropy_coef, terms.token_shares)
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
-    if weighted_kl or terms.cp_group or any(term is not None for term in beyond):
+    if weighted_kl or terms.cp_group or any(term is not None for term in other_terms):
         return NO_RATIO
     # the compiler would ignore the cache, and warn
     declared = _declared_ratio if torch.compiler.is_compiling() else _cached_ratio

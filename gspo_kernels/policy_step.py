@@ -82,8 +82,8 @@ def policy_step(
     """Check values, which only the device knows, and then run ``evaluate_objective``."""
     launch, mask, recheck = ratio_clip != NO_RATIO, terms.loss_mask, None
     # where only the launch reads the mask, it takes the mask in the dtype that the caller passed
-    alone = launch and entropy is None and terms.lengths is None and terms.skipped is None
-    reads_mask = alone and mask is not None and mask.dtype in MASK_DTYPES
+    mask_only = launch and entropy is None and terms.lengths is None and terms.skipped is None
+    reads_mask = mask_only and mask is not None and mask.dtype in MASK_DTYPES
     # a launch looks at values as it reads them, and calls ``recheck`` if some look wrong
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
     if launch and checked_values(logprobs.device):

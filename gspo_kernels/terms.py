@@ -366,11 +366,11 @@ def may_have_gradient(tokens: Tensor, terms: Terms) -> Tensor:
 def _check_groups(group_ids: Tensor) -> None:
     """Refuse a group of one sequence, as cutting groups into micro-batches leaves them."""
     ids, counts = torch.unique(group_ids, return_counts=True)
-    alone = ids[counts == 1]
-    if alone.numel():
+    single = ids[counts == 1]
+    if single.numel():
         raise ValueError(
-            f"group_ids: group {int(alone[0])} has a single sequence, expected whole groups of at least two; "
-            "for parts of groups take policy_coefficients of the whole batch and give each part's to "
+            f"group_ids: group {int(single[0])} has a single sequence, expected whole groups of at least "
+            "two; for parts of groups take policy_coefficients of the whole batch and give each part's to "
             "objective=Linear() as token_weights"
         )
 

@@ -57,9 +57,9 @@ def kl_penalty(d, ESTIMATOR: tl.constexpr):
     else:
         # expm1(-d), by Kahan's correction where exp(-d) - 1 would cancel
         power = tl.exp(-d)
-        whole = power - 1.0
-        corrected = tl.where(whole == 0.0, -d, whole * -d / tl.log(power))
-        grown = tl.where(tl.abs(d) < 0.5, corrected, whole)
+        exact = power - 1.0
+        corrected = tl.where(exact == 0.0, -d, exact * -d / tl.log(power))
+        grown = tl.where(tl.abs(d) < 0.5, corrected, exact)
         # exp(-d) outgrows d, also where both are infinite: the sum is then +inf, not NaN
         value = grown + tl.where(d < -1.7976931348623157e308, -1.7976931348623157e308, d)
         slope = -grown

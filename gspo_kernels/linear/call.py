@@ -128,7 +128,7 @@ class Call:
             return slice(0, count)
         return keep.flatten().nonzero_static(size=count).squeeze(1)
 
-    def chunks(self, where: slice | Tensor, most: int | None = None) -> Iterator[Chunk]:
+    def chunks(self, where: slice | Tensor, max_rows: int | None = None) -> Iterator[Chunk]:
         """Yield the rows at some positions in chunks of about the same size, ``chunk_rows`` unless passed.
 
         Scattered hidden states are gathered one chunk ahead, while the chunk before is multiplied.
@@ -137,7 +137,7 @@ class Call:
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
         )
         labels = rows_at(self.labels, where)
-        ends = self.products.cut(count, most or self.chunk_rows)
+        ends = self.products.cut(count, max_rows or self.chunk_rows)
         begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
             span = slice(first + start, first + end)

@@ -25,15 +25,15 @@ def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
     """Return log-probs (zeros) and terms that give dLoss/dlogprobs of the objective alone, without KL and
     entropy bonus, where log-probs don't matter. ``tokens`` gives the shape.
     """
-    alone = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
-    return torch.zeros_like(tokens, dtype=exact_dtype(tokens.device)), alone
+    known = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
+    return torch.zeros_like(tokens, dtype=exact_dtype(tokens.device)), known
 
 
 def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
     """Return dLoss/dlogprobs of the objective alone, where log-probs don't matter. For use in operators."""
-    logprobs, alone = without_logprobs(tokens, terms)
-    ratio_clip = ratio_clip_of(alone, backend)
-    return evaluate_objective(logprobs, None, alone, backend, ratio_clip, want_metrics=False).grad_logprobs
+    logprobs, known = without_logprobs(tokens, terms)
+    ratio_clip = ratio_clip_of(known, backend)
+    return evaluate_objective(logprobs, None, known, backend, ratio_clip, want_metrics=False).grad_logprobs
 
 
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
@@ -53,12 +53,12 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     rest = terms._replace(
         cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None, cp_group=""
     )
-    alone = rest.each(expanded)._replace(loss_mask=terms.counted(tokens), token_shares=shares)
+    per_token = rest.each(expanded)._replace(loss_mask=terms.counted(tokens), token_shares=shares)
     if from_spec(terms.objective).coefficient_scope in ("nothing", "token"):
-        return alone
+        return per_token
     coefficients = known_coefficients(tokens, terms, backend)
     weights = torch.where(shares != 0, coefficients / shares, 0.0)
-    return alone._replace(
+    return per_token._replace(
         advantages=None, rollout_weights=None, token_weights=weights, objective=Linear().spec
     )
 
@@ -146,9 +146,9 @@ class CoefficientGroups:
             terms = terms._replace(normalizer=Aggregation(self._call.labels, terms).total)
         # [B] if there is one per sequence, otherwise one per token
         given: dict[str, Tensor] = {}
-        whole = terms._replace(skipped=None, cu_seqlens=None)
+        call_terms = terms._replace(skipped=None, cu_seqlens=None)
         for name, spec in SPECS.items():
-            value = getattr(whole, name)
+            value = getattr(call_terms, name)
             if value is not None and value.ndim:
                 spread = spec.shape == "broadcast"
                 given[name] = value.to(labels.device).expand(self._call.labels.shape) if spread else value
@@ -158,7 +158,7 @@ class CoefficientGroups:
                 first, last = self._sequence_ends[part.start], self._sequence_ends[part.stop]
                 rows = slice(first * length, last * length)
                 sliced: dict[str, Any] = {name: value[first:last] for name, value in given.items()}
-                yield part, rows, labels[rows], whole._replace(**sliced)
+                yield part, rows, labels[rows], call_terms._replace(**sliced)
             return
         if not parts:
             return
@@ -179,11 +179,11 @@ class CoefficientGroups:
         }
         for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
             rows = slice(ends[first], ends[last])
-            here: dict[str, Any] = {
+            part_terms: dict[str, Any] = {
                 name: value[first:last] if value.ndim == 1 else value[:, rows]
                 for name, value in ordered.items()
             }
-            terms = whole._replace(**here, cu_seqlens=cu_seqlens)
+            terms = call_terms._replace(**part_terms, cu_seqlens=cu_seqlens)
             yield part, rows if isinstance(where, slice) else where[rows], labels[rows], terms
 
 

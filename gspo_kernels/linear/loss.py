@@ -225,9 +225,9 @@ class Run:
             del projected
         grad, _ = self.coefficients(where, terms)
         # the sequence's one coefficient, from the token of the largest weight, where rounding matters least
-        most = torch.where(counted, weights.abs(), -1.0).argmax()
-        weight, whole = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
-        coefficient = torch.where(weight == 0, 0.0, whole / weight)
+        at = torch.where(counted, weights.abs(), -1.0).argmax()
+        weight, total = weights.take(at), grad.take(at)  # an index in brackets would be read by the host
+        coefficient = torch.where(weight == 0, 0.0, total / weight)
         gradients.scale(where, coefficient.expand(counted.shape))
         gradients.sums.add_sums(sums, coefficient)
 

@@ -152,12 +152,12 @@ def plan_parts(
     for name, run in itertools.groupby(range(len(working)), schedules.__getitem__):
         members = list(run)
         # neighbouring groups share a part: aligned parts have about the same size, a deferred group is alone
-        most = {"aligned": chunk_rows, "deferred": 0}.get(name, math.inf)
+        max_rows = {"aligned": chunk_rows, "deferred": 0}.get(name, math.inf)
         total = sum(working[i] for i in members)
-        target = total / max(1, -(-total // chunk_rows)) if name == "aligned" else most
+        target = total / max(1, -(-total // chunk_rows)) if name == "aligned" else max_rows
         first, count = members[0], 0
         for i in members:
-            if i > first and (count >= target or count + working[i] > most):
+            if i > first and (count >= target or count + working[i] > max_rows):
                 parts.append(Part(name, first, i, count))
                 first, count = i, 0
             count += working[i]

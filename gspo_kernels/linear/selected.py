@@ -55,10 +55,10 @@ def linear_selected_backward(
     gradients = Gradients(call, needs, normalised=False)
     for chunk in call.chunks(call.projected):
 
-        def here(values: Tensor) -> Tensor:
+        def select(values: Tensor) -> Tensor:
             return values.flatten(0, 1)[chunk.where].unsqueeze(0)  # noqa: B023
 
-        of_ids, of_tail = here(grads.logprobs), None if grads.tail is None else here(grads.tail)
+        of_ids, of_tail = select(grads.logprobs), None if grads.tail is None else select(grads.tail)
         largest = of_ids.abs().amax(-1)
         if of_tail is not None:
             largest = torch.maximum(largest, of_tail.abs())
@@ -70,8 +70,8 @@ def linear_selected_backward(
         write_gradient(
             out.unsqueeze(0),
             logits.unsqueeze(0),
-            here(ids),
-            SelectedRows(*(here(values) for values in rows)),
+            select(ids),
+            SelectedRows(*(select(values) for values in rows)),
             SelectedGradients(of_ids / scale.unsqueeze(-1), of_tail),
             chunk.options,
             within,

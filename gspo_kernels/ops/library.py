@@ -266,9 +266,9 @@ class _ExactMatmul:
 
 def _reduction(name: str) -> bool | tuple[bool, bool]:
     """Return a setting of 16-bit sums, along with that of split sums if this PyTorch has one."""
-    alone: bool = getattr(_MATMUL, name)
+    setting: bool = getattr(_MATMUL, name)
     split = getattr(_MATMUL, f"{name}_split_k", None)
-    return alone if split is None else (alone, split)
+    return setting if split is None else (setting, split)
 
 
 def checked_values(device: torch.device) -> bool:

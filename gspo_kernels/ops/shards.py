@@ -110,12 +110,12 @@ class ShardedRows:
             teacher = student._replace(logits=rows.teacher_logits, transform=theirs)
             known = Normalizers(*(self.logprobs_forward(side, False).lse for side in (student, teacher)))
         if not isinstance(known, PairStats):
-            here = self._inner.divergence(of_shard, known, None, None)
+            local = self._inner.divergence(of_shard, known, None, None)
             sums = gathered(
-                self._shard.group, torch.stack([here.divergences, here.centres]).to(torch.float64)
+                self._shard.group, torch.stack([local.divergences, local.centres]).to(torch.float64)
             ).sum(0)
             # an operator's outputs may not share memory
-            known = PairStats(*known, *(each.to(here.centres.dtype, copy=True) for each in sums))
+            known = PairStats(*known, *(each.to(local.centres.dtype, copy=True) for each in sums))
         return known if grad is None else self._inner.divergence(of_shard, known, grad, out)
 
     def merge_mask(
@@ -148,8 +148,8 @@ class ShardedRows:
             part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
             for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
         ]
-        whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
-        return whole.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
+        combined = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
+        return combined.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
 
 
 def rows_of(options: RowOptions) -> RowBackend:
@@ -189,16 +189,16 @@ def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowSt
 
     As in one process, the log-prob of a row with +inf is NaN, and so is that of a row of -inf alone.
     """
-    here = ~(logprobs > 0)
+    in_shard = ~(logprobs > 0)
     total = torch.logsumexp(lse, 0)
-    others = torch.logsumexp(lse.masked_fill(here, float("-inf")), 0)
-    lse_here = torch.where(here, lse, 0.0).sum(0)
-    excess = others - lse_here
+    others = torch.logsumexp(lse.masked_fill(in_shard, float("-inf")), 0)
+    lse_in_shard = torch.where(in_shard, lse, 0.0).sum(0)
+    excess = others - lse_in_shard
     softplus = torch.logaddexp(excess, torch.zeros_like(excess))
-    logp = torch.where(here, logprobs, 0.0).sum(0).double() - softplus
+    logp = torch.where(in_shard, logprobs, 0.0).sum(0).double() - softplus
     # the label's logit is -inf, and so is its whole shard
-    logp = torch.where((lse_here == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
-    logp = torch.where((total == float("inf")) | ~here.any(0), float("nan"), logp)
+    logp = torch.where((lse_in_shard == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
+    logp = torch.where((total == float("inf")) | ~in_shard.any(0), float("nan"), logp)
     if entropy is None:
         return RowStats(logp.to(logprobs.dtype), total, None)
     weights = (lse - total).exp()

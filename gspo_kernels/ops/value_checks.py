@@ -166,8 +166,8 @@ def check_ids(name: str, ids: Tensor, vocabulary: int, counted: Tensor | None = 
     """
     if not checked_values(ids.device):
         return
-    most = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
-    wrong = (ids != bits.NO_ID) & ((ids < 0) | (ids > most))
+    highest = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
+    wrong = (ids != bits.NO_ID) & ((ids < 0) | (ids > highest))
     wrong = wrong if counted is None else wrong & counted.unsqueeze(-1)
     if bool(wrong.any()):
         size = vocabulary or "the vocabulary's size"

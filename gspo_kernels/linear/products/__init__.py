@@ -52,21 +52,21 @@ def products_of(
         invariant: whether the call is batch-invariant.
         options: say which row operations work on the logits.
     """
-    whole = weight if base is None else base
-    if whole.dtype == torch.float32:
-        in_blocks = whole.is_cpu and whole.numel() >= SMALL and fp32_library() == "cpp"
+    head = weight if base is None else base
+    if head.dtype == torch.float32:
+        in_blocks = head.is_cpu and head.numel() >= SMALL and fp32_library() == "cpp"
     else:
-        in_blocks = whole.is_cpu and multiplies(whole.dtype)
+        in_blocks = head.is_cpu and multiplies(head.dtype)
     if invariant:
         kind: type[Products] = FixedProducts
-        converts = whole.is_cpu and whole.dtype == torch.float16
-    elif whole.is_cuda:
+        converts = head.is_cpu and head.dtype == torch.float16
+    elif head.is_cuda:
         kind, converts = Products, False
     elif in_blocks:
         kind, converts = BlockProducts, False
     else:
-        kind, converts = StreamedProducts if whole.is_cpu else SlabProducts, True
-    products = kind(whole, bias, logits_dtype, converts, options)
+        kind, converts = StreamedProducts if head.is_cpu else SlabProducts, True
+    products = kind(head, bias, logits_dtype, converts, options)
     return products if base is None else AdapterProducts(products, weight)
 
 

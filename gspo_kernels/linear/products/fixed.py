@@ -146,18 +146,18 @@ class Segments:
         start, count = 0, ordinals.numel()
         segments = rows[-1] // SEGMENT
         ends = _ends(segments)
-        whole = bool(rows[-1][-1] % SEGMENT == SEGMENT - 1)
+        complete = bool(rows[-1][-1] % SEGMENT == SEGMENT - 1)
         before, self._unfinished = self._unfinished, None
         if before is not None:
             if bool(segments[0] == before[-1][0] // SEGMENT):
                 start = int(ends[0])
                 before = tuple(torch.cat([old, new[:start]]) for old, new in zip(before, rows, strict=True))
-            if start == count and not whole:
+            if start == count and not complete:
                 self._unfinished = before
                 return
             yield self._padded(before)
         stop = count
-        if not whole:
+        if not complete:
             stop = max(start, int(ends[-2]) if ends.numel() > 1 else 0)
             # copied, as the next chunk overwrites the rows' memory
             self._unfinished = tuple(row[stop:].clone() for row in rows)
