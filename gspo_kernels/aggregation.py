@@ -160,7 +160,7 @@ def normalizer(
             if divisor == "pairs" and value is None:
                 raise ValueError(f"{label}: got None, but {kind} counts pairs and needs it")
             if divisor != "pairs" and value is not None:
-                raise ValueError(f"{label}: {kind} counts no pairs, expected None")
+                raise ValueError(f"{label}: got a tensor, expected None: {kind} counts no pairs")
         rows = as_rows(mask, cu_seqlens is not None)
         terms = normalize_terms(passed, mask, objective, parallel)
         if comparison is not None:

@@ -49,10 +49,10 @@ class DivergenceArguments(NamedTuple):
             raise ValueError(f"top_k: got {top_k}, expected 0 to {maximum}, the size of the vocabulary")
         if not top_k:
             if self.top_k_of != "teacher":
-                raise ValueError(f"top_k_of: got {self.top_k_of!r} without a top_k to take")
+                raise ValueError(f"top_k_of: got {self.top_k_of!r}, expected 'teacher' without top_k")
             if ids is None and not tail:
                 raise ValueError(
-                    "add_tail: got False, but without top_k or ids there is no tail, expected True"
+                    "add_tail: got False, expected True: without top_k or ids all columns are compared"
                 )
             return DivergenceSpec(beta, 0, False, tail)
         if ids is not None:
@@ -80,8 +80,8 @@ class TeacherArguments(NamedTuple):
         options = self._replace(ids=None, teacher_logprobs=None)
         if source is None and options != TeacherArguments():
             raise ValueError(
-                "teacher_temperature, teacher_logit_scale or teacher_softcap: got one, but teacher_logprobs "
-                "are normalised already, expected none"
+                "teacher_temperature, teacher_logit_scale, teacher_softcap: expected none of them along with "
+                "teacher_logprobs, which are normalised already"
             )
 
     def normalize(
@@ -178,7 +178,7 @@ class DistillationArguments(NamedTuple):
         objective = Linear(aggregation=self.aggregation, aggregation_constant=self.aggregation_constant)
         if parallel.cp_group is not None:
             raise ValueError(
-                "logits or hidden: is a DTensor cut over tokens, expected Replicate() over these ranks"
+                "logits or hidden: got a DTensor sharded over tokens, expected Replicate() over these ranks"
             )
         cu_seqlens = checks.layout("loss_mask or the tokens", tokens, self.terms.cu_seqlens)
         terms = normalize_terms(self.terms, tokens, objective)

@@ -210,19 +210,19 @@ def validate_terms(
     if objective.needs_advantages and terms.advantages is None:
         raise TypeError(f"advantages: got None, but {name} needs them, one per sequence or per token")
     if not objective.needs_advantages and terms.advantages is not None:
-        raise ValueError(f"advantages: {name} has none and would ignore them, expected None")
+        raise ValueError(f"advantages: got a tensor, expected None: {name} takes no advantages")
     for needed in objective.needs:
         missing = not has_entropy if needed == "entropy" else getattr(terms, needed) is None
         if missing:
             raise ValueError(f"{needed}: got None, but {name} needs it")
     if objective.needs_token_order and terms.cp_group:
         raise ValueError(
-            f"cp_group: {name} looks at the order of tokens, which is not known where ranks share sequences, "
-            "expected None (or needs_token_order=False, if that is true of it)"
+            f"cp_group: expected None: {name} depends on the order of tokens, which is not known where ranks "
+            "share sequences (if it does not, declare needs_token_order=False)"
         )
     for label in ("group_ids", "turn_ids"):
         if getattr(terms, label) is not None and label not in objective.needs:
-            raise ValueError(f"{label}: {name} would ignore it, expected None")
+            raise ValueError(f"{label}: got a tensor, expected None: {name} does not use them")
     if objective.coefficient_scope == "batch" and terms.normalizer is not None:
         raise ValueError(
             f"normalizer: got {terms.normalizer.item()}, but {name} looks at the whole batch and can't be "
@@ -232,7 +232,7 @@ def validate_terms(
     if terms.kl_beta is not None and terms.ref_logprobs is None:
         raise ValueError("ref_logprobs: got None, but kl_beta asks for a KL term")
     if terms.kl_ratio_weighted and objective.coefficient_scope == "nothing":
-        raise ValueError(f"kl_ratio_weighted: {name} has no importance ratio, expected False")
+        raise ValueError(f"kl_ratio_weighted: got True, expected False: {name} has no importance ratio")
     if terms.entropy_coef is not None and not has_entropy:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
     return terms
@@ -422,17 +422,18 @@ def leave_out_inactive(row_labels: Tensor, terms: Terms, ignore_index: int) -> t
     if inactive is None:
         if terms.cp_group and terms.advantages is not None and terms.advantages.ndim == 2:
             raise ValueError(
-                "skip_inactive: 'all' needs one advantage per sequence where cp_group has their tokens; use "
-                "'backward'"
+                "skip_inactive: got 'all', expected 'backward': with cp_group, 'all' needs one advantage per "
+                "sequence"
             )
         for name in _OTHER_GRADIENTS:
             if getattr(terms, name) is not None:
                 raise ValueError(
-                    f"skip_inactive: 'all' leaves sequences out that {name} gives a gradient; use 'backward'"
+                    f"skip_inactive: got 'all', expected 'backward': {name} gives sequences a gradient whose "
+                    "advantage is 0"
                 )
         raise ValueError(
-            f"skip_inactive: 'all' needs an objective without gradient at zero advantage, which "
-            f"{type(from_spec(terms.objective)).__name__} is not; use 'backward'"
+            "skip_inactive: got 'all', expected 'backward': "
+            f"{type(from_spec(terms.objective)).__name__} gives sequences a gradient whose advantage is 0"
         )
     left_out = terms.layout(row_labels).expand(inactive)
     return row_labels.masked_fill(left_out, ignore_index), terms._replace(skipped=inactive)

@@ -444,5 +444,5 @@ def test_batch_invariant_products_are_a_kernel_of_ours(gpu):
     assert not gpu.products and gpu.kernels["fixed_product_kernel"]
     assert all(torch.equal(got, expected) for got, expected in zip(*shown, strict=True))
     leaves = [leaf.detach().to(torch.float16).requires_grad_() for leaf in leaves]
-    with gpu, pytest.raises(ValueError, match="power of two"):
+    with gpu, pytest.raises(ValueError, match="summed in a unit"):
         gk.fused_linear_policy_loss(*leaves, labels, old, advantages, batch_invariant=True)

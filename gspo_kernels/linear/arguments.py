@@ -36,7 +36,7 @@ class ProductOptions(NamedTuple):
         reduces, scattered = parallel.reduce_hidden_grad, parallel.sequence_parallel
         if parallel.tp_group is None and (scattered or not reduces):
             name = "sequence_parallel" if scattered else "reduce_hidden_grad"
-            raise ValueError(f"{name}: got {scattered} without a tp_group to sum over")
+            raise ValueError(f"{name}: got {scattered}, expected {not scattered} without a tp_group")
         invariant = in_force(self.batch_invariant)
         # segments consist of counted tokens, so masked tokens must have no part in products
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)

@@ -98,7 +98,7 @@ def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise
     if not learns:
         return "two_pass", "no input needs a gradient, so there is only the forward product"
     if schedule != "auto":
-        return schedule, "asked for"
+        return schedule, "it was passed"
     if "known" not in reasons:
         return "known", "every token's coefficient is known beforehand or a function of its own log-prob"
     if not may_synchronise:

@@ -83,8 +83,9 @@ def check_temperature(temperature: Tensor | None) -> None:
     """Check that temperatures are positive."""
     if temperature is None or not checked_values(temperature.device):
         return
-    if not bool((temperature > 0).all()):
-        raise ValueError("temperature: expected only positive numbers")
+    if not bool((right := temperature > 0).all()):
+        got = temperature[~right][0].item()
+        raise ValueError(f"temperature: got {got:g}, expected positive numbers")
 
 
 HIGHEST_LOGPROB = 1.0

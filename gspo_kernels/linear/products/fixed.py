@@ -96,8 +96,8 @@ def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
         return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
     if trained and weight.dtype == torch.float16:
         return (
-            "dWeight of fp16 counts in a power of two that grows with the batch's coefficients; bf16 and "
-            "fp32 have the range"
+            "the gradient of an fp16 weight is summed in a unit that depends on the other rows of the batch; "
+            "use bf16 or fp32"
         )
     return None
 
