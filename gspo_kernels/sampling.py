@@ -178,9 +178,9 @@ def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
 def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) -> Tensor:
     """Return the least logit that top-p keeps among those that are at least ``bound``, [n, 1]."""
     left = exact(torch.where(z >= bound, (z - highest).exp(), 0.0)).sum(-1, keepdim=True)
-    V, wanted = z.shape[-1], rules.top_p * left
+    V, mass = z.shape[-1], rules.top_p * left
     count = rules.top_k or min(_CANDIDATES, V)
-    least, decided = _last_within(z.topk(count, sorted=True).values, highest, wanted)
+    lowest, decided = _last_within(z.topk(count, sorted=True).values, highest, mass)
     # with top-k, logits beyond the first k lie below the bound or tie with the last of the k
     while not rules.top_k and count < V and not bool(decided.all()):
         count = _GROWTH * count if 4 * _GROWTH * count <= V else V
@@ -189,8 +189,8 @@ def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) ->
             likeliest = z[rows].sort(descending=True).values
         else:
             likeliest = z[rows].topk(count, sorted=True).values
-        least[rows], decided[rows] = _last_within(likeliest, highest[rows], wanted[rows])
-    return torch.maximum(least, bound)
+        lowest[rows], decided[rows] = _last_within(likeliest, highest[rows], mass[rows])
+    return torch.maximum(lowest, bound)
 
 
 def _last_within(descending: Tensor, highest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:

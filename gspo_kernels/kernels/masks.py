@@ -94,7 +94,7 @@ def lengths_kernel(labels_ptr, advantages_ptr, cu_seqlens_ptr, out_ptr, numbers,
     sequence = tl.program_id(0)
     first, last = rows_of(sequence, cu_seqlens_ptr, decode(numbers.tokens), T)
     counts = tl.zeros([BLOCK], tl.int32)
-    moving = tl.zeros([BLOCK], tl.int32)
+    active = tl.zeros([BLOCK], tl.int32)
     for start in range(first, last, BLOCK):
         rows = start + tl.arange(0, BLOCK)
         t = rows
@@ -108,11 +108,11 @@ def lengths_kernel(labels_ptr, advantages_ptr, cu_seqlens_ptr, out_ptr, numbers,
         counts += tl.where(counted, 1, 0)
         if advantages_ptr is not None:
             advantage = tl.load(element(advantages_ptr, b, t, numbers.advantages), mask=counted, other=0.0)
-            moving |= tl.where(advantage != 0, 1, 0)
+            active |= tl.where(advantage != 0, 1, 0)
     tl.store(out_ptr + sequence, tl.sum(counts, axis=0).to(tl.int64))
     inactive = tl.zeros([], tl.int64)
     if advantages_ptr is not None:
-        inactive = tl.where(tl.max(moving, axis=0) == 0, 1, 0).to(tl.int64)
+        inactive = tl.where(tl.max(active, axis=0) == 0, 1, 0).to(tl.int64)
     tl.store(out_ptr + sequences + sequence, inactive)
 
 

@@ -113,8 +113,8 @@ class Call:
         """The positions of the rows that get logits: counted rows, or all rows without compaction."""
         lengths = self.chunking.lengths
         count = None if lengths is None else int(lengths[0].sum())
-        whole = not self.chunking.compact or count == self.labels.numel()
-        return self.index(None if whole else self.counted, count)
+        all_rows = not self.chunking.compact or count == self.labels.numel()
+        return self.index(None if all_rows else self.counted, count)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
         """Return the positions of the rows where ``keep`` holds; None: of all rows.

@@ -93,8 +93,8 @@ def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | N
 def rows_at(values: Tensor, where: slice | Tensor) -> Tensor:
     """Return the rows at some positions among all rows, [n] from [B, T]."""
     values = values.view(-1) if values.is_contiguous() else values.flatten()
-    whole = isinstance(where, slice) and where.start == 0 and where.stop == values.numel()
-    return values if whole else values[where]
+    all_rows = isinstance(where, slice) and where.start == 0 and where.stop == values.numel()
+    return values if all_rows else values[where]
 
 
 def as_index(where: slice | Tensor, device: torch.device) -> Tensor:

@@ -145,19 +145,19 @@ class CoefficientGroups:
         if terms.normalizer is None:
             terms = terms._replace(normalizer=Aggregation(self._call.labels, terms).total)
         # [B] if there is one per sequence, otherwise one per token
-        given: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         call_terms = terms._replace(skipped=None, cu_seqlens=None)
         for name, spec in SPECS.items():
             value = getattr(call_terms, name)
             if value is not None and value.ndim:
                 spread = spec.shape == "broadcast"
-                given[name] = value.to(labels.device).expand(self._call.labels.shape) if spread else value
+                values[name] = value.to(labels.device).expand(self._call.labels.shape) if spread else value
         if self.in_place:
             length = self._call.labels.shape[1]
             for part in parts:
                 first, last = self._sequence_ends[part.start], self._sequence_ends[part.stop]
                 rows = slice(first * length, last * length)
-                sliced: dict[str, Any] = {name: value[first:last] for name, value in given.items()}
+                sliced: dict[str, Any] = {name: value[first:last] for name, value in values.items()}
                 yield part, rows, labels[rows], call_terms._replace(**sliced)
             return
         if not parts:
@@ -175,7 +175,7 @@ class CoefficientGroups:
         # [B] or [1, n]
         ordered = {
             name: value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
-            for name, value in given.items()
+            for name, value in values.items()
         }
         for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
             rows = slice(ends[first], ends[last])
@@ -193,26 +193,26 @@ def _lengths(call: Call, terms: Terms, skip: bool, grouped: bool) -> tuple[list[
     """
     counts: list[int] = []
     inactive: list[int] = []
-    asked: list[Tensor] = []
+    unknown: list[Tensor] = []
     skip = skip and shows_inactive(terms)
     if call.chunking.lengths is not None:
         counts, inactive = call.chunking.lengths.tolist()
     elif call.chunking.compact:
         labels, ignore_index = call.labels, call.options.ignore_index
         advantages = terms.advantages if skip else None
-        asked.append(call.hidden_kernels.lengths(labels, ignore_index, terms.cu_seqlens, advantages))
+        unknown.append(call.hidden_kernels.lengths(labels, ignore_index, terms.cu_seqlens, advantages))
     elif terms.cu_seqlens is None:
         # every sequence has T rows, so nothing is read from the device
         counts = [call.labels.shape[1]] * call.labels.shape[0]
     else:
-        asked.append(terms.cu_seqlens.diff().unsqueeze(0))
+        unknown.append(terms.cu_seqlens.diff().unsqueeze(0))
     if grouped:
         assert terms.group_ids is not None
-        asked.append(terms.group_ids.unsqueeze(0))
-    found = [] if not asked else (asked[0] if len(asked) == 1 else torch.cat(asked)).tolist()
-    groups = found.pop() if grouped else [0] * len(found[0] if found else counts)
-    if found:
-        counts = found[0]
-    if len(found) == 2:
-        inactive = found[1]
+        unknown.append(terms.group_ids.unsqueeze(0))
+    numbers = [] if not unknown else (unknown[0] if len(unknown) == 1 else torch.cat(unknown)).tolist()
+    groups = numbers.pop() if grouped else [0] * len(numbers[0] if numbers else counts)
+    if numbers:
+        counts = numbers[0]
+    if len(numbers) == 2:
+        inactive = numbers[1]
     return counts, inactive if skip else [0] * len(counts), groups

@@ -51,9 +51,9 @@ def _chunked_logprobs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
 ) -> tuple[Tensor | None, ...]:
-    beyond = [name for name in outputs if name not in ("log_probs", "entropy")]
-    if beyond:
-        raise NotServedError(f"{', '.join(beyond)} is asked for")
+    others = [name for name in outputs if name not in ("log_probs", "entropy")]
+    if others:
+        raise NotServedError(f"{', '.join(others)} is asked for")
     options: dict[str, Any] = {"temperature": temperature, "logit_scale": logit_scale}
     if bias is not None:
         options["bias"] = bias.to(hidden.dtype)
