@@ -101,6 +101,7 @@ def linear_token_logprobs(
     return_entropy: bool = False,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    memory: str = "auto",
     batch_invariant: bool | None = None,
     backend: str = "auto",
     parallel: Parallel = Parallel(),
@@ -129,6 +130,7 @@ def linear_token_logprobs(
             64 MiB and at most 1/16 of the memory. The backend "cpp" writes no logits at all, except for
             rounded 16-bit logits, with a ``LoRAHead`` and with a ``tp_group``; its results have the bits that
             written logits give.
+        memory: "auto", or "least" for 256 MiB of logits at once; not along with ``max_chunk_bytes``.
         batch_invariant: whether results keep their bits whatever is computed along with them; None: as set by
             ``set_batch_invariant``, whose documentation says what the mode promises.
         backend: "auto", "triton", "cpp" or "reference".
@@ -142,7 +144,7 @@ def linear_token_logprobs(
         RuntimeError: the backend can't serve the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
     with NOT_COMPARED if not validates() else comparing(
         "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, options=options,
         products=products, return_entropy=return_entropy, parallel=parallel,

@@ -14,7 +14,7 @@ from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.loss import LinearPolicyFunction
-from gspo_kernels.linear.schedule import choose, unsupported
+from gspo_kernels.linear.schedule import DEFERRED_ROWS, choose, unsupported
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
@@ -355,6 +355,7 @@ def fused_linear_policy_loss(
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
     batch_invariant: bool | None = None,
+    memory: str = "auto",
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
@@ -373,6 +374,8 @@ def fused_linear_policy_loss(
             kept_mask, return_entropy: as in ``fused_policy_loss``.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``.
+        memory: "auto", or "least" for the schedule and chunks that need the least memory; see
+            ``explain_schedule``.
         schedule: how the batch is cut into chunks and products; all schedules give the same result. See
             ``explain_schedule``.
         skip_inactive: which rows without gradient stay out of products; see ``explain_schedule``.
@@ -393,7 +396,7 @@ def fused_linear_policy_loss(
         kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
     with NOT_COMPARED if not validates() else comparing(
         "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,
         options=options, products=products, return_entropy=return_entropy, schedule=schedule,
@@ -448,6 +451,7 @@ def explain_schedule(
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
     batch_invariant: bool | None = None,
+    memory: str = "auto",
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
@@ -460,12 +464,15 @@ def explain_schedule(
     call this function in the grad mode of the loss. Sequence lengths are read from the device.
 
     Args:
+        memory: "auto", or "least": "frozen" if that is exact, otherwise "two_pass", with at most 256 MiB of
+            logits at once. Not along with ``schedule`` or ``max_chunk_bytes``, which say the same in numbers.
         schedule: how the batch is cut into chunks and products. All schedules give the same result; one that
             would not is refused with the reason. "auto" takes the first that is exact for the call: "known"
             if a token's coefficient is known beforehand or depends on that token alone, "frozen" if the
             lm_head has no gradient, "aligned" for sequences (or groups) that fit in a chunk, "deferred" for
-            longer ones, otherwise "two_pass". All but "two_pass" compute the gradient along with the loss;
-            "auto" does, too, but on the CPU it keeps logits of up to 1 MiB until the backward instead.
+            longer ones (from 2,048 tokens on a GPU, 192 on a CPU), otherwise "two_pass". All but "two_pass"
+            compute the gradient along with the loss; "auto" does, too, but on the CPU it keeps logits of up
+            to 1 MiB until the backward instead.
         skip_inactive: "backward": rows without gradient enter no gradient product if the schedule knows them
             in time ("deferred" and "frozen" know only those with zero advantage). "all": sequences whose
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
@@ -483,7 +490,7 @@ def explain_schedule(
         turn_ids=turn_ids, kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
     Parallel.check(parallel, "explain_schedule", _ALL, batch_invariant)
     operands, terms, plan, reason = _normalize_linear(
         hidden, weight, bias, labels, passed, options, products, objective, parallel, True, schedule,
@@ -535,7 +542,8 @@ def _normalize_linear(
     )
     reasons = unsupported(objective, terms, plan, chunking.batch_invariant)
     lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
-    name, reason = choose(schedule, reasons, any(needs), lengths_known)
-    plan = plan._replace(schedule=name, defers="deferred" not in reasons)
+    name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
+    defers = 0 if "deferred" in reasons else DEFERRED_ROWS["cpu" if hidden.is_cpu else "cuda"]
+    plan = plan._replace(schedule=name, defers=defers)
     operands = LinearOperands(row_hidden, weight, bias, rows, row_options, chunking, base)
     return operands, terms, plan, reason

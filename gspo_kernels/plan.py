@@ -44,7 +44,7 @@ class Plan(NamedTuple):
         entropy: whether the entropy is computed, too.
         schedule: the schedule of a call over hidden states: a name of ``linear.schedule.SCHEDULES``, or
             "auto": groups that fit in a chunk are "aligned", longer ones "deferred" or else "two_pass".
-        defers: whether "deferred" is exact for the call.
+        defers: from how many rows on "auto" defers a group that doesn't fit in a chunk; 0: never.
     """
 
     backend: str
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     leaves_out: bool = False
     entropy: bool = False
     schedule: str = ""
-    defers: bool = False
+    defers: int = 0
 
 
 def coefficients_depend_on(objective: Objective, terms: Terms) -> str:

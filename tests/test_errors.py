@@ -132,6 +132,7 @@ WRONG = [
     # GSPO's coefficients are not known
     (fused_linear, "schedule", ["fastest", "known", None, np.ones(2)], []),
     (explain, "schedule", ["known"], []),
+    *((function, "memory", ["less"], [None]) for function in (linear, fused_linear, explain)),
     (fused_linear, "skip_inactive", ["some"], [True]),
     # layout and mask
     (policy, "logprobs", [], [one(B, T, dtype=ids), None]),

@@ -63,14 +63,14 @@ def test_other_functions_take_it_too():
 
 
 def test_memory_is_that_of_a_frozen_head_and_the_adapter():
-    case = make_case("linear", "padded", "plain", adapter=RANK, dtype=torch.bfloat16)
+    case = make_case("linear", "padded", "plain", adapter=RANK, dtype=torch.bfloat16, vocabulary=4000)
     hidden, weight, _, A, B = case.inputs.values()
     rest = (case.labels, None, case.advantages)
     frozen, adapted = (
         gk.explain_schedule(hidden.requires_grad_(), head, *rest, schedule="aligned").peak_bytes
         for head in (weight, gk.LoRAHead(weight, A.requires_grad_(), B.requires_grad_(), ADAPTER_SCALE))
     )
-    assert adapted - frozen == 4 * B.numel()
+    assert 4 * B.numel() <= adapted - frozen <= 8 * B.numel() < 2 * weight.numel()
 
 
 @pytest.mark.parametrize(

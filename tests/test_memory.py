@@ -19,20 +19,20 @@ from tests.cases import generator
 
 MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOKENS, VOCABULARY, WIDTH = 384, 151936, 32
-# Twice the allowance, so that a second live chunk would exceed it.
-CHUNK = 64 * MIB
+# A chunk holds half of the tokens.
+TOKENS, VOCABULARY, WIDTH = 880, 151936, 128
+CHUNK = 440 * VOCABULARY * 4
 # Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
 ALLOWANCE = 32 * MIB
-# Schedule, dtype, number of sequences, and how many fp32 [V, H] sums it keeps, or may choose to keep, besides
-# dWeight. A chunk holds 110 rows: whole sequences only where there are 6.
+# Schedule, dtype, number of sequences, how many fp32 [V, H] sums it keeps besides dWeight, and the part of a
+# chunk that it needs. A chunk holds whole sequences only where there are two.
 CASES = {
-    "auto": ("auto", "fp32", 3, 1),
-    "auto, bf16": ("auto", "bf16", 3, 2),
-    "aligned": ("aligned", "fp32", 6, 0),
-    "deferred": ("deferred", "fp32", 3, 1),
-    "frozen": ("frozen", "fp32", 3, 0),
-    "two_pass": ("two_pass", "fp32", 3, 0),
+    "auto, bf16": ("auto", "bf16", 1, 2, 1.0),
+    "aligned": ("aligned", "fp32", 2, 0, 1.0),
+    "deferred": ("deferred", "fp32", 1, 1, 1.0),
+    "frozen": ("frozen", "fp32", 1, 0, 1.0),
+    "two_pass": ("two_pass", "fp32", 1, 0, 1.0),
+    "two_pass, bf16": ("two_pass", "bf16", 1, 0, 0.25),
 }
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept on Linux")
 
@@ -83,14 +83,16 @@ def measure():
     """Print bytes by case: those of plain PyTorch, those used and promised, and those of scoring (without
     chunks of logits, then with them).
     """
+    from benchmarks.resident import give_memory_back
     from gspo_kernels.linear.products.blocks import StreamedProducts
 
     torch.set_num_threads(2)
+    give_memory_back()
     shown = {}
     naive(*inputs(64, 1000, torch.float32, 4, True))
     arguments = inputs(128, VOCABULARY, torch.float32, 4, True)
     shown["plain"] = [raised(naive, *arguments)]
-    for name, (schedule, dtype, sequences, _) in CASES.items():
+    for name, (schedule, dtype, sequences, *_) in CASES.items():
         options = {"schedule": schedule, "max_chunk_bytes": CHUNK}
         for tokens, vocabulary in ((64, 1000), (TOKENS, VOCABULARY)):
             arguments = inputs(tokens, vocabulary, DTYPES[dtype], sequences, schedule != "frozen")
@@ -100,7 +102,7 @@ def measure():
     streams = StreamedProducts.streams
     for name, dtype in DTYPES.items():
         StreamedProducts.streams = streams
-        hidden, weight, labels, *_ = inputs(192, VOCABULARY, dtype, 8, False)
+        hidden, weight, labels, *_ = inputs(440, VOCABULARY, dtype, 8, False)
         call = {"max_chunk_bytes": CHUNK, "return_entropy": True}
         gk.linear_token_logprobs(hidden.detach()[:, :1], weight, labels[:, :1], **call)
         shown[f"scoring, {name}"] = []
@@ -132,12 +134,12 @@ def test_plain_pytorch_takes_four_times_its_logits(peaks):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_peak_is_a_chunk_and_the_gradients(peaks, name):
-    (schedule, dtype, _, sums), (used, promise) = CASES[name], peaks[name]
+    (schedule, dtype, _, sums, chunk), (used, promise) = CASES[name], peaks[name]
     trained = 0 if schedule == "frozen" else VOCABULARY * WIDTH
     gradients = (TOKENS * WIDTH + trained) * DTYPES[dtype].itemsize
-    limit = CHUNK + gradients + sums * trained * 4 + ALLOWANCE
+    limit = chunk * CHUNK + gradients + sums * trained * 4 + ALLOWANCE
     assert used <= limit, f"{used / MIB:.0f} MiB, expected at most {limit / MIB:.0f}"
-    assert used <= promise + gradients + ALLOWANCE, f"{used / MIB:.0f} MiB, promised {promise / MIB:.0f}"
+    assert used == pytest.approx(promise, rel=0.02)
 
 
 @on_linux
@@ -244,7 +246,7 @@ def test_a_second_step_takes_the_pages_of_the_first_ones_gradient(given_back):
     labels, gradients = torch.randint(20_000, (2, 3)), []
     for _ in range(2):
         leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
-        loss = gk.fused_linear_policy_loss(*leaves, labels, None, torch.ones(2), schedule="two_pass").loss
+        loss = gk.fused_linear_policy_loss(*leaves, labels, None, torch.ones(2)).loss
         loss.backward()
         gradients.append(leaves[1].grad)
         assert [len(pages) for pages in given_back] == [4 * weight.numel()]

@@ -1,5 +1,6 @@
 """Requests to a pretended GPU: products, their memory, launches, and waits of the host."""
 
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import lengths
 from gspo_kernels.linear.products import products_of, pytorch
-from gspo_kernels.linear.sums import GradientRows, HeadSums
+from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import LogitTransform, RowOptions
 from tests.cases import generator, make_case, run
@@ -70,19 +71,19 @@ def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
 
 @pytest.mark.parametrize(("dtype", "schedule"), IN_16_BITS)
 def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule):
-    """The plan counts all memory but gradients, rows [n, H] of a chunk and a few numbers per token. Rows
-    p - onehot in 16 bits lie over their own fp32 logits, whose memory is kept.
+    """The plan counts all memory but a few numbers per token. Rows p - onehot in 16 bits lie over their own
+    fp32 logits, whose memory is kept.
     """
     width, vocabulary, length = 24, 8192, 4
     leaves, *given = problem(dtype, width, vocabulary, length)
     options = {"schedule": schedule, "skip_inactive": "none", "max_chunk_bytes": 2 * length * vocabulary * 4}
     with gpu:
         plan = gk.explain_schedule(*leaves, *given, **options)
-        gk.fused_linear_policy_loss(*leaves, *given, **options).loss.backward()
-    gradients = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    small = 2 * length * width * 4 * 8 + 2**15
-    assert 0.95 * plan.peak_bytes <= gpu.peak <= plan.peak_bytes + gradients + small
-    assert gradients + small < 0.7 * leaves[1].numel() * 4  # so that one more [V, H] shows
+        loss = gk.fused_linear_policy_loss(*leaves, *given, **options).loss
+        gc.collect()
+        loss.backward()
+    assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+    assert plan.gradient_bytes == sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
         for size in sizes:
             rows, hidden = (torch.randn(n, k, generator=rng).to(dtype) for k in (V, width))
             coefficients = (1 + torch.rand(n, generator=rng)) * size
-            sums.add(GradientRows(rows, coefficients), hidden, slice(n), coefficients)
+            sums.add((rows, *sums.operands(hidden, coefficients, None, None)))
             operand, narrow = hidden.double() * coefficients.double().unsqueeze(1), torch.finfo(dtype)
             exact += rows.double().t() @ operand
             # an operand is rounded once, at worst to a subnormal number in units of the largest coefficient;
@@ -202,8 +203,8 @@ FROM_HIDDEN = [
     ("aligned", "backward", {}, (17, 25, 1)),
     ("deferred", "none", {}, (157, 44, 0)),
     ("deferred", "backward", {}, (134, 45, 1)),
-    ("two_pass", "none", {}, (18, 18, 0)),
-    ("two_pass", "backward", {}, (22, 18, 1)),
+    ("two_pass", "none", {}, (35, 18, 0)),
+    ("two_pass", "backward", {}, (39, 18, 1)),
     ("known", "none", ON_POLICY, (21, 21, 0)),
     ("known", "backward", ON_POLICY, (23, 21, 1)),
     # launches more: the power of two that dWeight counts in, and scaling dWeight to it
@@ -221,14 +222,15 @@ FROM_HIDDEN = [
     ("known", "none", ON_POLICY | {"objective": gk.GRPO()}, (21, 21, 0)),
 ]
 """Schedule, ``skip_inactive``, terms; for a forward and backward in four chunks ("deferred": eight, of one
-sequence each) the most small launches, the most launches of our kernels, and the looks at the device.
+sequence each; "two_pass": a backward in five blocks of columns) the most small launches, the most launches
+of our kernels, and the looks at the device.
 """
 
 
 LARGE = [
     ("aligned", "backward", CLIPPED, (103, 25, 5)),
     ("aligned", "backward", {"loss_mask": HOLES}, (34, 15, 3)),
-    ("two_pass", "backward", {}, (25, 18, 2)),
+    ("two_pass", "backward", {}, (42, 18, 2)),
     ("known", "backward", ON_POLICY, (25, 21, 2)),
     ("known", "backward", PER_TOKEN, (66, 24, 5)),
 ]

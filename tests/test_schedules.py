@@ -11,6 +11,8 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp
 from gspo_kernels.exact import times, times_
+from gspo_kernels.linear import gradients
+from gspo_kernels.linear import schedule as linear_schedule
 from gspo_kernels.linear.products.blocks import StreamedProducts
 from gspo_kernels.linear.products.pytorch import Products, SlabProducts
 from gspo_kernels.linear.sums import HeadSums
@@ -115,6 +117,60 @@ def test_every_backend(schedule, backend):
     assert_equals_oracle(result, case, objective)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "terms", "logit_options"),
+    [
+        (torch.bfloat16, "holes", "default"),
+        (torch.bfloat16, "all", "together"),
+        (torch.float16, "entropy_tensor", "kept and the rest"),
+    ],
+)
+def test_two_passes_over_16_bit_weights_take_some_columns_of_all_rows(
+    dtype, terms, logit_options, backend, monkeypatch
+):
+    """Each block of dWeight is one product of all active rows, and is rounded once."""
+    monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 24, "cuda": 24})
+    blocks, add = [], HeadSums.add
+
+    def counted(self, parts, ends, block, first):
+        add(self, parts, ends, block, first)
+        blocks.append((first, *parts[0].shape, self._weight.dtype))
+
+    monkeypatch.setattr(HeadSums, "add", counted)
+    case = make_case("linear", "packed", terms, dtype=dtype, logit_options=logit_options, advantages=HALF)
+    options = {"schedule": "two_pass", "max_chunk_bytes": 6 * ROW}
+    result = run(case, ENTRY, GSPO, backend, **options)
+    assert_equals_oracle(result, case, GSPO)
+    active = (result.grads["hidden"] != 0).any(-1).sum()
+    assert blocks == [(first, active, min(24, V - first), dtype) for first in (0, 24, 48)]
+    # hidden states of masked rows may be anything
+    poison = torch.where(case.counted.unsqueeze(-1), case.inputs["hidden"], math.nan)
+    poisoned = replace(case, inputs=case.inputs | {"hidden": poison})
+    results = [run(each, ENTRY, GSPO, backend, skip_inactive="none", **options) for each in (case, poisoned)]
+    assert all(map(torch.equal, *(each.grads.values() for each in results)))
+
+
+def test_memory_chooses_schedule_and_chunks():
+    """Both are refused beside it, and with it logits of all tokens never exist."""
+    case = make_case("linear", "packed", "holes", dtype=torch.bfloat16)
+    least, numbers = explain(case, memory="least"), explain(case, schedule="two_pass", max_chunk_bytes=2**28)
+    assert replace(least, reason="") == replace(numbers, reason="") and least.schedule == "two_pass"
+    assert "memory='least'" in least.reason
+    result, same = (
+        run(case, ENTRY, GSPO, **options) for options in ({"memory": "least"}, {"schedule": "two_pass"})
+    )
+    assert_equals_oracle(result, case, GSPO)
+    assert all(map(torch.equal, result.grads.values(), same.grads.values()))
+    frozen = replace(case, frozen=("weight", "bias"))
+    assert explain(frozen, memory="least").schedule == "frozen"
+    for option, message in (
+        ({"schedule": "aligned"}, "schedule: got 'aligned', expected 'auto' beside memory='least'"),
+        ({"max_chunk_bytes": 5}, "max_chunk_bytes: got 5, expected None beside memory='least'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(case, ENTRY, GSPO, memory="least", **option)
+
+
 @pytest.mark.slow
 def test_active_rows_move_to_the_front_a_few_at_a_time():
     """Here two rows move, and with this vocabulary one at a time: a copy of both would need more memory."""
@@ -164,7 +220,7 @@ def products(monkeypatch):
         (Products, "logits_of", "forward", lambda chunk: chunk.size),
         (StreamedProducts, "statistics", "forward", lambda chunk: chunk.size),
         (SlabProducts, "grad_hidden", "hidden", len),
-        (HeadSums, "add", "weight", lambda rows: len(rows.values)),
+        (HeadSums, "add", "weight", lambda parts: len(parts[0])),
     ):
         count(owner, name, kind, size)
     return rows
@@ -193,7 +249,10 @@ def test_the_rule_takes_the_first_schedule_that_is_exact():
     assert explain(replace(case, **frozen)).schedule == "frozen"
     assert explain(replace(make_case("linear", terms="entropy"), **frozen)).schedule == "aligned"
     assert explain(case).schedule == "aligned"
-    assert explain(case, **two_rows).parts == {"aligned": 3, "deferred": 7, "forward": 1}
+    assert explain(case, **two_rows).parts == {"aligned": 3, "two_pass": 7, "forward": 1}
+    least = linear_schedule.DEFERRED_ROWS["cpu"]
+    long = make_case("linear", lengths=(least - 1, 2, least))
+    assert explain(long, **two_rows).parts == {"two_pass": least - 1, "deferred": least, "aligned": 2}
     kl = {"ref_logprobs": case.old_logprobs, "kl_beta": 0.1}
     assert explain(case, **kl, **two_rows).parts == {"aligned": 4, "two_pass": 7}
     pairs = {"objective": gk.REBEL(), "group_ids": torch.tensor([0, 0, 1, 1, 2, 2])}
@@ -260,17 +319,17 @@ def test_explained_products_are_those_that_run(products, schedule, skip_inactive
 
 
 def test_memory_of_the_plan():
-    """The plan has a chunk, a 16-bit weight's fp32 sum and a deferred sequence's, not dHidden and dWeight."""
+    """What it is by measure, ``tests.test_memory`` and ``tests.test_pretended_gpu`` show."""
     plan = explain(make_case("linear", "packed", "holes"))
     assert plan.reason in str(plan) and "3.00 matrix products over the counted tokens (aligned" in str(plan)
-    assert plan.peak_bytes == plan.parts["aligned"] * ROW  # fp32: dWeight is its own sum
-    parts = explain(make_case("linear", lengths=(2, 5)), schedule="aligned", max_chunk_bytes=6 * ROW)
-    assert parts.peak_bytes == 5 * ROW  # the larger part's
     case = make_case("linear", lengths=(40,), width=8, dtype=torch.bfloat16)
-    sums, chunk = V * 8 * 4, 10 * ROW
-    assert explain(case, schedule="two_pass", max_chunk_bytes=chunk).peak_bytes == chunk + sums
-    for schedule in ("deferred", "auto"):
-        assert explain(case, schedule=schedule, max_chunk_bytes=chunk).peak_bytes == chunk + 2 * sums
+    peaks = {
+        name: explain(case, schedule=name, objective=objective, max_chunk_bytes=10 * ROW).peak_bytes
+        for name, objective in (("known", GRPO), ("deferred", GSPO), ("auto", GSPO))
+    }
+    sums = V * 8 * 4  # the fp32 sum of one sequence
+    assert peaks["deferred"] == peaks["known"] + sums
+    assert peaks["auto"] < peaks["deferred"]  # two_pass, as the sequence is short
 
 
 def test_the_default_chunk_is_a_function_of_shapes_and_memory():

@@ -35,6 +35,7 @@ DEFAULTS = {
     "kl_beta": 0.0, "kl_estimator": "k3", "kl_ratio_weighted": False, "entropy_coef": 0.0,
     "temperature": 1.0, "logit_scale": 1.0, "ignore_index": -100, "return_entropy": False,
     "inplace_backward": False, "logits_dtype": "float32", "schedule": "auto", "normalize_within": False,
+    "memory": "auto",
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "engine": "transformers", "skip_inactive": "backward",
     "backend": "auto", "objective": gk.GSPO(), "parallel": gk.Parallel(), "scale": "group", "eps": 1e-4,
     "level": "token", "reduce": "mean", "mode": "truncate", "beta": 0.5, "top_k_of": "teacher",

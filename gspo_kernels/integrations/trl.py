@@ -252,6 +252,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     Args:
         model, reward_funcs, args, more, named: as ``GRPOTrainer`` takes them.
         max_chunk_bytes: the most bytes of logits at a time; None: ``fused_linear_policy_loss``'s default.
+        memory: "auto" or "least", see ``explain_schedule``.
 
     Raises:
         IntegrationError: an option or model that would not give TRL's loss; the message names it.
@@ -264,9 +265,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         args: GRPOConfig | None = None,
         *more: Any,
         max_chunk_bytes: int | None = None,
+        memory: str = "auto",
         **named: Any,
     ):
-        self._max_chunk_bytes = max_chunk_bytes
+        self._memory: dict[str, Any] = {"max_chunk_bytes": max_chunk_bytes, "memory": memory}
         if args is not None:
             _check(args)
         super().__init__(model, reward_funcs, args, *more, **named)
@@ -339,7 +341,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             prompt = input_ids.shape[1] - arguments["logits_to_keep"]
             fused: dict[str, Any] = {
                 "temperature": self.temperature,
-                "max_chunk_bytes": self._max_chunk_bytes,
+                **self._memory,
                 "return_entropy": arguments.get("compute_entropy", False),
             }
             if not terms:

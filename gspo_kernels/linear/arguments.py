@@ -12,6 +12,7 @@ from gspo_kernels import checks
 from gspo_kernels.invariance import in_force
 from gspo_kernels.linear.call import Chunking
 from gspo_kernels.linear.products import fixed_unavailable
+from gspo_kernels.linear.schedule import LEAST_BYTES, MEMORY
 from gspo_kernels.logit_options import check_scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.parallel.groups import Parallel
@@ -26,6 +27,7 @@ class ProductOptions(NamedTuple):
     logits_dtype: str = "float32"
     max_chunk_bytes: int | None = None
     batch_invariant: bool | None = None
+    memory: str = "auto"
 
     def normalize(self, compact: bool, parallel: Parallel) -> Chunking:
         """Check the options; a budget of None becomes 0, the default."""
@@ -33,6 +35,13 @@ class ProductOptions(NamedTuple):
         budget = self.max_chunk_bytes
         if budget is not None and checks.integer("max_chunk_bytes", budget) < 1:
             raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1: a chunk is at least a row")
+        checks.choice("memory", self.memory, MEMORY)
+        if self.memory == "least":
+            if budget is not None:
+                raise ValueError(
+                    f"max_chunk_bytes: got {budget}, expected None beside memory='least', which chooses"
+                )
+            budget = LEAST_BYTES
         reduces, scattered = parallel.reduce_hidden_grad, parallel.sequence_parallel
         if parallel.tp_group is None and (scattered or not reduces):
             name = "sequence_parallel" if scattered else "reduce_hidden_grad"

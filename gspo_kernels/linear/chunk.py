@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels import bits
 from gspo_kernels.types import LogitRows, RowOptions, RowStats
 
 
@@ -31,6 +32,16 @@ class Chunk(NamedTuple):
         """Return logits [n, V] of the chunk as backends take them."""
         options = self.options
         return LogitRows(logits.unsqueeze(0), self.labels, options.transform, options.ignore_index)
+
+    def columns(self, first: int, last: int, label: int) -> Chunk:
+        """Return the chunk for some columns of its logits; ``label`` is the token id of the first. Labels
+        count from there, and those of other columns lie outside.
+        """
+        transform, ignore_index = self.options.transform, self.options.ignore_index - label
+        if transform.kept is not None:
+            transform = transform._replace(kept=bits.part(transform.kept, first, last - first))
+        options = self.options._replace(transform=transform, ignore_index=ignore_index)
+        return self._replace(labels=self.labels.to(torch.int64) - label, options=options)
 
     def select(self, keep: Tensor) -> Chunk:
         """Return a chunk of the rows with these indices."""

@@ -15,13 +15,21 @@ from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import GradientRows, HeadSums
 from gspo_kernels.ops.backends import hidden_kernels, load
 from gspo_kernels.ops.library import Operator
+from gspo_kernels.ops.memory import used_memory
+from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.torch_internals import refuse_second_derivatives
-from gspo_kernels.types import RowGradients, stats_dtype
+from gspo_kernels.types import RowGradients, RowStats, stats_dtype
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import Work
+
+
+BLOCK_COLUMNS = {"cpu": 16384, "cuda": 4096}
+"""Columns of logits in a block of ``Gradients.add_by_columns``. On a GPU each block adds to dHidden, so it
+reads and writes 8NH bytes in a product of 2N * 4096 * H operations: 1,024 operations a byte, where a GPU has
+time for 160 to 240. On a CPU smaller blocks are new pages of memory each time."""
 
 
 class HeadGradients(NamedTuple):
@@ -57,7 +65,7 @@ class Gradients:
     """dHidden, dWeight and dBias of a chunked call.
 
     Attributes:
-        hidden: [B, T, H] in hidden's dtype, or None.
+        hidden: [B, T, H] in hidden's dtype; None until rows are stored, so that other memory may come first.
         scales: None, or a factor per row in the statistics' dtype: dHidden is ``scales * hidden``. Rows of
             ``hidden`` are then normalised by powers of two, so that fp16 loses nothing whatever the
             coefficients.
@@ -66,17 +74,19 @@ class Gradients:
         one: 0-d, 1 in that dtype.
     """
 
-    def __init__(self, call: Call, needs: RequiresGrad, normalised: bool, all_rows: bool = False):
-        """``all_rows``: a gradient of every row will be stored."""
+    def __init__(
+        self, call: Call, needs: RequiresGrad, normalised: bool, all_rows: bool = False, once: bool = False
+    ):
+        """``all_rows``: a gradient of every row will be stored. ``once``: see ``HeadSums``."""
         self.call, self.needs, hidden = call, needs, call.hidden
         self.dtype, shape, device = stats_dtype(hidden.dtype), hidden.shape, hidden.device
-        self.hidden = self.scales = None
-        if needs.hidden:
-            self.hidden = (torch.empty if all_rows else torch.zeros)(shape, dtype=hidden.dtype, device=device)
+        self.hidden: Tensor | None = None
+        self.scales: Tensor | None = None
+        self._new_hidden = torch.empty if all_rows else torch.zeros
         if normalised:
             stored = all_rows and needs.hidden
             self.scales = (torch.empty if stored else torch.ones)(shape[:-1], dtype=self.dtype, device=device)
-        self.sums = HeadSums(call.products, needs, call.options.backend)
+        self.sums = HeadSums(call.products, needs, call.options.backend, once)
         self.one = torch.ones((), dtype=self.dtype, device=device)
 
     def add(
@@ -118,35 +128,54 @@ class Gradients:
         if projected.written:
             assert grad_entropy is None
             return GradientRows(projected.values, coefficients, projected.factors, active)
-        of_logprobs, of_entropy = ones, None
+        grads = RowGradients(ones.unsqueeze(0))
         if grad_entropy is not None:
             # a row then has two coefficients, so they go into the row itself
-            both = torch.maximum(coefficients.abs(), grad_entropy.abs())
-            scale = power_of_two(both.to(self.dtype))
-            of_logprobs, of_entropy = coefficients / scale, (grad_entropy / scale).unsqueeze(0)
-            coefficients = scale
+            grads, coefficients = self._normalised(coefficients, grad_entropy)
         values = self.call.products.rows_memory(projected.values)
-        grads, rows = RowGradients(of_logprobs.unsqueeze(0), of_entropy), chunk.rows(projected.values)
+        rows = chunk.rows(projected.values)
         self.call.products.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
         return GradientRows(values, coefficients, None, active)
 
-    def add_rows(self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None) -> None:
+    def _normalised(self, grad: Tensor, grad_entropy: Tensor | None) -> tuple[RowGradients, Tensor]:
+        """Divide the coefficients of each row by a power of two, so that 16 bits can hold the row; return
+        them and the powers.
+        """
+        size = grad.abs() if grad_entropy is None else torch.maximum(grad.abs(), grad_entropy.abs())
+        powers = power_of_two(size.to(self.dtype))
+
+        def normalised(values: Tensor) -> Tensor:
+            # finite, also where the power cannot follow: sums over rows would make NaN of infinities
+            return (values / powers).clamp(-16.0, 16.0).unsqueeze(0)
+
+        of_entropy = None if grad_entropy is None else normalised(grad_entropy)
+        return RowGradients(normalised(grad), of_entropy), powers
+
+    def add_rows(
+        self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None, of_hidden: Tensor | None = None
+    ) -> None:
         """Add the gradient products of rows. Those of weight and bias go to ``sums``; None: to ``self.sums``.
 
         Ranks sum dHidden while dWeight is multiplied. In batch-invariant calls the whole coefficient
-        multiplies dHidden last, as in ``scale``.
+        multiplies dHidden last, as in ``scale``. ``of_hidden`` is the rows' product with the weight, where
+        that with hidden states has been added already.
         """
-        call = self.call
+        call, values = self.call, of_hidden
         works: list[Work] = []
-        if self.hidden is not None:
-            values = call.products.grad_hidden(rows.values)
+        if self.needs.hidden:
+            values = call.products.grad_hidden(rows.values) if values is None else values
             group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
             if group and call.tokens is not None:
                 values, works = call.tokens.reduce(values, chunk.where)
             elif group:
                 works = [begin_sum_(group, values)]
-        (self.sums if sums is None else sums).add(rows, chunk.hidden, chunk.where, call.labels)
-        if self.hidden is None:
+        if of_hidden is None and (self.needs.weight or self.needs.bias):
+            sums, segments = self.sums if sums is None else sums, call.products.segments
+            parts = (rows.values, *sums.operands(chunk.hidden, *rows[1:]))
+            whole = [(parts, None)] if segments is None else segments.cut(parts, chunk.where, call.labels)
+            for piece, ends in whole:
+                sums.add(piece, ends)
+        if values is None:
             return
         for work in works:
             work.wait()
@@ -155,11 +184,58 @@ class Gradients:
             # this rank has the hidden states of only some rows
             local, where = call.tokens.own_rows(where, call.labels.device)
             coefficients, factors = coefficients[local], None if factors is None else factors[local]
+        if self.hidden is None:
+            self.hidden = self._new_hidden(call.hidden.shape, dtype=call.hidden.dtype, device=values.device)
         hidden = self.hidden.view(-1, values.shape[1])
         scales = None if self.scales is None else self.scales.view(-1)
         call.hidden_kernels.store_hidden(
             values, coefficients, factors, where, hidden, scales, call.chunking.batch_invariant
         )
+
+    def add_by_columns(
+        self, chunk: Chunk, stats: RowStats, grad: Tensor, grad_entropy: Tensor | None, width: int
+    ) -> None:
+        """Add the gradients of all rows of a call at once, some columns at a time.
+
+        With p = exp(z - lse) and a, b = dLoss/dlogprob, dLoss/dentropy, no column v needs another one:
+
+            row_v = a (onehot_v - p_v) - b p_v (log p_v + entropy)
+            dWeight_v = sum over rows of row_v hidden,    dHidden = sum over columns of row_v weight_v
+
+        So a block of dWeight is one product, rounded once, and dHidden is added up in [n, H].
+
+        Args:
+            chunk: the rows.
+            stats: their statistics, [1, n] each.
+            grad, grad_entropy: a and b, [n], or None.
+            width: how many columns at a time.
+        """
+        products, V = self.call.products, self.call.products.vocabulary
+        backend, start = load(self.call.options.backend), columns_of(self.call.options.shard, V)[0]
+        # without a label in the vocabulary the log-prob is NaN and depends on no logit
+        grad = grad.masked_fill((stats.logprobs.isnan() & stats.lse.isfinite()).squeeze(0), 0.0)
+        grads, powers = self._normalised(grad, grad_entropy)
+        operands: tuple[Tensor, ...] = ()
+        if self.needs.weight or self.needs.bias:
+            operands = self.sums.operands(chunk.hidden, powers, None, is_active(grad, grad_entropy))
+        # on the CPU rows whose distance is a power of two would share a few cache lines
+        shape = torch.Size((chunk.size, width + 16 if chunk.hidden.is_cpu else width))
+        memory = used_memory(shape, products.dtype, chunk.hidden.device)
+        total: Tensor | None = None
+        for first in range(0, V, width):
+            last = min(first + width, V)
+            block = products.columns(first, last)
+            logits = block.logits(chunk.hidden, memory[:, : last - first])
+            values, rows = block.rows_memory(logits), chunk.columns(first, last, start + first).rows(logits)
+            backend.logprobs_backward(rows, stats, grads, values.unsqueeze(0), sharded=True)
+            if self.needs.hidden:
+                total = block.grad_hidden(values, total)
+            if operands:
+                self.sums.add((values, *operands), None, block, first)
+            del logits, values, rows
+        del memory, operands
+        if total is not None:
+            self.add_rows(GradientRows(total, powers), chunk, of_hidden=total)
 
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
         """Multiply rows of dHidden, at some positions, by coefficients that were not known before."""
@@ -175,6 +251,8 @@ class Gradients:
     def result(self) -> HeadGradients:
         """Return the gradients as an operator returns them."""
         hidden, sums = self.call.hidden, self.sums.result()
+        if self.needs.hidden and self.hidden is None:
+            self.hidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         dtype = hidden.dtype if self.scales is None else self.dtype
         weight, bias = (None if total is None else total.to(dtype) for total in sums)
         # one empty tensor each: an operator's outputs may not be the same tensor
@@ -186,6 +264,23 @@ class Gradients:
 def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
     """Return which rows have a gradient, as bool."""
     return grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
+
+
+def block_width(call: Call, rows: int) -> int:
+    """Return how many columns of ``rows`` rows are projected again at a time, with no more logits than a
+    chunk has; 0: all, in chunks of rows.
+
+    Weights of more than 16 bits show in gradients whether logits are those of the statistics, bit by bit, so
+    they take chunks. So do batch-invariant calls, whose sums over rows have an order. Ranks that share the
+    vocabulary sum dHidden once for all rows, however few columns one of them has.
+    """
+    V = call.products.vocabulary
+    if not rows or not call.products.by_columns:
+        return 0
+    columns = min(BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"], max(1, call.chunk_rows * V // rows))
+    if columns > 64:
+        columns -= columns % 64
+    return min(columns, V) if columns < V or call.options.shard.group else 0
 
 
 def recompute(
@@ -206,8 +301,11 @@ def recompute(
             exp(z - lse) of a peaked row shows the last bit of z.
         grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of these rows, [n], or None.
     """
-    products, done = scores.call.products, 0
-    for chunk in scores.call.chunks(where):
+    call, products, done = scores.call, scores.call.products, 0
+    if width := block_width(call, len(grad)):
+        gradients.add_by_columns(call.chunk(where), scores.at(where), grad, grad_entropy, width)
+        return
+    for chunk in call.chunks(where):
         now = slice(done, done + chunk.size)
         entropy = None if grad_entropy is None else grad_entropy[now]
         if new_stats:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.call import Call, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, block_width, is_active, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
@@ -39,20 +39,21 @@ def linear_logprobs_backward(
     grad_entropy: Tensor | None,
     skip: bool,
 ) -> HeadGradients:
-    """Return the gradients of hidden, weight and bias, recomputing logits chunk by chunk.
+    """Return the gradients of hidden, weight and bias, from logits that are computed once more.
 
     ``skip`` leaves rows without gradient out of every product.
     """
     call = Call(operands)
     scores = Scores(call, False, stats)
-    gradients = Gradients(call, needs, normalised=False)
     new_stats, where = False, call.projected
     if skip and call.products.rows_worth_a_look <= call.labels.numel():
         keep = is_active(grad_logprobs, grad_entropy) & call.counted
         new_stats = call.products.varies and not torch.equal(keep, call.counted)
         where = call.index(keep)
+    grad = grad_logprobs.flatten()[where]
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
-    recompute(scores, gradients, where, new_stats, grad_logprobs.flatten()[where], grad_entropy)
+    gradients = Gradients(call, needs, normalised=False, once=block_width(call, len(grad)) > 0)
+    recompute(scores, gradients, where, new_stats, grad, grad_entropy)
     return gradients.result()
 
 

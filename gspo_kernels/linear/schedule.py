@@ -13,7 +13,14 @@ sequences that determine each other's coefficients: one sequence, a group of the
 | two_pass | always | (1 + 3f)G | rows with a gradient are projected once more |
 
 "auto" is the first row of the table that is exact for the call: groups that fit in a chunk are aligned, each
-longer group is deferred. If no input needs a gradient, there is only the forward product.
+longer group is deferred, or two_pass if it is shorter than ``DEFERRED_ROWS``. If no input needs a gradient,
+there is only the forward product.
+
+How many rows of logits exist at once follows ``memory``. "auto" takes chunks of ``max_chunk_bytes``, on a
+GPU 4,096 rows by default: a chunk moves 8VH bytes of dWeight's fp32 sum in products of 6 * 4096 VH
+operations, 3,072 a byte, where a GPU has time for 160 to 240. With R rows in a chunk and 16-bit weights the
+peak is 4RV + 4VH + 2NH + 6RH bytes. "least" is two_pass with ``LEAST_BYTES`` of logits, or frozen where
+that is exact: up to 16,384 tokens the peak is 16,384N + 2VH + 6NH bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +34,19 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.plan import Plan
 from gspo_kernels.terms import Terms
 
+MEMORY = ("auto", "least")
+LEAST_BYTES = 256 * 2**20
+"""``max_chunk_bytes`` of ``memory="least"``. Statistics then take 441 rows of 151,936 logits at a time,
+enough for products at full speed, and blocks of up to 16,384 rows have all of ``gradients.BLOCK_COLUMNS``."""
+DEFERRED_ROWS = {"cpu": 192, "cuda": 2048}
+"""The rows from which on a group that doesn't fit in a chunk is deferred.
+
+"deferred" saves one of two_pass's four products, 2L VH operations for L rows. It moves 8VH bytes per chunk
+of R rows, and 12VH to add a sequence's sums; two_pass moves 8LH bytes of dHidden per block. On a GPU with
+time for 200 operations a byte, deferred is faster from L (2 / 200 + 8 / 4096 - 8 / R) = 12 on: 1,200 rows
+in chunks of 4,096 rows, 2,900 in chunks of 1,024. Measured on AMD AVX-512, one thread, V = 32,000, H = 512,
+in two chunks, two_pass takes 0.57 (32 rows), 0.76 (64), 0.90 (128), 1.07 (256) and 1.14 (512) times as long
+in bf16, and 0.81, 0.87, 0.93, 1.06 and 1.14 times in fp32."""
 SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
@@ -74,7 +94,9 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
     return reasons
 
 
-def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise: bool) -> tuple[str, str]:
+def choose(
+    schedule: str, reasons: dict[str, str], learns: bool, may_synchronise: bool, memory: str = "auto"
+) -> tuple[str, str]:
     """Return the schedule of a call, and the reason for it, without looking at any value.
 
     "two_pass" projects again in the backward; all others compute the gradient along with the loss. "auto"
@@ -85,20 +107,27 @@ def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise
         reasons: what ``unsupported`` returns.
         learns: whether any input needs a gradient.
         may_synchronise: whether sequence lengths may be read from the device.
+        memory: "auto" or "least".
 
     Raises:
-        ValueError: unknown name, or a schedule that is not exact for the call.
+        ValueError: unknown name, a schedule that is not exact for the call, or a schedule beside "least".
     """
     if not isinstance(schedule, str) or schedule not in ("auto", *SCHEDULES):
         raise ValueError(
             f"schedule: got {schedule!r}, expected 'auto' or one of {', '.join(map(repr, SCHEDULES))}"
         )
+    if memory == "least" and schedule != "auto":
+        raise ValueError(f"schedule: got {schedule!r}, expected 'auto' beside memory='least', which chooses")
     if schedule in reasons:
         raise ValueError(f"schedule: {schedule!r} is not exact here: {reasons[schedule]}; use 'auto'")
     if not learns:
         return "two_pass", "no input needs a gradient, so there is only the forward product"
     if schedule != "auto":
         return schedule, "it was passed"
+    if memory == "least" and ("frozen" in reasons or not may_synchronise):
+        return "two_pass", "memory='least' keeps neither many logits nor a sum of dWeight in fp32"
+    if memory == "least":
+        return "frozen", "the lm_head is frozen, so memory='least' has nothing else to keep than dHidden"
     if "known" not in reasons:
         return "known", "every token's coefficient is known beforehand or a function of its own log-prob"
     if not may_synchronise:
@@ -123,9 +152,7 @@ class Part(NamedTuple):
     inactive_rows: int = 0
 
 
-def plan_parts(
-    schedule: str, rows: Sequence[int], inactive: int, chunk_rows: int, defers: bool
-) -> list[Part]:
+def plan_parts(schedule: str, rows: Sequence[int], inactive: int, chunk_rows: int, defers: int) -> list[Part]:
     """Cut groups into parts.
 
     Args:
@@ -133,7 +160,7 @@ def plan_parts(
         rows: the number of rows of each group.
         inactive: how many groups at the end have no gradient, whatever the forward gives.
         chunk_rows: rows of logits that fit the budget.
-        defers: whether "deferred" is exact for the call.
+        defers: from how many rows on a group that doesn't fit is deferred; 0: none is.
 
     Raises:
         ValueError: "aligned" by name, but a group doesn't fit in a chunk.
@@ -146,8 +173,11 @@ def plan_parts(
         )
     schedules = [schedule] * len(working)
     if schedule == "auto":
-        longer = "deferred" if defers else "two_pass"
-        schedules = ["aligned" if count <= chunk_rows else longer for count in working]
+        fits = ["aligned" if count <= chunk_rows else "two_pass" for count in working]
+        schedules = [
+            "deferred" if name == "two_pass" and 0 < defers <= count else name
+            for name, count in zip(fits, working, strict=True)
+        ]
     parts: list[Part] = []
     for name, run in itertools.groupby(range(len(working)), schedules.__getitem__):
         members = list(run)

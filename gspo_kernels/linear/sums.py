@@ -38,14 +38,17 @@ class HeadSums:
     fp16 a power of two is the unit of the sum; it grows with the largest coefficient so far.
     """
 
-    def __init__(self, products: Products, needs: RequiresGrad, backend: str):
+    def __init__(self, products: Products, needs: RequiresGrad, backend: str, once: bool = False):
+        """``once``: only the rows of one ``add_columns`` enter, so that dWeight has its own dtype at once."""
         weight = products.trained
         self._dtype, device = stats_dtype(weight.dtype), weight.device
         self._products, self._backend, self._kernels = products, load(backend), hidden_kernels(backend)
         self._power: Tensor | None = None
+        self._wide: Tensor | None = None
+        dtype = weight.dtype if once else self._dtype
         # a sum that is rounded to the gradient's dtype is freed by the end of the backward
-        memory = torch.empty if self._dtype == weight.dtype else used_memory
-        self._weight = memory(weight.shape, dtype=self._dtype, device=device) if needs.weight else None
+        memory = torch.empty if dtype == weight.dtype else used_memory
+        self._weight = memory(weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = None
         if needs.bias:
             self._bias = torch.zeros(products.vocabulary, dtype=self._dtype, device=device)
@@ -57,47 +60,67 @@ class HeadSums:
         if self._bias is not None:
             self._bias.zero_()
 
-    def add(self, rows: GradientRows, hidden: Tensor, where: slice | Tensor, labels: Tensor) -> None:
-        """Add the gradients from rows with hidden states [n, H], at the positions ``where`` in a call with
-        ``labels`` [B, T].
+    def operands(
+        self, hidden: Tensor, coefficients: Tensor, factors: Tensor | None, active: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return what multiplies rows, see ``GradientRows``: for dWeight their hidden states times their
+        coefficients, and for dBias, if it is needed, the coefficients.
         """
-        if self._weight is None and self._bias is None:
-            return
-        products, kernels, bound = self._products, self._kernels, MAX_IN_SUMS[self._dtype]
-        values, coefficients, factors, active = rows
+        products, bound = self._products, MAX_IN_SUMS[self._dtype]
         unit = None
-        if self._weight is not None and values.dtype == torch.float16:
-            unit = self._unit(rows)
+        if self._weight is not None and products.rows_dtype == torch.float16:
+            unit = self._unit(coefficients, factors)
         if products.first_column:
             hidden = hidden[:, products.first_column :]
         dtype = products.operand_dtype
-        operand = kernels.product_operand(hidden, coefficients, factors, active, unit, bound, dtype)
-        parts: tuple[Tensor, ...] = (values, operand)
-        if self._bias is not None:
-            # what multiplies the rows
-            share = coefficients.to(self._dtype).clamp(-bound, bound)
-            parts = (*parts, share if factors is None else times(factors, share))
-        if products.segments is None:
-            self._add(parts, None)
-            return
-        for piece, ends in products.segments.cut(parts, where, labels):
-            self._add(piece, ends)
+        operand = self._kernels.product_operand(hidden, coefficients, factors, active, unit, bound, dtype)
+        if self._bias is None:
+            return (operand,)
+        share = coefficients.to(self._dtype).clamp(-bound, bound)
+        return operand, share if factors is None else times(factors, share)
 
-    def _add(self, parts: tuple[Tensor, ...], ends: Tensor | None) -> None:
+    def add(
+        self,
+        parts: tuple[Tensor, ...],
+        ends: Tensor | None = None,
+        block: Products | None = None,
+        first: int = 0,
+    ) -> None:
+        """Add the gradients of rows, or of some of their columns.
+
+        Args:
+            parts: rows [n, V], and their ``operands``.
+            ends: see ``Products.add_weight``.
+            block, first: the products of the columns from ``first`` on, where rows have only these; all
+                columns come, in order.
+        """
+        products = self._products if block is None else block
+        last = first + products.vocabulary
         values, operand, *factors = parts
         if self._weight is not None:
-            self._products.add_weight(self._weight, values, operand, self._empty, ends)
+            total = self._weight[first:last]
+            if total.dtype == self._dtype or (products.writes_16_bits and self._power is None):
+                products.add_weight(total, values, operand, self._empty, ends)
+            else:
+                if self._wide is None:
+                    self._wide = used_memory(total.shape, self._dtype, total.device)
+                wide = self._wide[: len(total)]
+                products.add_weight(wide, values, operand, True, ends)
+                total.copy_(wide if self._power is None else wide.mul_(self._power))
         if self._bias is not None:
-            self._products.add_bias(self._bias, values, factors[0], self._empty, ends)
-        self._empty = False
+            products.add_bias(self._bias[first:last], values, factors[0], self._empty, ends)
+        if last == self._products.vocabulary:
+            self._empty = False
+            if self._wide is not None:
+                self._power = self._wide = None  # dWeight is rounded, and not in units
 
-    def _unit(self, rows: GradientRows) -> Tensor:
-        """Raise the unit of dWeight's sum to at least the rows' largest factor, and return it."""
+    def _unit(self, coefficients: Tensor, factors: Tensor | None) -> Tensor:
+        """Raise the unit of dWeight's sum to at least the largest factor of rows, and return it."""
         total, before, bound = self._weight, self._power, MAX_IN_SUMS[self._dtype]
         assert total is not None
         if before is None and not self._empty:
             before = torch.ones((), dtype=total.dtype, device=total.device)
-        unit, shrink = self._kernels.sum_unit(rows.coefficients, rows.factors, before, bound, total.dtype)
+        unit, shrink = self._kernels.sum_unit(coefficients, factors, before, bound, self._dtype)
         if before is not None:
             self._backend.scale_(total, shrink)  # costs nothing if the unit stays
         self._power = unit
@@ -122,7 +145,7 @@ class HeadSums:
         """Return dWeight and dBias."""
         if self._products.segments is not None:
             for piece, ends in self._products.segments.rest():
-                self._add(piece, ends)
+                self.add(piece, ends)
         if self._empty and self._weight is not None:
             self._weight.zero_()
             self._empty = False

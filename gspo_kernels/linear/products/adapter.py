@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -34,11 +36,18 @@ class AdapterProducts(Products):
             out.addmm_(low.to(out.dtype), self.trained.t().to(out.dtype))
         return out
 
-    def grad_hidden(self, rows: Tensor) -> Tensor:
+    def columns(self, first: int, last: int) -> AdapterProducts:
+        """Return the products with rows of both matrices."""
+        block = cast(AdapterProducts, super().columns(first, last))
+        block.base = self.base.columns(first, last)
+        return block
+
+    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply rows [n, V] by both matrices: [n, H + r] in the statistics' dtype."""
         parts = type(self.base)(in_parts(self.trained, rows.dtype), None, "float32", False, self.options)
         low = sum_of_parts(parts.grad_hidden(rows), self.trained.shape[1])
-        return torch.cat([self.base.grad_hidden(rows), low], 1)
+        product = torch.cat([self.base.grad_hidden(rows), low], 1)
+        return product if total is None else total.add_(product)
 
     def add_weight(
         self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None

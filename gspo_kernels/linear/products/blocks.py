@@ -12,7 +12,7 @@ from gspo_kernels import cpp
 from gspo_kernels.cpp import operators, row_options
 from gspo_kernels.cpp.products import INSTRUCTIONS, multiply
 from gspo_kernels.linear.chunk import Chunk
-from gspo_kernels.linear.products.pytorch import SlabProducts, in_parts, sum_of_parts
+from gspo_kernels.linear.products.pytorch import LOGITS_SLAB, SlabProducts, in_parts, sum_of_parts
 from gspo_kernels.types import RowStats, stats_dtype
 
 BLOCK = 2048
@@ -94,6 +94,12 @@ class StreamedProducts(SlabProducts):
         """Return more rows than there may be logits where none are written."""
         return max(rows, STATISTICS_ROWS) if self.fuses and self.streams else rows
 
+    def statistics_bytes(self, rows: int) -> int:
+        """Return the bytes of a slab of logits, or nothing where a block is reduced as it is computed."""
+        if not self.streams:
+            return super().statistics_bytes(rows)
+        return 0 if self.fuses else rows * min(self.vocabulary, LOGITS_SLAB) * self.rows_dtype.itemsize
+
     def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
         """Return statistics without writing logits, with the bits of those of written logits."""
         if not self.streams:
@@ -119,10 +125,12 @@ class BlockProducts(StreamedProducts):
             return super().logits(hidden, out)
         return multiply(hidden, self.weight.t(), out, bias=self.bias)
 
-    def grad_hidden(self, rows: Tensor) -> Tensor:
+    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply rows by the weight in fp32."""
-        out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
-        return multiply(rows, self.weight, out)
+        out = total
+        if out is None:
+            out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
+        return multiply(rows, self.weight, out, accumulate=total is not None)
 
     def add_weight(
         self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None

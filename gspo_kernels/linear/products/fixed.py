@@ -50,10 +50,12 @@ class FixedProducts(BlockProducts):
         fixed_product(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
         return out.copy_(wide) if rounds else out
 
-    def grad_hidden(self, rows: Tensor) -> Tensor:
+    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply rows by the weight."""
-        out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
-        return fixed_product(rows, self.weight, out)
+        out = total
+        if out is None:
+            out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
+        return fixed_product(rows, self.weight, out, accumulate=total is not None)
 
     def add_weight(
         self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None

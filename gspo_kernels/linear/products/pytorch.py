@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
@@ -49,6 +50,8 @@ class Products:
         row_bytes: bytes of a row of logits, plus those of its gradient row where this has a wider dtype.
         varies: whether gradients show that logits were projected again along with other rows: their last bit
             may then differ, which shows with weights of more than 16 bits.
+        by_columns: whether logits that are projected again come some columns at a time, see
+            ``gradients.add_by_columns``.
         operand_dtype: the dtype of the hidden states that are multiplied for dWeight.
         first_column: the first column of hidden states that ``trained`` multiplies.
         max_rows: how many rows of logits to make room for.
@@ -63,6 +66,8 @@ class Products:
     """Of what chunks have a multiple of rows, if they have more."""
     segments: Segments | None = None
     """Cuts rows into segments where sums over rows have a fixed order."""
+    writes_16_bits = True
+    """Whether a sum for dWeight may have the dtype of 16-bit rows, so that the product rounds it."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, logits_dtype: str, converts: bool, options: RowOptions
@@ -74,6 +79,7 @@ class Products:
         self.vocabulary = weight.shape[0]
         exact = weight.dtype in (torch.float32, torch.float64)
         self.varies = exact and self.any_order
+        self.by_columns = not exact and self.any_order
         self.dtype = weight.dtype if exact or logits_dtype == "input" else torch.float32
         self.rows_dtype = stats_dtype(weight.dtype) if converts else weight.dtype
         extra = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
@@ -83,11 +89,23 @@ class Products:
         self.max_rows = 0
         self._logits: Tensor | None = None
 
+    def columns(self, first: int, last: int) -> Products:
+        """Return the products of some columns of the logits: of a head with these rows of the weight."""
+        block = copy.copy(self)
+        block.weight, block.trained = self.weight[first:last], self.trained[first:last]
+        block.bias = None if self.bias is None else self.bias[first:last]
+        block.vocabulary = last - first
+        return block
+
     # --- chunks
 
     def statistics_rows(self, rows: int) -> int:
         """Return how many rows ``statistics`` takes at a time, where there may be ``rows`` of logits."""
         return rows
+
+    def statistics_bytes(self, rows: int) -> int:
+        """Return the bytes of logits that ``statistics`` of ``rows`` rows writes at a time."""
+        return rows * self.row_bytes
 
     def cut(self, count: int, rows: int) -> list[int]:
         """Return where chunks of at most ``rows`` of ``count`` rows end: they have about the same size."""
@@ -151,11 +169,14 @@ class Products:
 
     # --- gradient products
 
-    def grad_hidden(self, rows: Tensor) -> Tensor:
-        """Multiply rows [n, V] by the weight: [n, H] in the statistics' dtype."""
-        if rows.dtype in (torch.float16, torch.bfloat16):
-            return torch.mm(rows, self.weight, out_dtype=torch.float32)
-        return torch.mm(rows, self.weight)
+    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
+        """Multiply rows [n, V] by the weight: [n, H] in the statistics' dtype, or added to ``total``."""
+        wide = stats_dtype(rows.dtype)
+        if rows.dtype != wide:
+            if total is None:
+                return torch.mm(rows, self.weight, out_dtype=wide)
+            return torch.addmm(total, rows, self.weight, out_dtype=wide, out=total)
+        return torch.mm(rows, self.weight) if total is None else total.addmm_(rows, self.weight)
 
     def add_weight(
         self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
@@ -199,6 +220,7 @@ class SlabProducts(Products):
     """Products on devices where PyTorch has none from 16 bits to fp32: slabs of the weight are converted."""
 
     name = "torch.mm in slabs of the weight"
+    writes_16_bits = False
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Write logits slab by slab, or rounded ones by oneDNN where it has such a product."""
@@ -230,12 +252,13 @@ class SlabProducts(Products):
                 columns.add_(bias)
             yield first, columns
 
-    def grad_hidden(self, rows: Tensor) -> Tensor:
+    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply in the dtype of sums, slab by slab where the weight has another."""
-        weight = self.weight
+        weight, out = self.weight, total
         if rows.dtype == weight.dtype:
-            return torch.mm(rows, weight)
-        out = torch.zeros(rows.shape[0], weight.shape[1], dtype=rows.dtype, device=rows.device)
+            return torch.mm(rows, weight) if out is None else out.addmm_(rows, weight)
+        if out is None:
+            out = torch.zeros(rows.shape[0], weight.shape[1], dtype=rows.dtype, device=rows.device)
         for first in range(0, self.vocabulary, HIDDEN_SLAB):
             slab = slice(first, first + HIDDEN_SLAB)
             out.addmm_(rows[:, slab], weight[slab].to(rows.dtype))
