@@ -82,7 +82,7 @@ def arguments(kind, split, case):
     outside, half = torch.full_like(case.labels, VOCABULARY + 7), VOCABULARY // 2
     cut = torch.where(case.labels < half, case.labels + half, case.labels - half).unsqueeze(-1)
     yield f"labels: got {VOCABULARY + 7} in a counted position", replace(case, labels=outside), {}, True
-    yield "temperature: expected only positive", case, {"temperature": torch.zeros(B)}, True
+    yield "temperature: got 0, expected positive numbers", case, {"temperature": torch.zeros(B)}, True
     yield "temperature: got 0", case, {"temperature": 0.0}, True
     yield "which the sampling mask there cuts", case, {"kept_mask": gk.kept_mask(cut, VOCABULARY)}, True
     for name, value in {
@@ -140,7 +140,7 @@ def what_no_rank_sees_alone():
         ("hidden: the ranks have", {**groups, "sequence_parallel": True}),
         ("vocab_range: got (0, 3), expected (first, first + ", {**groups, "vocab_range": (0, 3)}),
         ("vocab_range: got (0, 64) without a tp_group", {"vocab_range": (0, 64)}),
-        ("sequence_parallel: got True without a tp_group", {"sequence_parallel": True}),
+        ("sequence_parallel: got True, expected False without a tp_group", {"sequence_parallel": True}),
     ):
         assert_all_raise(message, "all", calling("linear", linear, **options))
     for name in ("tp_group", "cp_group"):

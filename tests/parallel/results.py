@@ -120,7 +120,7 @@ def every_objective():
         close = {"rtol": 1e-9, "atol": 1e-12, "msg": str(objective)}
         for split in ("cp",) if everything else ("tp", "cp"):
             if split == "cp" and objective.needs_token_order:
-                with pytest.raises(ValueError, match=r"cp_group: .* looks at the order of tokens"):
+                with pytest.raises(ValueError, match=r"cp_group: .* depends on the order of tokens"):
                     run(case, split, objective)
                 continue
             found, out = run(case, split, objective, uneven=split == "tp", return_entropy=True)
