@@ -146,7 +146,7 @@ def what_no_rank_sees_alone():
     for name in ("tp_group", "cp_group"):
         assert_all_raise(f"{name}: got int", "all", lambda n=name: gk.Parallel(**{n: 3}))
     by_token = make_case("linear", "padded", "plain+token_advantages", vocabulary=VOCABULARY)
-    message = "skip_inactive: 'all' needs one advantage per sequence"
+    message = "skip_inactive: got 'all', expected 'backward': with cp_group"
     assert_all_raise(message, "all", lambda: run(by_token, "cp", gk.GRPO(), skip_inactive="all"))
 
 
