@@ -192,29 +192,22 @@ def load_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load_tensors(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    make_room: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None,
-) -> None:
-    """Load a checkpoint's weights into ``weights``, whole tensors or shards; all processes must call.
+def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Load a checkpoint into tensors of these names, whole or shards; all processes must call.
 
-    Names and shapes must equal those of the checkpoint. ``make_room`` gets the name and shape of every tensor
-    that is not a weight, and returns the tensor to load it into, or None to skip it.
+    The weights must be those of the checkpoint. Of the optimizer's state, what either lacks is left out.
     """
     with _reading(path):
         metadata = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
     shapes = {name: each.size for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
-    here = {name: weight.shape for name, weight in weights.items()}
+    here = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("weights/")}
     saved = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
     for name in sorted(here | saved):
         if here.get(name) != saved.get(name):
             other = f"{saved.get(name, 'nothing')}, the model as {here.get(name, 'nothing')}"
             raise InputError(f"the checkpoint is of another model: it has {name[8:]} as {other}")
-    rooms = {name: make_room(name, shape) for name, shape in shapes.items() if name not in saved}
-    targets = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
     with _reading(path), _all_processes():
-        load(targets, checkpoint_id=path / "tensors")
+        load({n: each for n, each in tensors.items() if n in shapes}, checkpoint_id=path / "tensors")
 
 
 @contextmanager

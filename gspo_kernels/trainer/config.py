@@ -168,6 +168,9 @@ class UpdateConfig(Section):
     )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third slower")
     entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
+    optimizer: Literal["adamw", "adamw_8bit"] = option(
+        "adamw", "adamw_8bit: torchao's, whose state takes 2 bytes per weight, not 8; not with FSDP2"
+    )
     learning_rate: float = option(1e-6, "AdamW's learning rate after the warmup", gt=0)
     warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0", ge=0)
     learning_rate_decay: Literal["none", "linear", "cosine"] = option("none", "to 0 at the last step")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -112,7 +114,9 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted = peft.get_peft_model(model, options)
+        with warnings.catch_warnings():  # peft asks transformers by a name that goes away
+            warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+            adapted = peft.get_peft_model(model, options)
     except ValueError as error:
         raise InputError(f"lora.target_modules: {error}") from error
     head_of(model)
@@ -361,7 +365,8 @@ def export_model(
 ) -> None:
     """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt.
 
-    All processes must call; each writes its own shards. Weights are as trained, or rounded to ``dtype``.
+    All processes must call; each writes its own shards. Weights are as trained, or rounded to ``dtype``. The
+    folder ``adapter`` in it has the adapters alone, as trained, for peft's ``PeftModel.from_pretrained``.
     """
     from transformers.utils import logging
 
@@ -381,6 +386,8 @@ def export_model(
             tokenizer.save_pretrained(path)
         if sharded:
             _write_shards(model, state, path, accelerator)
+        if hasattr(model, "peft_config"):
+            _write_adapters(model, path / "adapter", accelerator)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
@@ -415,6 +422,19 @@ def exported_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tens
 
     for name, weight in revert_weight_conversion(model, _merged(model, dtype)).items():
         yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _write_adapters(model: Any, path: Path, accelerator: Any) -> None:
+    """Write adapters in peft's format; they are small, so that under FSDP2 every process gathers them."""
+    import peft
+
+    named = peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    state = {f"base_model.model.{n}": x.full_tensor() if isinstance(x, DTensor) else x for n, x in named}
+    if accelerator.is_main_process:
+        config = copy.copy(model.peft_config["default"])
+        config.inference_mode = True
+        config.save_pretrained(path)
+        save_file(state, path / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 LARGEST_FILE = 5 * 10**9

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
@@ -129,6 +129,33 @@ def make_engine(trainer: Any, engine: Any, source: Any) -> Any:
     return vllm_engine(config, model, source, end_ids, longest, *rest)
 
 
+def make_optimizer(config: UpdateConfig, policy: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW of the weights that require gradients, with its state in fp32 or by torchao in 8 bit."""
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":  # the unfused optimizer makes temporary copies of every weight
+        return torch.optim.AdamW(weights, **options, fused=True)
+    if isinstance(policy, FSDPModule):
+        shards = "checkpoints cannot hold shards of its state; under FSDP2 use adamw"
+        raise InputError(f"update.optimizer: got 'adamw_8bit'; {shards}")
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        install = "pip install 'gspo-kernels[torchao]'"
+        raise InputError(f"update.optimizer: adamw_8bit needs torchao; {install}") from error
+    trial = nn.Parameter(torch.zeros(64, 64, dtype=torch.float32, device=weights[0].device))
+    trial.grad = torch.zeros_like(trial)
+    try:
+        AdamW8bit([trial]).step()
+    except Exception as error:  # of torch.compile
+        compiler = (
+            "torchao compiles its step, and torch.compile fails here, as without a C++ compiler or Triton"
+        )
+        raise InputError(f"update.optimizer: adamw_8bit: {compiler} ({error!s:.200})") from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(weights, **options)
+    return optimizer
+
+
 class Minibatch(NamedTuple):
     """The input of one optimizer update."""
 
@@ -153,12 +180,7 @@ class Updater:
         reference_mode: ReferenceMode = nullcontext,
     ) -> None:
         update = config.update
-        optimizer = torch.optim.AdamW(
-            [p for p in policy.parameters() if p.requires_grad],
-            lr=update.learning_rate,
-            weight_decay=update.weight_decay,
-            fused=True,  # the unfused optimizer makes temporary copies of every weight
-        )
+        optimizer = make_optimizer(update, policy)
         self.scheduler = LambdaLR(optimizer, partial(learning_rate_factor, config=update))
         self.accelerator = accelerator
         self.sharded = isinstance(policy, FSDPModule)
@@ -429,28 +451,26 @@ class Updater:
         for name, p in self._trained().items():
             tensors[f"weights/{name}"] = p.detach()
             for key, value in self.optimizer.state.get(p, {}).items():
-                tensors[f"optimizer/{key}/{name}"] = value
+                if parts := getattr(value, "tensor_attrs", ()):  # torchao's codes and scales
+                    tensors |= {f"optimizer/{key}.{part}/{name}": getattr(value, part) for part in parts}
+                else:
+                    tensors[f"optimizer/{key}/{name}"] = value
         return tensors
 
     def load(self, checkpoint: Path, updates: int) -> None:
         """Restore `tensors` from a checkpoint of any number of processes; refuse one of another model."""
-        trained = self._trained()
-
-        def optimizer_state(name: str, shape: torch.Size) -> Tensor:
-            """Make a tensor of the optimizer's state to load into: a new optimizer has none."""
-            _, key, name = name.split("/", 2)
-            p = trained[name]
-            like = p.detach()
-            if shape != p.shape:  # the number of steps
-                like = torch.zeros(shape, dtype=torch.float32, device=p.device)
-            self.optimizer.state[p][key] = torch.zeros_like(like, device=p.device)
-            state: Tensor = self.optimizer.state[p][key]
-            return state
-
-        load_tensors(checkpoint, {f"weights/{n}": p.detach() for n, p in trained.items()}, optimizer_state)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's scaler
+        for p in self._trained().values():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()  # only a step makes the state; weights and state are loaded over what it does
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            state["step"].zero_()  # as in a checkpoint from before the first update, which has no state
+        load_tensors(checkpoint, self.tensors())
         self.scheduler.last_epoch = updates
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.scheduler.base_lrs[0] * learning_rate_factor(updates, self.config.update)
+        factor = learning_rate_factor(updates, self.config.update)
+        for group, rate in zip(optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = rate * factor
 
     def _trained(self) -> dict[str, Tensor]:
         policy = self.policy if self.sharded else self.accelerator.unwrap_model(self.policy)

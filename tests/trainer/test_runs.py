@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
+from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -226,11 +227,23 @@ def test_a_run_goes_on_longer_or_with_other_settings_by_force(tmp_path, tokenize
         shutil.rmtree(changed.directory.latest_checkpoint())
 
 
-def test_adapters_are_trained_alone_and_resume_bit_for_bit(tmp_path, tokenizer):
+@pytest.fixture(params=["adamw", "adamw_8bit"])
+def optimizer(request):
+    """Return the name of an optimizer; torchao's step runs as it is written, since compiling takes long."""
+    if request.param == "adamw_8bit":
+        pytest.importorskip("torchao")
+    torch.compiler.set_stance("force_eager")
+    yield request.param
+    torch.compiler.set_stance("default")
+
+
+def test_adapters_are_trained_alone_and_resume_bit_for_bit(tmp_path, tokenizer, optimizer):
     def train(name, steps, resume=False):
-        sections = {"lora": {"rank": 2}, "kl": {"beta": 0.05}}
-        config = small_config(tmp_path / name, update={"steps": steps, "learning_rate": 0.05}, **sections)
-        trainer = make_trainer(tokenizer, ROWS, odd_share, config)
+        sections = {"lora": {"rank": 64, "target_modules": "q_proj,o_proj"}, "kl": {"beta": 0.05}}
+        update = {"steps": steps, "learning_rate": 0.05, "warmup_updates": 3, "optimizer": optimizer}
+        config = small_config(tmp_path / name, update=update, **sections)
+        model = tiny_qwen3(tokenizer, hidden_size=64)
+        trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=model)
         before = weights(trainer.model)
         trainer.train(resume=resume)
         after = weights(trainer.model)
@@ -242,7 +255,24 @@ def test_adapters_are_trained_alone_and_resume_bit_for_bit(tmp_path, tokenizer):
     resumed = train("resumed", 3, resume=True)
     assert same(resumed[0], straight) and resumed[1] == distances and distances[-1] > 1e-6
     saved = RunDirectory(tmp_path / "resumed").latest_checkpoint()
-    assert all(".lora_" in n for n in FileSystemReader(saved / "tensors").read_metadata().state_dict_metadata)
+    names = FileSystemReader(saved / "tensors").read_metadata().state_dict_metadata
+    assert all(".lora_" in n for n in names)
+    assert any(n.startswith("optimizer/exp_avg.codes/") for n in names) == (optimizer == "adamw_8bit")
+
+
+def test_an_optimizer_in_8_bit_needs_torchao_and_a_compiler(tmp_path, tokenizer, monkeypatch):
+    def made():
+        config = small_config(tmp_path, update={"optimizer": "adamw_8bit"})
+        return make_trainer(tokenizer, ROWS, odd_share, config)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torchao.optim", None)
+        with pytest.raises(InputError, match=r"adamw_8bit needs torchao; .*gspo-kernels\[torchao\]"):
+            made()
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", MagicMock(side_effect=RuntimeError("no g++")))
+    with pytest.raises(InputError, match=r"adamw_8bit: torchao compiles its step, .* \(no g\+\+\)"):
+        made()
 
 
 @pytest.mark.parametrize("targets", ["lm_head,q_proj", "embed_tokens", "q_proj"])
@@ -266,6 +296,8 @@ def test_adapters_on_embedding_and_head_are_in_what_is_saved(tmp_path, tokenizer
             off = (saved(ids).logits.log_softmax(-1) - trained).abs().max()
             assert off < 1e-3 * moved and moved > 0.1
             assert saved.config.tie_word_embeddings == (tied and targets == "q_proj")
+            adapted = PeftModel.from_pretrained(copy.deepcopy(base), path / "adapter")
+            assert torch.equal(adapted(ids).logits.log_softmax(-1), trained)
 
 
 def test_what_reaches_the_update(tmp_path, tokenizer):
