@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -84,7 +85,9 @@ class Memory(NamedTuple):
     reference: int
     gradients: int
     optimizer: int
-    update: Sequence[tuple[int, int]]  # two numbers of tokens, and the bytes of a micro-batch of each
+    # two numbers of tokens, and for each the most bytes in a micro-batch's loss, without logits, and later
+    update: Sequence[tuple[int, int, int]]
+    chunk: tuple[int, int]  # rows of logits that the loss has at once at most, and bytes of one
     completion: int  # the cache and the logits of one completion that is being sampled
     rounded: int = 0  # copies of the weights in 16 bit, which sample
 
@@ -94,17 +97,23 @@ class Memory(NamedTuple):
         return sum(self[:4])
 
     def of_tokens(self, tokens: int) -> float:
-        """Return the bytes of a micro-batch: a line through the two that were traced."""
-        (few, low), (many, high) = self.update
-        return low + (high - low) * (tokens - few) / (many - few)
+        """Return the bytes of a micro-batch: lines through the traced ones, and a chunk of logits."""
+        few, many = self.update
+        share, (rows, row_bytes) = (tokens - few[0]) / (many[0] - few[0]), self.chunk
+        loss, later = (low + (high - low) * share for low, high in zip(few[1:], many[1:], strict=True))
+        return max(loss + min(rows, tokens) * row_bytes, later)
 
     def fitting(self, available: float) -> dict[str, int]:
         """Return the most tokens of a micro-batch, and completions of a batch, that fit."""
-        room, ((few, low), (many, high)) = RESERVE * available - self.fixed, self.update
-        tokens = int(few + (room - low) * (many - few) / (high - low)) // 256 * 256
-        rows = int((room + self.gradients - self.rounded) / self.completion)
-        most = {"micro_batch_tokens": max(tokens, 256), "batch_size": max(rows, 1)}
-        return {name: min(count, AUTO[name]) for name, count in most.items()}
+        room, steps = RESERVE * available - self.fixed, range(256, AUTO["micro_batch_tokens"] + 1, 256)
+        tokens = 256 * max(bisect_right(steps, room, key=self.of_tokens), 1)
+        rows = max(int((room + self.gradients - self.rounded) / self.completion), 1)
+        return {"micro_batch_tokens": tokens, "batch_size": min(rows, AUTO["batch_size"])}
+
+    def most(self, sizes: Mapping[str, int]) -> float:
+        """Return the most bytes at once; while completions are sampled there are no gradients."""
+        sampling = sizes["batch_size"] * self.completion + self.rounded - self.gradients
+        return self.fixed + max(self.of_tokens(sizes["micro_batch_tokens"]), sampling)
 
     def table(self, sizes: Mapping[str, int], available: float) -> str:
         """Return the table that is printed before a run, and what mends it if the run does not fit."""
@@ -113,19 +122,20 @@ class Memory(NamedTuple):
         parts: dict[str, float] = dict(zip(self._fields[:4], self[:4], strict=True))
         parts[f"update of {sizes['micro_batch_tokens']:,} tokens"] = update
         parts[f"sampling of {sizes['batch_size']:,} completions"] = sampling
-        sampling -= self.gradients  # there are none at this time
-        parts["most at once"] = self.fixed + max(update, sampling)
+        parts["most at once"] = self.most(sizes)
         parts["available"] = available
         lines = [f"  {name:<32}{count / 2**30:9.2f}" for name, count in parts.items() if count]
         if parts["most at once"] > available:
             enough = self.fixed + self.of_tokens(256) <= available
             options = UPDATE if enough else "lora.rank above 0, or FSDP2 on several devices"
-            options = options if update >= sampling else SAMPLING
+            options = options if update >= sampling - self.gradients else SAMPLING
             lines.append(f"  this will not fit; what helps: {options}")
         return "\n".join(["memory in GiB, counted, not measured on a GPU yet:", *lines])
 
 
-def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int) -> Memory:
+def memory_of(
+    policy: Any, reference: Any, config: TrainConfig, longest: int, device: torch.device | None = None
+) -> Memory:
     """Predict the memory of a run whose longest prompt has this many tokens; no weight is read or changed."""
     bf16, weights = config.update.precision == "bf16", list(policy.parameters())
     gradients = sum(p.nbytes for p in weights if p.requires_grad)
@@ -139,14 +149,23 @@ def memory_of(policy: Any, reference: Any, config: TrainConfig, longest: int) ->
                 empty.grad = torch.empty_like(empty) if tensor.requires_grad else None
             copies[id(tensor)] = empty
         fake = copy.deepcopy(policy, copies)
-        update = [(tokens, _update_bytes(fake, tokens, bf16)) for tokens in (256, AUTO["micro_batch_tokens"])]
+        update = [(n, *_update_bytes(fake, n, bf16)) for n in (256, AUTO["micro_batch_tokens"])]
         completion = _completion_bytes(fake.model, longest + config.rollout.max_new_tokens, bf16)
     total, other = (sum(p.nbytes for p in each) for each in (weights, frozen))
-    return Memory(total, other, gradients, 2 * gradients, update, completion, gradients // 2 * bf16)
+    state = 2 * gradients
+    if config.update.optimizer == "adamw_8bit":  # a byte for each number, a scale for each 256
+        sizes = [p.numel() for p in weights if p.requires_grad]
+        state = sum(2 * n + n // 32 if n >= 4096 and n % 256 == 0 else 8 * n for n in sizes)
+    head = policy.model.get_output_embeddings().weight
+    rows = chunk_rows(4 * head.shape[0], 0, device or torch.device("cpu"))
+    if head.requires_grad and config.rollout.max_new_tokens > rows:  # the sums of one sequence that is longer
+        update = [(n, loss + 4 * head.numel(), later) for n, loss, later in update]
+    logits, rounded = (rows, 4 * head.shape[0]), gradients // 2 * bf16
+    return Memory(total, other, gradients, state, update, logits, completion, rounded)
 
 
-def _update_bytes(policy: Any, tokens: int, bf16: bool) -> int:
-    """Return the most bytes during forward, loss and backward of a row of two sequences."""
+def _update_bytes(policy: Any, tokens: int, bf16: bool) -> tuple[int, int]:
+    """Return the most bytes in the loss of a row of two sequences, without logits; before and after it."""
     device, weights = torch.device("cpu"), list(policy.parameters())
     known = [*weights, *policy.buffers(), *(p.grad for p in weights if p.grad is not None)]
     with LiveBytes(known) as live, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -159,9 +178,8 @@ def _update_bytes(policy: Any, tokens: int, bf16: bool) -> int:
         hidden.backward(torch.empty_like(hidden))
     head = policy.model.get_output_embeddings().weight
     sums = 4 * head.numel() if head.requires_grad else 0  # the head's gradient, which is added to .grad later
-    rows = min(chunk_rows(4 * head.shape[0], 0, device), tokens)
     late = sums if head is policy.model.get_input_embeddings().weight else 0  # as late as the embedding's
-    return max(saved + sums + 4 * rows * head.shape[0] + 2 * hidden.nbytes, live.peak + late)
+    return saved + sums + 2 * hidden.nbytes, live.peak + late
 
 
 def _completion_bytes(model: Any, length: int, bf16: bool) -> int:
@@ -196,7 +214,7 @@ def plan_memory(
     try:
         if accelerator.is_fsdp2:
             raise InputError("shards of FSDP2 are not traced")
-        memory = memory_of(policy, reference, config, longest)
+        memory = memory_of(policy, reference, config, longest, accelerator.device)
     except Exception as error:  # of the model's own code, on tensors without values
         return sizes | {n: saved[n] for n in auto if n in saved}, f"memory is not predicted: {error!s:.200}"
     meta = next(policy.parameters()).is_meta

@@ -21,6 +21,7 @@ from tests.draws import shifted_seed
 
 loop = pytest.importorskip("gspo_kernels.trainer.loop")
 demo = pytest.importorskip("gspo_kernels.trainer.demo")
+memory = pytest.importorskip("gspo_kernels.trainer.memory")
 report = pytest.importorskip("gspo_kernels.trainer.report")
 helpers = pytest.importorskip("tests.trainer.conftest")
 one_thread = helpers.one_thread
@@ -87,8 +88,12 @@ def make_trainer(device, output, model, reward=odd_share, steps=100, **sections)
 
 
 def predicted_gib(trainer):
-    """Return the peak of memory that the trainer predicts; it predicts none yet."""
-    return None
+    """Return the peak of memory that the trainer's table predicts."""
+    config, sections = trainer.config, {"micro_batch_tokens": "update", "batch_size": "rollout"}
+    sizes = {name: memory.size(getattr(config, section), name) for name, section in sections.items()}
+    policy = trainer.accelerator.unwrap_model(trainer.updater.policy)
+    longest = max(map(len, trainer.train_prompts.tokens))
+    return memory.memory_of(policy, None, config, longest, trainer.accelerator.device).most(sizes) / 2**30
 
 
 def norm_of(parameter):
