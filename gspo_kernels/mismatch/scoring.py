@@ -202,7 +202,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
         if setting.decode:
             hidden = _decoded_hidden_states(model, prompts, completions)
         elif setting.packed:
-            hidden = packed_hidden_states(model, prompts, completions).hidden
+            hidden = packed_hidden_states(model, prompts, completions)
         else:  # any attention works, as there are no sequences to keep apart
             ids = torch.cat([*prompts, *completions]).unsqueeze(0)
             hidden = last_hidden_states(model, {"input_ids": ids})[0, len(prompts[0]) - 1 : -1]

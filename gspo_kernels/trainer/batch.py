@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gspo_kernels.integrations.layouts import offsets_of, pack
+from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.integrations.lm_head import causal_lm_of
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.trainer.config import InputError
@@ -98,15 +98,23 @@ class Batch:
         return [len(completion) for completion in self.completions]
 
     @cached_property
+    def masks_on_host(self) -> tuple[Tensor, ...]:
+        """Each row's part of the loss mask, on the CPU."""
+        return self.loss_mask.to("cpu").split(self.lengths)
+
+    @cached_property
     def counted(self) -> Tensor:
         """Number of tokens of each row that the loss counts, [B] int64."""
         return torch.stack([tokens.sum() for tokens in self.loss_mask.split(self.lengths)])
 
     def places(self, rows: Tensor) -> Tensor:
-        """Return the indices of these rows' tokens among the N tokens, one row after the other, int64."""
+        """Return the indices of these rows' tokens among the N tokens, one row after the other, int64.
+
+        Here and below, rows are on the CPU, so that no method waits for the device.
+        """
         ends, chosen = list(itertools.accumulate(self.lengths)), rows.tolist()
         lengths = [self.lengths[row] for row in chosen]
-        return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, rows.device)
+        return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, self.loss_mask.device)
 
     def tokens(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the prompts and the completions of these rows."""
@@ -121,11 +129,12 @@ class Batch:
     def offsets(self, rows: Tensor) -> Tensor:
         """Return ``cu_seqlens`` of these rows' tokens."""
         lengths = [self.lengths[row] for row in rows.tolist()]
-        return offsets_of(torch.tensor(lengths, dtype=torch.int64, device=self.loss_mask.device))
+        return offsets_on(lengths, self.loss_mask.device)
 
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         """Select these rows' part of a loss's terms: tensors are [B] or [N]; other values stay the same."""
         places, B = self.places(rows), len(self.completions)
+        rows = queued(rows, self.loss_mask.device)
         return {
             name: value[rows if len(value) == B else places] if isinstance(value, Tensor) else value
             for name, value in terms.items()
@@ -174,7 +183,7 @@ def micro_batches(
     count = max(len(token_budget_batches(part, budget)) for part in parts)
     cut = token_budget_batches(parts[rank], budget, count=count)
     chosen = [[row for i in part for row in units[shares[rank][i]]] for part in cut]
-    return [torch.tensor(part, dtype=torch.int64, device=rows.device) for part in chosen]
+    return [torch.tensor(part, dtype=torch.int64, device="cpu") for part in chosen]
 
 
 def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | None = None) -> list[list[int]]:
@@ -210,14 +219,6 @@ def _balanced(lengths: Sequence[int], order: list[int], count: int) -> list[list
 # Rows: the tokens of a forward pass, and the hidden states that predict completion tokens.
 
 
-class CompletionRows(NamedTuple):
-    """The input of the loss, packed over completion tokens only."""
-
-    hidden: Tensor  # [N, H], the backbone's output at the positions that predict completion tokens
-    labels: Tensor  # [N] int64, the completion tokens
-    cu_seqlens: Tensor  # int32 [B + 1], offsets of the completions in hidden and labels
-
-
 class Segment(NamedTuple):
     """Neighbouring tokens of a row, and the earlier segment that they continue."""
 
@@ -240,7 +241,7 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
     if len(lengths) == 1:
         return inputs
     if "flash" in implementation:
-        ends = offsets_of(torch.tensor(lengths, dtype=torch.int64, device=device))
+        ends = offsets_on(lengths, device)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     else:
@@ -255,22 +256,23 @@ def lengths_by_token(prompts: Tokens, completions: Tokens) -> Tensor:
     return lengths.repeat_interleave(lengths - 1)[None]
 
 
-def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
-    """Run the backbone once over all sequences, without padding.
+def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Tensor:
+    """Run the backbone once over all sequences, without padding; return what predicts the completions.
 
-    The model's ``__call__`` runs; the model may be plain, have a PEFT adapter, or be wrapped (DDP).
+    The result is [N, H], for the N tokens of the completions, one after the other. The model's ``__call__``
+    runs; the model may be plain, have a PEFT adapter, or be wrapped (DDP).
     """
     inputs, lengths = packed_inputs(model, prompts, completions), lengths_by_token(prompts, completions)
     hidden = last_hidden_states(model, inputs, lengths)
     counts = [len(completion) for completion in completions]
     ends = itertools.accumulate(len(p) + n - 1 for p, n in zip(prompts, counts, strict=True))
     firsts = [end - count for end, count in zip(ends, counts, strict=True)]
-    return CompletionRows(hidden[0, ranges(firsts, counts, hidden.device)], *pack(completions))
+    return hidden[0, ranges(firsts, counts, hidden.device)]
 
 
-def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
-    """Run the backbone once over the tree of all sequences. A prefix that several sequences share, a prompt
-    or also the first tokens of completions, is computed once. The result has all tokens of each completion.
+def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Tensor:
+    """Return the same as `packed_hidden_states`, from the tree of all sequences: a prefix that several of
+    them share, a prompt or also the first tokens of completions, is computed once.
     """
     if "flash" in (name := attention_of(model)):
         raise InputError(f"update.shared_prefix: {name} takes no mask; load the model with sdpa")
@@ -283,7 +285,7 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     own = torch.empty(1, len(tree.tokens), dtype=torch.int64, device="cpu")
     for path, length in zip(tree.paths, lengths, strict=True):
         own[0, path] = length + 1
-    row = torch.tensor([tree.tokens, tree.positions], dtype=torch.int64, device=device)
+    row = queued(torch.tensor([tree.tokens, tree.positions], dtype=torch.int64, device="cpu"), device)
     inputs = {"input_ids": row[:1], "position_ids": row[1:]}
     if len(tree.tokens) > 1:  # transformers takes a single token for a step of decoding
         inputs["attention_mask"] = attention_mask(model, tree.segments, device)
@@ -291,8 +293,7 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     # a prompt's last token predicts the first token of every completion
     paths = zip(tree.paths, prompts, strict=True)
     predicting = [place for path, prompt in paths for place in path[len(prompt) - 1 :]]
-    rows = torch.tensor(predicting, dtype=torch.int64, device=device)
-    return CompletionRows(hidden[0, rows], *pack(completions))
+    return hidden[0, queued(torch.tensor(predicting, dtype=torch.int64, device="cpu"), device)]
 
 
 class Tree:
@@ -368,12 +369,12 @@ def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
     limit is sqrt(eps) times the largest absolute hidden state.
     """
     prompts, completions = probe(model, [4, 1, 6, 2], [3, 5, 1, 2])
-    layout: Callable[..., CompletionRows] = packed_hidden_states
+    layout: Callable[..., Tensor] = packed_hidden_states
     if shared_prefix:
         layout, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
-    common = layout(model, prompts, completions).hidden
+    common = layout(model, prompts, completions)
     pairs = zip(prompts, completions, strict=True)
-    separate = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
+    separate = torch.cat([packed_hidden_states(model, [p], [c]) for p, c in pairs])
     far = _effect_of_a_far_neighbour(model)
     bound = rounding_of(separate) ** 0.5 * separate.abs().max().item()
     difference = max((common - separate).abs().max().item(), far)
@@ -421,7 +422,18 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device |
     """Return start, ..., start + length - 1 for each start and its length, one after the other, int64."""
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     firsts = torch.tensor(starts, dtype=torch.int64, device="cpu") - (sizes.cumsum(0) - sizes)
-    return (torch.arange(sum(lengths), device="cpu") + firsts.repeat_interleave(sizes)).to(device)
+    found = torch.arange(sum(lengths), device="cpu") + firsts.repeat_interleave(sizes)
+    return queued(found, torch.device(device))
+
+
+def queued(values: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU to a device without waiting for what the device has still to do."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def offsets_on(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return ``cu_seqlens`` of sequences of these lengths."""
+    return queued(offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu")), device)
 
 
 # Attention: transformers recognizes packed sequences by position_ids that restart, but not in every model and
@@ -481,7 +493,7 @@ class RowMask(Tensor):
         mask.segments, mask.window, mask.offsets = segments, window, None
         if all(segment.parent < 0 for segment in segments):
             ends = [0, *itertools.accumulate(segment.length for segment in segments)]
-            mask.offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+            mask.offsets = queued(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)
         return mask
 
     @classmethod

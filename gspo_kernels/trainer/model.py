@@ -31,6 +31,7 @@ from gspo_kernels.trainer.batch import (
     Tokens,
     attention_of,
     check_rows_of,
+    offsets_on,
     packed_hidden_states,
     probe,
     rounding_of,
@@ -189,9 +190,14 @@ class Policy(nn.Module):
         Results and mask are packed over the N completion tokens. With a mask, log-probs and entropy are those
         of the softmax over the tokens in it.
         """
+        device = completions[0].device
         states = shared_prefix_hidden_states if self.shared_prefix else packed_hidden_states
+        labels, cu_seqlens = torch.cat(list(completions)), offsets_on(list(map(len, completions)), device)
+        given: dict[str, Any] = {} if terms is None else {"cu_seqlens": cu_seqlens}
+        given |= {name: terms[name] for name in ("loss_mask", "advantages")} if terms else {}
+        gk.prefetch(labels, **given)  # before the model is queued, for which the loss would wait
         with self.checkpointed():
-            hidden, labels, cu_seqlens = states(self.model, prompts, completions)
+            hidden = states(self.model, prompts, completions)
         head = head_of(self.model)
         options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
         if mask is not None:
@@ -217,7 +223,7 @@ def check_head(model: Any) -> None:
     The steps between raw logits and softmax (soft-capping, logit scaling) are read from the model's config.
     """
     prompts, completions = probe(model, [3], [4])
-    hidden, labels, _ = packed_hidden_states(model, prompts, completions)
+    hidden, labels = packed_hidden_states(model, prompts, completions), torch.cat(completions)
     head, name = head_of(model), type(model).__name__
     ours = gk.linear_token_logprobs(hidden, head.weight, labels, **head.options()).logprobs
     logits = model(torch.cat([*prompts, *completions]).unsqueeze(0)).logits[0, 2:-1].float()

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
 from gspo_kernels.exact import exact
-from gspo_kernels.trainer.batch import Batch, micro_batches
+from gspo_kernels.trainer.batch import Batch, micro_batches, offsets_on
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import (
     InputError,
@@ -252,7 +252,8 @@ class Updater:
         metrics = {name: sum(values[name] for values in measured) / len(measured) for name in each[0]}
         metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
         metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
-        tokens = [int(batch.counted[minibatch.active].sum()) for minibatch in minibatches]
+        masks = batch.masks_on_host
+        tokens = [sum(int(masks[row].sum()) for row in each.active.tolist()) for each in minibatches]
         for count, values in zip(tokens, each, strict=True):
             values["entropy"] = values["entropy"] if count else math.nan
         entropies = [count * values["entropy"] for count, values in zip(tokens, each, strict=True) if count]
@@ -284,30 +285,32 @@ class Updater:
 
     def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
         """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
-        device, update = batch.advantages.device, self.config.update
-        whole_groups = self.objective.coefficient_scope == "group" or update.shared_prefix
-        units = batch.group_ids if whole_groups else torch.arange(len(batch.completions), device=device)
-        names = units.unique().cpu().numpy()
+        update, units = self.config.update, np.arange(len(batch.completions))
+        if self.objective.coefficient_scope == "group" or update.shared_prefix:
+            units = batch.group_ids.to("cpu").numpy()
+        names = np.unique(units)
         share: dict[str, Any] = {"world": self.accelerator.num_processes}
         share |= {"rank": self.accelerator.process_index, "budget": size(update, "micro_batch_tokens")}
         share["shared_prefix"] = update.shared_prefix
-        minibatches = []
+        minibatches, active_rows = [], self._active(batch)
         for epoch in range(update.epochs):
             order = np.random.default_rng([self.config.seed, step, epoch]).permutation(names)
             for part in np.array_split(order, update.minibatches):
-                rows = (torch.from_numpy(part).to(device).unsqueeze(1) == units).nonzero()[:, 1]
-                active = self._active(batch, rows)
+                places = (part[:, None] == units).nonzero()[1]
+                rows = torch.tensor(places, dtype=torch.int64, device="cpu")
+                active = rows[active_rows[rows]]
                 minibatches.append(Minibatch(rows, active, micro_batches(batch, active, **share)))
         return minibatches
 
-    def _active(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return the rows that can have a gradient."""
-        counted, config = batch.counted[rows] > 0, self.config
+    def _active(self, batch: Batch) -> Tensor:
+        """Return which rows can have a gradient, [B] bool on the CPU."""
+        config = self.config
+        counted = torch.stack([mask.any() for mask in batch.masks_on_host])
         beyond = self.needs_full_minibatch or config.kl.beta > 0 or config.update.entropy_coef != 0
         one_each = len(batch.advantages) == len(batch.completions)
         if self.objective.zero_advantage_is_inactive and not beyond and one_each:
-            counted &= batch.advantages[rows] != 0
-        return rows[counted]
+            counted &= batch.advantages.to("cpu") != 0
+        return counted
 
     def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N].
@@ -349,25 +352,27 @@ class Updater:
             objective = replace(objective, seed=objective.seed + self.updates)
         learn = self._learn_full if self.needs_full_minibatch else self._learn_each
         output = learn(batch, terms | {"objective": objective}, minibatch, on_policy)
-        values = {name: float(value) for name, value in output.metrics.items()}
-        return {**values, "loss": float(output.loss.detach()), **self._optimizer_step()}
+        return self._optimizer_step({**output.metrics, "loss": output.loss.detach()})
 
-    def _optimizer_step(self) -> Metrics:
+    def _optimizer_step(self, measured: Mapping[str, Tensor]) -> Metrics:
+        """Step if the gradient is finite; return its norm and what was measured, read in one transfer."""
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if math.isfinite(norm):
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        values = read({**measured, "grad_norm": norm})
+        if finite := math.isfinite(values["grad_norm"]):
             self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
-        return {"grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
+        return values | {"updates_left_out": float(not finite)}
 
     def _learn_each(
         self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
     ) -> gk.LossOutput:
         """Learn from a loss that each micro-batch computes alone; return the loss of the whole minibatch."""
         rows, active, micros = minibatch
-        mask, world = batch.loss_mask[batch.places(rows)], self.accelerator.num_processes
-        divisor = float(gk.normalizer(terms["objective"], mask, cu_seqlens=batch.offsets(rows)))
+        masks, world = [batch.masks_on_host[row] for row in rows.tolist()], self.accelerator.num_processes
+        ends = offsets_on(list(map(len, masks)), torch.device("cpu"))
+        divisor = float(gk.normalizer(terms["objective"], torch.cat(masks), cu_seqlens=ends))
         # DDP and FSDP average gradients over the processes.
         micro_terms = terms | {"normalizer": divisor / world}
         if on_policy:
@@ -433,7 +438,7 @@ class Updater:
         sampled = batch.rollout_logprobs
         if sampled is None:
             return {}
-        rows = self._active(batch, torch.arange(len(batch.completions), device=sampled.device))
+        rows = self._active(batch).nonzero()[:, 0]
         training, sampling = batch.pick(terms, rows), sampled[batch.places(rows)]
         metrics = sampling_mismatch(training["old_logprobs"], sampling, training["loss_mask"])
         if len(rows) > 0 and "rollout_weights" in terms:
@@ -441,7 +446,7 @@ class Updater:
             measured = gk.off_policy.weight_metrics(
                 training["rollout_weights"], training["advantages"], **masks
             )
-            metrics |= {name: float(value) for name, value in measured.items()}
+            metrics |= read(measured)
         return metrics
 
     def tensors(self) -> dict[str, Tensor]:
@@ -477,6 +482,11 @@ class Updater:
         return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
+def read(metrics: Mapping[str, Tensor]) -> Metrics:
+    """Return 0-d tensors of one device as numbers, all in one transfer."""
+    return dict(zip(metrics, torch.stack([exact(x) for x in metrics.values()]).tolist(), strict=True))
+
+
 def pad_micro_batches(micros: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
     """Return each micro-batch's rows and whether they count; an empty one gets row 0, not counted."""
     return [(micro, True) if len(micro) else (micro.new_zeros(1), False) for micro in micros]
@@ -501,6 +511,6 @@ def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor)
     """
     difference = exact(logprobs[mask]) - exact(sampling_logprobs[mask])
     size = difference.abs()
-    largest = float(size.max()) if size.numel() else math.nan
-    ratio = float(difference.exp().mean())
-    return {"mismatch/mean": float(size.mean()), "mismatch/max": largest, "mismatch/ratio": ratio}
+    largest = size.max() if size.numel() else size.new_tensor(math.nan)
+    means = {"mismatch/mean": size.mean(), "mismatch/ratio": difference.exp().mean()}
+    return read(means | {"mismatch/max": largest})

@@ -108,9 +108,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
     prompts, completions = sequences(layout)
     model, run = build(family), LAYOUTS[layout]
     check_rows_of(model, shared_prefix=layout != "packed")
-    assert_as_exact(
-        model, lambda m: run(m, prompts, completions).hidden, lambda m: alone(m, prompts, completions)
-    )
+    assert_as_exact(model, lambda m: run(m, prompts, completions), lambda m: alone(m, prompts, completions))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
@@ -131,7 +129,7 @@ def test_completions_that_branch_are_a_tree(family):
     assert seen[0]["use_cache"] is False and logits == [(1, 1, 64)]
     assert_as_exact(
         model,
-        lambda m: shared_prefix_hidden_states(m, prompts, completions).hidden,
+        lambda m: shared_prefix_hidden_states(m, prompts, completions),
         lambda m: alone(m, prompts, completions),
     )
 

@@ -4,6 +4,7 @@ import copy
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from gspo_kernels.trainer.update import (
     learning_rate_factor,
     make_objective,
     needs_reference,
+    read,
     sampling_mismatch,
     trainable_objectives,
 )
 from tests.draws import shifted_seed
+from tests.pretended import PretendedGpu
 from tests.trainer.conftest import (
     make_accelerator,
     merged_config,
@@ -108,7 +111,7 @@ def make_updater(tokenizer, config, reference=None):
 def record_steps(updater, found):
     """Replace the optimizer step by one that scales all weights by 1.02; append gradients to ``found``."""
 
-    def step():
+    def step(measured):
         parameters = dict(updater.policy.named_parameters())
         found.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
         with torch.no_grad():
@@ -116,7 +119,7 @@ def record_steps(updater, found):
                 p.mul_(1.02)
         updater.optimizer.zero_grad()
         updater.scheduler.step()
-        return {}
+        return read(measured)
 
     updater._optimizer_step = step
 
@@ -304,7 +307,7 @@ def test_the_entropy_is_over_all_scored_tokens_and_null_without_any(tokenizer):
     rows = torch.cat([minibatch.active for minibatch in minibatches])
     places = batch.places(rows)
     scored = updater.score(updater.policy, batch).entropy[places][batch.loss_mask[places]]
-    updater._optimizer_step = dict  # the weights stay
+    updater._optimizer_step = read  # the weights stay
     metrics = updater.update(batch)
     assert metrics["entropy"] == pytest.approx(float(scored.double().mean()), rel=1e-6)
     by_minibatch = [metrics[f"minibatch_{n}/entropy"] for n in (1, 2, 3)]
@@ -312,6 +315,23 @@ def test_the_entropy_is_over_all_scored_tokens_and_null_without_any(tokenizer):
     batch.advantages.zero_()
     metrics = updater.update(batch)
     assert math.isnan(metrics["entropy"]) and math.isnan(metrics["minibatch_2/entropy"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is pretended where there is none")
+def test_the_host_waits_for_the_device_once_for_each_optimizer_step(tokenizer, monkeypatch):
+    """Beyond that: for loss mask and advantages at the start, and for what the sampler's gap is, at the end.
+    clip_grad_norm_ moves the norm to the device on which it is, which a pretended GPU counts.
+    """
+    pytest.importorskip("triton")
+    updater, gpu = make_updater(tokenizer, make_config()), PretendedGpu(monkeypatch)
+    batch, properties = make_batch(), SimpleNamespace(total_memory=2**33)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with gpu:
+        updater.update(batch)
+    steps = updater.updates
+    assert steps == 2 and gpu.looks == {
+        "tolist": steps + 1, "copy to the host": 3 + steps, "index by mask": 2
+    }  # fmt: skip
 
 
 def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
