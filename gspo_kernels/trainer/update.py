@@ -195,7 +195,7 @@ class Updater:
             self.policy = accelerator.prepare_model(policy)
         # Only a scaler of fp16 gradients needs this wrapper, which costs more than small updates.
         prepared = accelerator.prepare_optimizer(optimizer)
-        self.optimizer = optimizer if accelerator.scaler is None else prepared
+        self.optimizer: Any = optimizer if accelerator.scaler is None else prepared
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
         self._sent: int | None = None  # `updates` at which an engine last got the weights
@@ -358,9 +358,14 @@ class Updater:
         """Step if the gradient is finite; return its norm and what was measured, read in one transfer."""
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        fused = isinstance(self.optimizer, torch.optim.AdamW) and not self.sharded
+        if fused:  # the step itself reads whether to change anything, so the host waits behind it
+            self.optimizer.found_inf = (~norm.isfinite()).float()
+            self.optimizer.step()
         values = read({**measured, "grad_norm": norm})
         if finite := math.isfinite(values["grad_norm"]):
-            self.optimizer.step()
+            if not fused:
+                self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
         return values | {"updates_left_out": float(not finite)}
