@@ -25,6 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from gspo_kernels.kernels import (
     divergences,
+    exponentials,
     gradients,
     hidden,
     logprobs,
@@ -37,7 +38,8 @@ from gspo_kernels.kernels import (
 )
 
 _LAUNCHING = (
-    divergences, gradients, hidden, logprobs, masks, one_pass, products, scale, sequence_ratio, steps,
+    divergences, exponentials, gradients, hidden, logprobs, masks, one_pass, products, scale, sequence_ratio,
+    steps,
 )  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -108,7 +110,7 @@ def name_of(call: Call) -> str:
     names = list(kernel.signature.parameters)
     rows = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
     tensors = [each for each in rows if each.is_floating_point()] or args[:1]
-    dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    dtypes = "->".join(str(getattr(it, "base", it).dtype).removeprefix("torch.") for it in tensors)
     known = (
         "SCALED",
         "SOFTCAP",
@@ -123,7 +125,7 @@ def name_of(call: Call) -> str:
     vectors = [key for key in ("A_VECTOR", "B_VECTOR") if keywords.get(key, 1) > 1]
     flags += [key.lower() for key in vectors]
     flags += [keywords["ACCESS"]] if keywords.get("ACCESS", "single") != "single" else []
-    flags += [keywords[key] for key in ("ESTIMATOR", "KIND") if keywords.get(key)]
+    flags += [keywords[key] for key in ("ESTIMATOR", "KIND", "PASS") if keywords.get(key)]
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
     given = dict(zip(names, args, strict=False))
     if "PIECES" in keywords:

@@ -80,10 +80,12 @@ class Access:
 
 
 def _tensors(arguments):
-    """Yield the tensors of a launch, also those inside tuples."""
+    """Yield the tensors of a launch, also those inside tuples and behind tensor descriptors."""
     for argument in arguments:
         if isinstance(argument, tuple):
             yield from _tensors(argument)
+        elif hasattr(argument, "base"):
+            yield argument.base
         elif hasattr(argument, "data_ptr"):
             yield argument
 
@@ -104,9 +106,9 @@ def watched(begin, access, barrier=lambda program: None, synchronise=lambda *ato
         begin(list(_tensors(each)), self.grid[0])
         return found
 
-    def load(plain, pointers, mask, *rest):
-        access(builder.grid_idx[0], "volatile load" if rest[-1] else "load", Access(pointers, mask))
-        return plain(pointers, mask, *rest)
+    def load(plain, pointers, mask, other, cache_policy, is_volatile):
+        access(builder.grid_idx[0], "volatile load" if is_volatile else "load", Access(pointers, mask))
+        return plain(pointers, mask, other, cache_policy, is_volatile)
 
     def store(plain, pointers, value, mask, *rest):
         access(builder.grid_idx[0], "store", Access(pointers, mask))

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from benchmarks.machine_code import (
     compiled,
     counts,
     disassemble,
+    held_row,
+    instructions,
     name_of,
     resources,
     sass,
@@ -25,7 +28,7 @@ from benchmarks.machine_code import (
 )
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
-from gspo_kernels.kernels import one_pass, products
+from gspo_kernels.kernels import exponentials, one_pass, products
 from gspo_kernels.types import (
     KLPenalty,
     LogitRows,
@@ -157,6 +160,22 @@ def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
         products.fixed_product(rows.t(), hidden, torch.empty(V, H), accumulate=accumulate, ends=ends)
 
 
+def project(target: str, transform: LogitTransform, everything: bool) -> None:
+    """Call the launchers of the product with exponentials as on the target: with bias and entropy, and the
+    gradient of the entropy, or without them.
+    """
+    exponentials.platform = lambda: TARGETS[target].backend
+    exponentials.capability = lambda device: int(target[3:]) // 10
+    exponentials._multiprocessors = lambda device: 132
+    n, V, H = 300, 4096, 1024
+    hidden, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((n, H), (V, H), (n, V)))
+    labels, floats = torch.zeros(1, n, dtype=torch.int64), torch.zeros(n)
+    bias = torch.empty(V, dtype=torch.bfloat16) if everything else None
+    head = exponentials.exponentials(hidden, weight, bias, labels, transform, -100, out, entropy=everything)
+    if everything:
+        exponentials.entropy_rows_(out, labels, transform, -100, head, floats, floats)
+
+
 def hold(target: str) -> list[Any]:
     """Return the launches, as on the target, of log-probs and gradients of rows that may stay on the chip."""
     clusters = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
@@ -224,7 +243,10 @@ def is_read(name: str) -> bool:
     rows = name.startswith(("logprobs_", "on_chip_row", "sequence_ratio", "divergence"))
     own = rows and "no row_temperature_ptr" not in name
     return not own and not name.startswith(
-        ("ratio_step", "merge_mask", "lengths", "scale_", "sum_unit", "fixed_product")
+        (
+            *("ratio_step", "merge_mask", "lengths", "scale_", "sum_unit", "fixed_product"),
+            *("exponentials_kernel", "label_offsets", "row_statistics", "entropy_rows"),
+        )
     )
 
 
@@ -242,6 +264,9 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
         names = call[0].signature.parameters
         given = [name for name in call[2] if name in names]
         entry["constants_follow_in_order"] = [*names][len(call[1]) :] == given
+        if name.startswith("exponentials_kernel") and "first" in name and "no bias_ptr" in name:
+            disassemble([kernel])
+            entry["way"] = Counter(one.opcode.split(".")[0] for one in held_row(instructions(kernel)))
         if any(hasattr(arg, "counters") for arg in call[1]):
             entry["order"] = order_of_memory(kernel)
         if name.startswith("fixed_product_kernel"):
@@ -271,6 +296,11 @@ def calls_for(target: str) -> list[Any]:
     compare(bf16, PLAIN, 0.5)
     around_products(bf16, 4096, False)
     multiply(300, 4096, 4096, bf16, target)
+    if target in ("sm_90", "sm_100"):
+        row_temperature = torch.ones(1, 300)
+        project(target, PLAIN, False)
+        project(target, PLAIN._replace(row_temperature=row_temperature), True)
+        project(target, BENT._replace(row_temperature=row_temperature), True)
     # the first shows whether fp32 is rounded to TF32; the last accumulates, and needs most registers
     first, *_, last = products_of_fp32.calls
     calls = [*recorder.calls, first, *hold(target)]

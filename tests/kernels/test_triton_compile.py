@@ -20,6 +20,8 @@ ALL = pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 KERNELS = """logprobs_forward_kernel logprobs_backward_kernel logprobs_and_grad_kernel on_chip_row_kernel
 divergence_kernel lengths_kernel merge_mask_kernel sequence_ratio_kernel ratio_step_kernel scale_kernel
 fixed_product_kernel product_operand_kernel scale_rows_kernel store_hidden_kernel sum_unit_kernel"""
+# their product loads and stores by tensor maps
+HOPPER_AND_B200 = "exponentials_kernel label_offsets_kernel row_statistics_kernel entropy_rows_kernel"
 
 
 def run_without_interpreter(request, name):
@@ -51,7 +53,8 @@ def entries(report, target, *words):
 def test_every_kernel_compiles_and_fits(report, target):
     """A program fits into a multiprocessor's shared memory and registers, and nothing spills."""
     compiled = entries(report, target)
-    assert {entry["kernel"].split()[0] for entry in compiled} == set(KERNELS.split())
+    kernels = f"{KERNELS} {HOPPER_AND_B200 if target in ('sm_90', 'sm_100') else ''}"
+    assert {entry["kernel"].split()[0] for entry in compiled} == set(kernels.split())
     for entry in compiled:
         assert entry["STACK"] + entry["LOCAL"] == 0 and entry["fits"], entry
         assert entry["constants_follow_in_order"], entry  # as ``launch`` needs them
@@ -160,6 +163,14 @@ def test_products_of_fp32_are_products_of_fp32(report, target):
     # the search can succeed: bf16 products have matrix instructions
     for entry in entries(report, target, "fixed_product_kernel bfloat16"):
         assert entry["matrix_instructions"], entry
+
+
+@pytest.mark.parametrize("target", ("sm_90", "sm_100"))
+def test_labels_and_edges_cost_the_other_tiles_nothing(report, target):
+    """The way past the rare branches takes one exponential of each logit and selects nothing."""
+    (entry,) = [one for one in entries(report, target, "exponentials_kernel") if "way" in one]
+    way = entry["way"]
+    assert 128 <= way["MUFU"] <= 130 and way.get("FSEL", 0) == 0 and sum(way.values()) < 9 * 128, way
 
 
 def test_no_kernel_becomes_dearer(report):

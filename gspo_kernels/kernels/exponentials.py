@@ -1,0 +1,712 @@
+"""A product of hidden states and weight whose epilogue takes the exponentials: no pass over logits follows.
+
+The label's own logit is a good offset for the softmax. With k near ``z_label log2(e)`` the epilogue computes
+``e = 2^(z log2(e) - k)``, stores it in 16 bits and sums it in fp32, tile by tile. bf16 has the exponents of
+fp32, so any offset within some 60 nats of the log-sum-exp keeps full relative precision, and no maximum has
+to be known beforehand. With U, the sum of e over the columns other than the label's, and S = U + e_label,
+
+    d logprob/dz = (1[label] - p)  =  (-1/S) * e,  if -U takes the place of e at the label:
+
+stored exponentials are rows of the gradient products up to one factor per row. Labels stay out of the sums,
+so that log-probs never exceed 0 and keep their relative accuracy near 0; see ``rows``.
+
+Rows whose sums leave [2^-100, 2^90] (the label lies below some -68 nats, or is all but certain; NaN and
+infinities) are flagged on the device. Three more launches, which end at once if nothing is flagged, find
+their maxima and compute their tiles again with these as offsets, so that the host never looks.
+
+A row's bits depend on its hidden state, weight and label alone: tiles and orders of sums are fixed by V, and
+variants of the kernel (with or without storing e, with or without the entropy) do the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gspo_kernels.kernels.columns import decode
+from gspo_kernels.kernels.hidden import times
+from gspo_kernels.kernels.launch import (
+    RowConstants,
+    RowNumbers,
+    Tile,
+    encode,
+    launch,
+    platform,
+    row_kernel,
+    triton_version,
+)
+from gspo_kernels.kernels.products import _multiprocessors
+from gspo_kernels.kernels.rows import (
+    HUGE,
+    _multiply,
+    _split_factor,
+    log1p_unit,
+    narrowed,
+    one_minus_exp,
+    row_label,
+    row_slopes,
+    tanh,
+    transformed,
+)
+from gspo_kernels.types import LogitTransform, RowStats
+
+MARGIN: tl.constexpr = tl.constexpr(8)
+"""How far the offset lies above the label, in powers of two. So factors of rows are at most 2^8.5, and
+coefficients of any size multiply them without overflow."""
+_FAR: tl.constexpr = tl.constexpr(256)
+"""Where the search for a flagged row's maximum begins, in powers of two below the label: what lies even lower
+has a probability of 0."""
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+_GROUP = 8
+_LINE = Tile(1024, 4)
+"""For the kernels before and after the product."""
+_MANY, _TILES = 16, 32
+"""Rows per program of the statistics, and how many tiles' sums they add at a time."""
+ALIGNED = 8
+"""Rows of 16-bit operands of the product lie a multiple of this many elements apart."""
+
+
+class _HeadTile(NamedTuple):
+    """Rows and columns of a tile, the depth of a step along H, the columns that are stored at a time, warps,
+    and stages of the pipeline.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    piece: int
+    warps: int
+    stages: int
+
+
+_LARGE = _HeadTile(128, 256, 64, 64, 8, 3)
+# For softcaps, whose arithmetic takes more registers, and for Triton before 3.8 on Blackwell, which computes
+# each exponential of the large tile twice, and spills.
+_SMALL = _HeadTile(128, 128, 64, 32, 8, 3)
+_INTERPRETED = _HeadTile(16, 64, 64, 32, 1, 1)
+
+
+@triton.jit
+def _key(number):
+    """Return an integer that orders like an fp32 number; of such an integer return the number's bits."""
+    bits = number.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _exponent(number):
+    """Return the exponent of the power of two in an fp32 number, as fp32."""
+    return (((number.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127).to(tl.float32)
+
+
+@triton.jit
+def _exp2(x, PLATFORM: tl.constexpr):
+    """Return 2**x; on NVIDIA subnormal results become 0. Not called pure: the compiler for Blackwell would
+    take a pure exponential twice, once for the sum and once for what is stored.
+    """
+    if PLATFORM == "cuda":
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return tl.exp2(x)
+
+
+@row_kernel
+def label_offsets_kernel(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    labels_ptr,
+    row_temperature_ptr,
+    places_ptr,
+    offsets_ptr,
+    powers_ptr,
+    count_ptr,
+    rows,
+    head,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Choose the offset of one row: its label's logit, from a dot product of its own. Write the label's place
+    (-1: it is no column; -2: the row is ignored), the key of the offset, and what multiplies logits in the
+    exponent. ``rows`` is a ``RowNumbers``, ``head`` a ``HeadNumbers``, ROW a ``RowConstants``.
+    """
+    n = tl.program_id(0)
+    count = decode(rows.T)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
+    labelled = counted & (label >= 0) & (label < decode(rows.V))
+    place = tl.where(labelled, label, tl.where(counted, -1, -2))
+    tl.store(places_ptr + n, place.to(tl.int32))
+    hidden = hidden_ptr + n.to(tl.int64) * decode(head.hidden)
+    column = weight_ptr + tl.maximum(place, 0) * decode(head.weight)
+    dots = tl.zeros([BLOCK], tl.float32)
+    width = tl.where(labelled, decode(head.H), 0)
+    for start in range(0, width, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        h = tl.load(hidden + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+        dots += h * tl.load(column + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+    x = tl.sum(dots, axis=0)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + tl.maximum(place, 0)).to(tl.float32)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, tl.float32)
+    z, _ = transformed(x, slopes, ROW)
+    offset = tl.floor(z * _LOG2_E + 0.5) + MARGIN
+    # Comparisons with NaN are false. Other rows and labels at infinity begin at 0.
+    tl.store(offsets_ptr + n, _key(tl.where(tl.abs(offset) < HUGE, offset, 0.0)))
+    if powers_ptr is not None:
+        steepness = slopes[2] if ROW.SOFTCAP else slopes[0]
+        exact = (steepness[0].to(tl.float64) + steepness[1].to(tl.float64)) * _LOG2_E
+        power, lower = _split_factor(exact, tl.float32)
+        tl.store(powers_ptr + n, power)
+        tl.store(powers_ptr + count + n, lower)
+    if n == 0:
+        tl.store(count_ptr, 0)
+
+
+class HeadNumbers(NamedTuple):
+    """Sizes, encoded.
+
+    Attributes:
+        H: the width of hidden states.
+        programs: how many programs walk over the tiles.
+        hidden, weight, out: how far their rows lie apart.
+    """
+
+    H: int
+    programs: int
+    hidden: int
+    weight: int
+    out: int
+
+
+class HeadConstants(NamedTuple):
+    """The constants for which the product is compiled.
+
+    Attributes:
+        PASS: "first"; "peaks": find the maxima of flagged rows; "again": compute flagged rows again.
+        SCALED: 0 if logits are not multiplied, otherwise the sign of their factor.
+        SOFTCAP: whether the logits have a softcap.
+        BENT: whether the slope of the softcap multiplies what is stored.
+        ROWS, COLUMNS, DEPTH: rows and columns of a tile, and the depth of a step along H.
+        PIECE: columns whose exponentials are taken and stored at a time.
+        GROUP: tiles of rows that are computed side by side.
+        PLATFORM: see ``launch.platform``.
+    """
+
+    PASS: str
+    SCALED: int
+    SOFTCAP: bool
+    BENT: bool
+    ROWS: int
+    COLUMNS: int
+    DEPTH: int
+    PIECE: int
+    GROUP: int
+    PLATFORM: str
+
+
+@triton.jit
+def _take_exponentials(
+    x,
+    left,
+    top,
+    rows,
+    inside,
+    place,
+    offset,
+    power,
+    inner,
+    out,
+    label_ptr,
+    V,
+    ENTROPY: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    """Turn a tile of logits into exponentials, a few columns at a time, and store them. Return each row's
+    sum, or its maximum, and its sum of exponentials times exponents.
+    """
+    COLUMNS: tl.constexpr = x.shape[1]
+    if COLUMNS > HEAD.PIECE:
+        HALF: tl.constexpr = COLUMNS // 2
+        x0, x1 = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
+        total, spread = _take_exponentials(
+            x0, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
+        )
+        total1, spread1 = _take_exponentials(
+            x1, left + HALF, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
+        )
+        if HEAD.PASS == "peaks":
+            total = tl.maximum(total, total1)
+        else:
+            both = total + total1
+            if ENTROPY:
+                base = _exponent(both)
+                spread += (_exponent(total) - base) * total
+                spread += spread1 + (_exponent(total1) - base) * total1
+            total = both
+    else:
+        total, spread = _take_piece(
+            x, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
+        )
+    return total, spread
+
+
+@triton.jit
+def _take_piece(
+    x,
+    left,
+    top,
+    rows,
+    inside,
+    place,
+    offset,
+    power,
+    inner,
+    out,
+    label_ptr,
+    V,
+    ENTROPY: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    """Do the same for a few columns."""
+    PLATFORM: tl.constexpr = HEAD.PLATFORM
+    COLUMNS: tl.constexpr = x.shape[1]
+    if HEAD.SOFTCAP:
+        x = tanh(_multiply(x, inner), tl.float32, PLATFORM)
+    if HEAD.SOFTCAP or HEAD.SCALED != 0:
+        d = tl.fma(x, power[0][:, None], -offset[:, None])
+        d = tl.fma(x, power[1][:, None], d)
+    else:
+        d = tl.fma(x, _LOG2_E, -offset[:, None])
+    # A row's label, and -2 for ignored rows, whose hidden states may be anything.
+    here = (place >= left) & (place < left + COLUMNS)
+    if (tl.max((here | (place == -2)).to(tl.int32), axis=0) > 0) | (left + COLUMNS > V):
+        columns = left + tl.arange(0, COLUMNS)
+        is_label = columns[None, :] == place[:, None]
+        tl.store(label_ptr + rows, tl.sum(tl.where(is_label, d, 0.0), axis=1), mask=here & inside)
+        d = tl.where(is_label | (columns[None, :] >= V) | (place == -2)[:, None], -float("inf"), d)
+    spread = offset
+    if HEAD.PASS == "peaks":
+        total = tl.max(d, axis=1)
+    else:
+        e = _exp2(d, PLATFORM)
+        total = tl.sum(e, axis=1)
+        if ENTROPY:
+            # Counted from the power of two in the sum, as otherwise the mean exponent would cancel. Where the
+            # exponent is infinite the exponential is 0.
+            spread = tl.sum(e * tl.maximum(d - _exponent(total)[:, None], -HUGE), axis=1)
+        if out is not None:
+            if HEAD.BENT:
+                # From the exponent, as the compiler for Blackwell fails where more of ``x`` is needed here.
+                bent = tl.maximum((d + offset[:, None]) * (1.0 / power[0])[:, None], -1.0)
+                e *= (1.0 - bent) * (1.0 + bent)
+            out.store([top, left], narrowed(e, out.dtype, PLATFORM))
+    return total, spread
+
+
+@triton.jit
+def _compute_tile(
+    top,
+    column,
+    hidden,
+    weight,
+    out,
+    bias_ptr,
+    places_ptr,
+    offsets_ptr,
+    powers_ptr,
+    flags_ptr,
+    sums_ptr,
+    spreads_ptr,
+    label_ptr,
+    inner,
+    N,
+    V,
+    H,
+    HEAD: tl.constexpr,
+):
+    """Compute one tile."""
+    ROWS: tl.constexpr = HEAD.ROWS
+    COLUMNS: tl.constexpr = HEAD.COLUMNS
+    PLATFORM: tl.constexpr = HEAD.PLATFORM
+    left = column * COLUMNS
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if bias_ptr is not None:
+        columns = left + tl.arange(0, COLUMNS)
+        acc += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    for k in range(0, H, HEAD.DEPTH):
+        a = hidden.load([top, k])
+        b = weight.load([left, k])
+        if PLATFORM == "interpreter":
+            # There tl.dot takes bf16 bits for integers, see ``products``.
+            acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
+        else:
+            acc = tl.dot(a, b.T, acc)
+    rows = top + tl.arange(0, ROWS)
+    inside = rows < N
+    place = tl.load(places_ptr + rows, mask=inside, other=-1)
+    offset = tl.zeros([ROWS], tl.float32)
+    if HEAD.PASS != "peaks":
+        key = tl.load(offsets_ptr + rows, mask=inside, other=0)
+        offset = _key(key).to(tl.float32, bitcast=True)
+    power = (offset, offset)
+    if powers_ptr is not None:
+        power = (
+            tl.load(powers_ptr + rows, mask=inside, other=0.0),
+            tl.load(powers_ptr + N + rows, mask=inside, other=0.0),
+        )
+    ENTROPY: tl.constexpr = spreads_ptr is not None
+    total, spread = _take_exponentials(
+        acc, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
+    )
+    at = column.to(tl.int64) * N + rows
+    if HEAD.PASS == "peaks":
+        flagged = tl.load(flags_ptr + rows, mask=inside, other=0) != 0
+        tl.atomic_max(offsets_ptr + rows, _key(tl.ceil(total)), mask=flagged, sem="relaxed")
+    else:
+        tl.store(sums_ptr + at, total, mask=inside)
+        if ENTROPY:
+            tl.store(spreads_ptr + at, spread, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("bias_ptr", "places_ptr", "offsets_ptr", "powers_ptr", "flags_ptr", "count_ptr"),
+        *("sums_ptr", "spreads_ptr", "label_ptr", "rows", "head"),
+    ]
+)
+def exponentials_kernel(
+    hidden,
+    weight,
+    out,
+    bias_ptr,
+    places_ptr,
+    offsets_ptr,
+    powers_ptr,
+    flags_ptr,
+    count_ptr,
+    sums_ptr,
+    spreads_ptr,
+    label_ptr,
+    rows,
+    head,
+    HEAD: tl.constexpr,
+):
+    """Compute every ``programs``-th tile. ``hidden``, ``weight`` and ``out`` are tensor descriptors, ``rows``
+    is a ``RowNumbers``, ``head`` a ``HeadNumbers``, HEAD a ``HeadConstants``.
+    """
+    ROWS: tl.constexpr = HEAD.ROWS
+    GROUP: tl.constexpr = HEAD.GROUP
+    N = decode(rows.T)
+    V = decode(rows.V)
+    H = decode(head.H)
+    height = tl.cdiv(N, ROWS)
+    width = tl.cdiv(V, HEAD.COLUMNS)
+    tiles = height * width
+    if HEAD.PASS != "first":
+        tiles = tl.where(tl.load(count_ptr) > 0, tiles, 0)
+    inner = (0.0, 0.0)
+    if HEAD.SOFTCAP:
+        inner = row_slopes(rows, None, 0, 0, tl.float32)[1]
+    for tile in range(tl.program_id(0), tiles, decode(head.programs)):
+        group = tile // (GROUP * width) * GROUP
+        members = tl.minimum(height - group, GROUP)
+        within = tile % (GROUP * width)
+        top = (group + within % members) * ROWS
+        column = within // members
+        if HEAD.PASS == "first":
+            _compute_tile(
+                top, column, hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr, flags_ptr,
+                sums_ptr, spreads_ptr, label_ptr, inner, N, V, H, HEAD,
+            )  # fmt: skip
+        else:
+            numbers = top + tl.arange(0, ROWS)
+            if tl.max(tl.load(flags_ptr + numbers, mask=numbers < N, other=0), axis=0) != 0:
+                _compute_tile(
+                    top, column, hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr,
+                    flags_ptr, sums_ptr, spreads_ptr, label_ptr, inner, N, V, H, HEAD,
+                )  # fmt: skip
+
+
+@row_kernel
+def row_statistics_kernel(
+    places_ptr,
+    offsets_ptr,
+    flags_ptr,
+    count_ptr,
+    sums_ptr,
+    spreads_ptr,
+    label_ptr,
+    row_temperature_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    entropy_ptr,
+    out_ptr,
+    factors_ptr,
+    rests_ptr,
+    rows,
+    head,
+    COLUMNS: tl.constexpr,
+    AGAIN: tl.constexpr,
+    MANY: tl.constexpr,
+    TILES: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Compute the statistics of MANY rows from sums of tiles, and finish their exponentials: write the factor
+    of each row, the label's element, and what its rounding leaves. Flag rows that must be computed again.
+    """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    N = decode(rows.T)
+    stop = N
+    if AGAIN:
+        stop = tl.where(tl.load(count_ptr) > 0, N, 0)
+    width = tl.where(stop > 0, tl.cdiv(decode(rows.V), COLUMNS), 0)
+    row = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    inside = row < stop
+    total = tl.zeros([MANY], tl.float64)
+    spread = tl.zeros([MANY], tl.float64)
+    for start in range(0, width, TILES):
+        tile = start + tl.arange(0, TILES)
+        at = tile.to(tl.int64)[:, None] * N + row[None, :]
+        mask = (tile < width)[:, None] & inside[None, :]
+        part = tl.load(sums_ptr + at, mask=mask, other=0.0)
+        total += tl.sum(part.to(tl.float64), axis=0)
+        if entropy_ptr is not None:
+            of_part = tl.load(spreads_ptr + at, mask=mask, other=0.0).to(tl.float64)
+            spread += tl.sum(of_part + _exponent(part).to(tl.float64) * part, axis=0)
+    place = tl.load(places_ptr + row, mask=inside, other=-2)
+    labelled = place >= 0
+    counted = place != -2
+    offset = _key(tl.load(offsets_ptr + row, mask=inside, other=0)).to(tl.float32, bitcast=True)
+    exponent = tl.load(label_ptr + row, mask=labelled, other=-float("inf"))
+    # In nats above the offset: the other columns, the label, and the whole row.
+    others = tl.log(total)
+    own = exponent.to(tl.float64) * _LN_2
+    excess = others - own
+    softplus_down = log1p_unit(tl.exp(-tl.abs(excess)))
+    whole = tl.maximum(others, own) + softplus_down
+    logp = 0.0 - (tl.maximum(excess, 0.0) + softplus_down)
+    # As in PyTorch, the log-prob of a label at +inf is inf - inf, which is NaN.
+    is_number = (own == own) & (own != float("inf"))
+    logp = tl.where(labelled & is_number, logp, float("nan"))
+    if not AGAIN:
+        # The label's exponential is beside 2^-MARGIN. Comparisons with NaN are false.
+        good = (total >= 2.0**-100) & (total <= 2.0**90) & (tl.abs(exponent + MARGIN) < 64)
+        flagged = counted & ~good
+        tl.store(flags_ptr + row, flagged.to(tl.int32), mask=inside)
+        start_of_search = tl.where(tl.abs(exponent) < HUGE, offset - _FAR, -HUGE)
+        # Several threads have the same row: all must have read its offset.
+        tl.debug_barrier()
+        tl.store(offsets_ptr + row, _key(start_of_search), mask=flagged)
+        many = tl.sum(flagged.to(tl.int32), axis=0)
+        if many > 0:
+            tl.atomic_add(count_ptr, many, sem="relaxed")
+    lse = tl.where(offset == float("inf"), float("inf"), offset.to(tl.float64) * _LN_2 + whole)
+    tl.store(logprobs_ptr + row, tl.where(counted, logp, 0.0).to(tl.float32), mask=inside)
+    tl.store(lse_ptr + row, tl.where(counted, lse, 0.0), mask=inside)
+    if entropy_ptr is not None:
+        p = tl.where(labelled, tl.exp(logp), 0.0)
+        rest = tl.exp(others - whole)
+        # Sums of p log p: the label's, and the others' from their mean exponent.
+        entropy = -(tl.where(p == 0, 0.0, p * logp))
+        mean = spread / total * _LN_2
+        entropy -= tl.where(rest == 0, 0.0, rest * (mean - whole))
+        tl.store(entropy_ptr + row, tl.where(counted, entropy, 0.0).to(tl.float32), mask=inside)
+    if out_ptr is not None:
+        b = tl.zeros([MANY], tl.int32)
+        slopes = row_slopes(rows, row_temperature_ptr, b, tl.where(inside, row, 0), tl.float32)
+        slope = slopes[0][0].to(tl.float64) + slopes[0][1].to(tl.float64)
+        factor = tl.where(is_number, -slope * tl.exp(-whole), float("nan"))
+        tl.store(factors_ptr + row, tl.where(labelled, factor, 0.0).to(tl.float32), mask=inside)
+        value = -total
+        if ROW.SOFTCAP:
+            outer = slopes[2][0].to(tl.float64) + slopes[2][1].to(tl.float64)
+            bent = (own + offset.to(tl.float64) * _LN_2) / outer
+            value *= (1.0 - bent) * (1.0 + bent)
+        value = value.to(tl.float32)
+        rounded = narrowed(value, out_ptr.dtype.element_ty, PLATFORM)
+        at = row.to(tl.int64) * decode(head.out) + place
+        tl.store(out_ptr + at, rounded, mask=labelled)
+        rest_of_label = tl.where(labelled, value - rounded.to(tl.float32), 0.0)
+        tl.store(rests_ptr + row, rest_of_label, mask=inside)
+
+
+def capability(device: torch.device) -> int:
+    """Return the major number of an NVIDIA GPU's compute capability: 9 for Hopper, 10 for B200."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def _tile(transform: LogitTransform, device: torch.device) -> _HeadTile:
+    """Return the tile: it must not depend on what is stored or summed, so that bits don't, either."""
+    if platform() == "interpreter":
+        return _INTERPRETED
+    twice = triton_version() < (3, 8) and capability(device) == 10
+    return _SMALL if transform.softcap or twice else _LARGE
+
+
+class HeadRows(NamedTuple):
+    """What the product gives besides the exponentials e [n, V], of n rows.
+
+    Attributes:
+        stats: [1, n] each.
+        factors: [n] fp32: d logprob/dlogits of row n is ``factors[n] * e[n]``; None where e is not stored.
+        rests: [n] fp32, what is to be added to each row's element at the label, whose rounding weighs most.
+    """
+
+    stats: RowStats
+    factors: Tensor | None
+    rests: Tensor | None
+
+
+def exponentials(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    transform: LogitTransform,
+    ignore_index: int,
+    out: Tensor | None,
+    *,
+    entropy: bool = False,
+    bent: bool = True,
+) -> HeadRows:
+    """Project hidden states [n, H] with a weight [V, H] in bf16, and return the statistics of their rows.
+
+    Args:
+        hidden, weight: contiguous along H, rows a multiple of 16 bytes apart.
+        bias: [V] or None, contiguous.
+        labels: [1, n].
+        transform: without a sampling mask.
+        ignore_index: the label of ignored rows, whose hidden states may be anything.
+        out: [n, V] for the exponentials, rows a multiple of 16 bytes apart, or None: only statistics.
+        entropy: whether to compute the entropy.
+        bent: whether the slope of a softcap multiplies the exponentials.
+    """
+    (n, H), V, device = hidden.shape, weight.shape[0], hidden.device
+    tile = _tile(transform, device)
+    width = triton.cdiv(V, tile.columns)
+    tiles = triton.cdiv(n, tile.rows) * width
+    programs = min(tiles, _multiprocessors(device))
+    row = RowConstants.of(hidden.unsqueeze(0), transform, _LINE)
+    rows = RowNumbers.of(hidden.unsqueeze(0), labels, transform, ignore_index)
+    rows = rows._replace(V=encode(V), logits=None)
+    lines = (hidden, weight, hidden if out is None else out)
+    head = HeadNumbers(encode(H), encode(programs), *(encode(each.stride(0)) for each in lines))
+    numbers = torch.empty(3 * n + 1, dtype=torch.int32, device=device)
+    places, offsets, flags, count = numbers.split([n, n, n, 1])
+    floats = torch.empty(2, n, dtype=torch.float32, device=device)
+    powers = torch.empty_like(floats) if row.SCALED or row.SOFTCAP else None
+    label = torch.empty(n, dtype=torch.float32, device=device)
+    sums = torch.empty(width, n, dtype=torch.float32, device=device)
+    spreads = torch.empty_like(sums) if entropy else None
+    stats = RowStats(
+        torch.empty(1, n, dtype=torch.float32, device=device),
+        torch.empty(1, n, dtype=torch.float64, device=device),
+        torch.empty(1, n, dtype=torch.float32, device=device) if entropy else None,
+    )
+    factors, rests = (None, None) if out is None else floats
+    launch(
+        label_offsets_kernel, n, device, _LINE,
+        hidden, weight, bias, labels, transform.row_temperature, places, offsets, powers, count, rows, head,
+        BLOCK=_LINE.block, ROW=row,
+    )  # fmt: skip
+    operands = (
+        TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        None if out is None else TensorDescriptor.from_tensor(out, [tile.rows, tile.piece]),
+    )
+    for passes in (("first",), ("peaks", "again")):
+        for name in passes:
+            peaks = name == "peaks"
+            launch(
+                exponentials_kernel, programs, device, Tile(tile.columns, tile.warps, tile.stages),
+                *operands[:2], None if peaks else operands[2], bias, places, offsets, powers, flags, count,
+                sums, None if peaks else spreads, label, rows, head,
+                HEAD=HeadConstants(
+                    name, row.SCALED, row.SOFTCAP, row.SOFTCAP and bent, *tile[:4], _GROUP, platform()
+                ),
+            )  # fmt: skip
+        launch(
+            row_statistics_kernel, triton.cdiv(n, _MANY), device, _LINE,
+            places, offsets, flags, count, sums, spreads, label, transform.row_temperature,
+            *stats, out, factors, rests, rows, head,
+            COLUMNS=tile.columns, AGAIN=name == "again", MANY=_MANY, TILES=_TILES, ROW=row,
+        )  # fmt: skip
+    return HeadRows(stats, factors, rests)
+
+
+@row_kernel
+def entropy_rows_kernel(
+    values_ptr,
+    labels_ptr,
+    row_temperature_ptr,
+    factors_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    entropy_ptr,
+    of_logprobs_ptr,
+    of_entropy_ptr,
+    rows,
+    head,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Turn a block of a row's exponentials into the gradient of log-prob and entropy. ``rows`` is a
+    ``RowNumbers``, ``head`` a ``HeadNumbers``, ROW a ``RowConstants``.
+    """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    V = decode(rows.V)
+    blocks = tl.cdiv(V, BLOCK)
+    n = tl.program_id(0) // blocks
+    columns = (tl.program_id(0) - n * blocks) * BLOCK + tl.arange(0, BLOCK)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, tl.float32)
+    slope = slopes[0][0] + slopes[0][1]
+    factor = -tl.load(factors_ptr + n) / slope
+    logprob = tl.load(logprobs_ptr + n)
+    entropy = tl.load(entropy_ptr + n)
+    of_logprobs = tl.load(of_logprobs_ptr + n)
+    of_entropy = tl.load(of_entropy_ptr + n)
+    line = values_ptr + n.to(tl.int64) * decode(head.out)
+    inside = columns < V
+    is_label = columns == label
+    p = tl.load(line + columns, mask=inside, other=0.0).to(tl.float32) * factor
+    p = tl.where(is_label, tl.exp(logprob), p)
+    # Where a probability is 0 its logarithm doesn't matter.
+    log_p = tl.where(is_label, logprob, tl.where(p == 0, -HUGE, tl.log(p)))
+    of_label = tl.where(is_label, one_minus_exp(logprob, tl.float32, PLATFORM), -p)
+    value = of_logprobs * of_label - of_entropy * times(p, log_p + entropy)
+    if ROW.SOFTCAP:
+        z = log_p + tl.load(lse_ptr + n).to(tl.float32)
+        bent = tl.maximum(z / (slopes[2][0] + slopes[2][1]), -1.0)
+        value *= (1.0 - bent) * (1.0 + bent)
+    value = tl.where(counted, value * slope, 0.0)
+    tl.store(line + columns, narrowed(value, values_ptr.dtype.element_ty, PLATFORM), mask=inside)
+
+
+def entropy_rows_(
+    values: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    ignore_index: int,
+    head: HeadRows,
+    of_logprobs: Tensor,
+    of_entropy: Tensor,
+) -> None:
+    """Turn exponentials [n, V], stored with ``bent=False``, in place into rows d/dlogits of
+    ``sum(of_logprobs * logprobs + of_entropy * entropy)``; both factors are contiguous fp32 [n].
+    """
+    n, V = values.shape
+    rows = RowNumbers.of(values.unsqueeze(0), labels, transform, ignore_index)
+    launch(
+        entropy_rows_kernel, n * triton.cdiv(V, _LINE.block), values.device, _LINE,
+        values, labels, transform.row_temperature, head.factors, *head.stats, of_logprobs, of_entropy,
+        rows, HeadNumbers(encode(0), encode(0), encode(0), encode(0), encode(values.stride(0))),
+        BLOCK=_LINE.block, ROW=RowConstants.of(values.unsqueeze(0), transform, _LINE),
+    )  # fmt: skip
