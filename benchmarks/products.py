@@ -134,70 +134,72 @@ def fixed(options: Options) -> dict[str, Any]:
 
 # --- the product with exponentials in its epilogue
 
-LOG2E, MARGIN = 1.4426950408889634, 32.0
-SUMS = 2.0**-100, 2.0**90
-"""Sums outside of these bounds are computed again, as their terms may have left the range of bf16."""
+TILES = {
+    "128 x 256, 3 stages": (128, 256, 64, 64, 8, 3),
+    "128 x 256, 4 stages": (128, 256, 64, 64, 8, 4),
+    "128 x 128, 3 stages": (128, 128, 64, 32, 8, 3),
+    "128 x 128, 4 stages, 4 warps": (128, 128, 64, 64, 4, 4),
+}
+"""Rows, columns, depth, columns stored at a time, warps and stages; the first is the one that ships."""
 
 
-def load_exponentials() -> Any:
-    """Return the module of the product: it has ``TILES`` and ``exponentials``.
+class Exponentials:
+    """The product that ships, with any tile."""
 
-    ``exponentials(hidden, weight, labels, offsets, tile)`` returns e [N, V] in the dtype of hidden, which is
-    2^(z log2 e - offset) of each logit z, and 0 at the label; in fp32 the sums [N] of e before it is rounded,
-    and the label's logits [N].
-    """
-    try:
-        return importlib.import_module("gspo_kernels.linear.products.exponentials")
-    except ImportError as error:
-        raise Missing(f"linear/products/exponentials.py does not exist yet ({error})") from error
+    tiles = tuple(TILES)
+
+    def __init__(self, device: torch.device):
+        if device.type != "cuda":
+            raise Missing("the product with exponentials loads and stores by the tensor maps of a GPU")
+        self._module = importlib.import_module("gspo_kernels.kernels.exponentials")
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, tile: str, store: bool = True) -> Any:
+        """Return e [N, V], factors [N], rests [N] and log-probs [N]; without ``store`` only log-probs."""
+        module, out = self._module, None
+        module._tile = lambda *_: module._HeadTile(*TILES[tile])
+        if store:
+            out = hidden.new_empty(len(hidden), -(-len(weight) // 8) * 8)[:, : len(weight)]
+        head = module.exponentials(hidden, weight, None, labels[None], LogitTransform(), -100, out)
+        return (out, head.factors, head.rests, head.stats.logprobs[0])
 
 
 def head(N: int, V: int, H: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw hidden states, a weight, labels, and offsets in bits; logits have a standard deviation of 3."""
+    """Draw hidden states, a weight and labels; logits have a standard deviation of 3."""
     generator = torch.Generator(device).manual_seed(0)
     hidden = torch.randn(N, H, generator=generator, device=device).bfloat16()
     weight = torch.randn(V, H, generator=generator, device=device).mul_(3 / H**0.5).bfloat16()
     labels = torch.randint(V, (N,), generator=generator, device=device)
     labels[:2] = torch.tensor([0, V - 1])
-    return hidden, weight, labels, offsets_of(hidden, weight, labels)
+    return hidden, weight, labels
 
 
-def offsets_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the label's logit in whole bits, and a margin."""
-    return torch.round((hidden.float() * weight[labels].float()).sum(1) * LOG2E) + MARGIN
-
-
-def make_special(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Make log-probs of labels about -60, -100, -125 and -200 nats, and two rows infinite; return offsets."""
+def make_special(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Make log-probs of labels about -60, -100, -125 and -200 nats, and two rows infinite."""
     for row, nats in enumerate((60.0, 100.0, 125.0, 200.0), start=2):
         direction = weight[labels[row]].float()
         hidden[row] = (-nats * direction / direction.square().sum()).to(hidden.dtype)
     hidden[6, 0], hidden[7, 0] = torch.inf, torch.nan
-    return offsets_of(hidden, weight, labels)
 
 
-def faults(
-    found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tensor, offsets: Tensor
-) -> tuple[float, str]:
+def faults(found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, str]:
     """Compare up to 256 rows with fp64: return the worst share of what is allowed, and what is wrong."""
     rows = slice(0, 256)
-    e, sums, of_label = (one[rows] for one in found)
+    e, factors, rests, logprobs = (one[rows] for one in found)
     logits = hidden[rows].double() @ weight.double().t()
-    label = labels[rows, None]
-    wanted = torch.exp2(logits * LOG2E - offsets[rows, None].double()).scatter(1, label, 0.0)
-    total, exact = wanted.sum(1), logits.gather(1, label)[:, 0]
-    inside = (total >= SUMS[0]) & (total <= SUMS[1])
-    if not torch.equal(inside, (sums >= SUMS[0]) & (sums <= SUMS[1])):
-        return torch.inf, "other rows than fp64's have sums outside of the bounds"
-    largest = logits[inside].abs().max()
-    rounding = largest * SINGLE * hidden.shape[1] ** 0.5 + 8 * SINGLE
-    terms = wanted[inside]
-    # smaller terms are subnormal and may be flushed to zero
-    near, got = (one.clamp_min(2.0**-126) for one in (terms, e[inside].double()))
+    logp, label = logits.log_softmax(-1), labels[rows, None]
+    own = logp.gather(1, label)[:, 0]
+    there = own.isfinite()
+    if not torch.equal(there, logprobs.isfinite()):
+        return torch.inf, "other log-probs than fp64's are finite"
+    wanted = -logp.exp().scatter_add(1, label, -torch.ones_like(own)[:, None])
+    got = e.double().scatter_add(1, label, rests.double()[:, None]) * factors.double()[:, None]
+    rounding = logits[there].abs().max() * SINGLE * hidden.shape[1] ** 0.5 + 8 * SINGLE
+    off = ((got - wanted).abs() / (wanted.abs() + 2.0**-60))[there]
+    at_label = off.gather(1, label[there])
     shares = {
-        "rows": ((got - near).abs() / near).max() / (torch.finfo(e.dtype).eps / 2 + rounding),
-        "sums": ((sums[inside].double() - total[inside]).abs() / total[inside]).max() / rounding,
-        "label": (of_label[inside].double() - exact[inside]).abs().max() / rounding,
+        "rows": off.scatter(1, label[there], 0.0).max() / (torch.finfo(e.dtype).eps / 2 + 2 * rounding),
+        "labels": at_label.max() / (4 * rounding),
+        "log-probs": (logprobs.double() - own)[there].abs().max() / rounding,
     }
     worst = max(shares, key=lambda name: float(shares[name]))
     share = float(shares[worst])
@@ -208,21 +210,20 @@ def faults(
 def exponentials(options: Options) -> dict[str, Any]:
     """Judge every tile on ragged, special and repeated rows; then time the right ones beside ``torch.mm``."""
     device, lines = options.device, Lines(options)
-    module = load_exponentials()
+    product = Exponentials(device)
     shapes = ((20, 300, 32), (300, 1001, 48)) if options.tiny else ((300, 32008, 1024), (257, 50257, 512))
     right = []
-    for tile in module.TILES:
+    for tile in product.tiles:
         reasons, shares = [], []
         for N, V, H in shapes:
-            hidden, weight, labels, offsets = head(N, V, H, device)
+            operands = head(N, V, H, device)
             for special in (False, True):
                 if special:
-                    offsets = make_special(hidden, weight, labels)
-                operands = hidden, weight, labels, offsets
-                found = [one.clone() for one in module.exponentials(*operands, tile)]
+                    make_special(*operands)
+                found = [one.clone() for one in product(*operands, tile)]
                 share, reason = faults(found, *operands)
                 for _ in range(2 if options.tiny else 20):
-                    again = module.exponentials(*operands, tile)
+                    again = product(*operands, tile)
                     pairs = zip(found, again, strict=True)
                     # special rows may hold NaN, which is no other result
                     if not all(torch.equal(*(one.nan_to_num(7.0) for one in pair)) for pair in pairs):
@@ -234,13 +235,15 @@ def exponentials(options: Options) -> dict[str, Any]:
     widths, counts, V = ((32,), (20,), 300) if options.tiny else ((4096, 1024, 2048), (4096, 8192), 151936)
     for H in widths:
         for N in counts:
-            hidden, weight, labels, offsets = head(N, V, H, device)
+            operands = head(N, V, H, device)
+            hidden, weight, _ = operands
             outs = torch.empty(N, V, dtype=hidden.dtype, device=device), torch.empty(N, V, device=device)
             calls: dict[str, Call] = {
                 f"mm to {out.dtype}": partial(mm, hidden, weight.t(), out) for out in outs
             }
-            operands = hidden, weight, labels, offsets
-            calls |= {f"{tile}": partial(module.exponentials, *operands, tile) for tile in right}
+            for tile in right:
+                calls[tile] = partial(product, *operands, tile)
+                calls[f"{tile}, statistics"] = partial(product, *operands, tile, store=False)
             lines.add_times(f"N={N:,}, H={H:,}", calls, 2.0 * N * V * H)
             del outs, calls
     return lines.finish()

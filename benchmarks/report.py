@@ -78,7 +78,8 @@ NOTES = {
     "profile": "kernels and idle gaps of a loss and of a step, by torch.profiler; not measured on a GPU yet.",
     "host": "when a call leaves the host free, with warm and cold caches, and when the device is done; "
     "queued calls; replays of a CUDA graph; not measured on a GPU yet.",
-    "exponentials": "a product that does not exist yet, judged against fp64 and timed beside `torch.mm`.",
+    "exponentials": "the product whose epilogue takes exponentials, judged against fp64 and timed beside "
+    "`torch.mm`; not measured on a GPU yet.",
     "fixed": "products of batch-invariant mode beside `torch.mm`, and gradients of fp32 logits beside a "
     "copy; not measured on a GPU yet.",
 }

@@ -15,6 +15,7 @@ from gspo_kernels.exact import exact_dtype
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.invariance import is_batch_invariant
 from gspo_kernels.linear.products import fp32_library
+from gspo_kernels.linear.products.exponentials import unavailable_on
 from gspo_kernels.ops import backends
 
 _PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets", "flash-attn")
@@ -111,6 +112,14 @@ def report() -> str:
             lines.append(f"  {name:<10} {'ready' if reason is None else 'not here: ' + reason}")
         if device.type == "cpu":
             lines += _products()
+        elif device.type == "cuda":
+            missing = unavailable_on(device)
+            how = (
+                "by torch.mm and Triton's pass over logits: " + missing
+                if missing
+                else "by Triton's own product"
+            )
+            lines.append(f"  logits of bf16 {how}")
         if exact_dtype(device) == torch.float32:
             lines.append("  products by PyTorch")
             lines.append("  no fp64 on this device: statistics and losses in fp32, with compensated sums")

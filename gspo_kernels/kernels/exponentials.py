@@ -686,7 +686,8 @@ def entropy_rows_kernel(
         z = log_p + tl.load(lse_ptr + n).to(tl.float32)
         bent = tl.maximum(z / (slopes[2][0] + slopes[2][1]), -1.0)
         value *= (1.0 - bent) * (1.0 + bent)
-    value = tl.where(counted, value * slope, 0.0)
+    needed = counted & ((of_logprobs != 0) | (of_entropy != 0))
+    value = tl.where(needed, value * slope, 0.0)
     tl.store(line + columns, narrowed(value, values_ptr.dtype.element_ty, PLATFORM), mask=inside)
 
 

@@ -77,13 +77,13 @@ class Call:
         tokens: which rank has which hidden states; None where they are not scattered.
     """
 
-    def __init__(self, operands: LinearOperands, checked: bool = True):
+    def __init__(self, operands: LinearOperands, checked: bool = True, whole_logits: bool = True):
         hidden, weight, bias, labels, options, chunking, base = operands
         if chunking.batch_invariant:
             refuse_backend(options.backend)
         self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
         self.products = products_of(
-            weight, bias, base, chunking.logits_dtype, chunking.batch_invariant, options
+            weight, bias, base, chunking.logits_dtype, chunking.batch_invariant, options, whole_logits
         )
         self.hidden_kernels = hidden_kernels(options.backend)
         rows = chunk_rows(self.products.row_bytes, chunking.max_chunk_bytes, weight.device)

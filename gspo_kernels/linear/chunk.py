@@ -59,12 +59,14 @@ class Projected(NamedTuple):
         stats: [1, n] each.
         written: whether ``values`` are rows d logprob/dlogits already, up to a factor for each row.
         factors: these factors, [n] in the statistics' dtype; None: 1.
+        rests: see ``sums.GradientRows``.
     """
 
     values: Tensor
     stats: RowStats
     written: bool = False
     factors: Tensor | None = None
+    rests: Tensor | None = None
 
     def select(self, rows: Tensor, gaps: Tensor) -> Projected:
         """Move some rows to the front of the same memory, a few at a time; see ``compacted``."""
@@ -73,9 +75,9 @@ class Projected(NamedTuple):
         for start in range(0, gaps.numel(), step):
             some = gaps[start : start + step]
             values[some] = values[rows[some]]
-        factors = None if self.factors is None else self.factors[rows]
+        factors, rests = (None if each is None else each[rows] for each in (self.factors, self.rests))
         stats = self.stats.each(lambda stat: stat[:, rows])
-        return Projected(values[: rows.numel()], stats, self.written, factors)
+        return Projected(values[: rows.numel()], stats, self.written, factors, rests)
 
 
 def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | None:

@@ -55,7 +55,7 @@ class SchedulePlan:
 
 def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> SchedulePlan:
     """Return the plan of a call with its schedule from ``schedule.choose``; reads lengths from the device."""
-    call, needs = Call(operands, checked=False), plan.requires_grad
+    call, needs = Call(operands, checked=False, whole_logits=False), plan.requires_grad
     head, groups = call.products, CoefficientGroups(call, terms, plan.depends_on, plan.leaves_out)
     trained = needs.weight or needs.bias
     total = sum(groups.rows)

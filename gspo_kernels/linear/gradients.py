@@ -125,16 +125,18 @@ class Gradients:
         """
         ones = self.one.expand(chunk.size)
         coefficients = ones if grad is None else grad
-        if projected.written:
-            assert grad_entropy is None
-            return GradientRows(projected.values, coefficients, projected.factors, active)
+        if projected.written and grad_entropy is None:
+            return GradientRows(projected.values, coefficients, projected.factors, active, projected.rests)
         grads = RowGradients(ones.unsqueeze(0))
         if grad_entropy is not None:
             # a row then has two coefficients, so they go into the row itself
             grads, coefficients = self._normalised(coefficients, grad_entropy)
-        values = self.call.products.rows_memory(projected.values)
-        rows = chunk.rows(projected.values)
-        self.call.products.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
+        products, values = self.call.products, self.call.products.rows_memory(projected.values)
+        if products.rows_from_project:
+            products.add_entropy(projected, chunk, grads)
+        else:
+            rows = chunk.rows(projected.values)
+            products.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
         return GradientRows(values, coefficients, None, active)
 
     def _normalised(self, grad: Tensor, grad_entropy: Tensor | None) -> tuple[RowGradients, Tensor]:
@@ -164,6 +166,9 @@ class Gradients:
         works: list[Work] = []
         if self.needs.hidden:
             values = call.products.grad_hidden(rows.values) if values is None else values
+            if rows.rests is not None:
+                at = chunk.labels.squeeze(0).clamp(0, call.products.vocabulary - 1)
+                values.addcmul_(call.products.weight[at], rows.rests.unsqueeze(1))
             group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
             if group and call.tokens is not None:
                 values, works = call.tokens.reduce(values, chunk.where)
@@ -171,10 +176,12 @@ class Gradients:
                 works = [begin_sum_(group, values)]
         if of_hidden is None and (self.needs.weight or self.needs.bias):
             sums, segments = self.sums if sums is None else sums, call.products.segments
-            parts = (rows.values, *sums.operands(chunk.hidden, *rows[1:]))
+            parts = (rows.values, *sums.operands(chunk.hidden, *rows[1:4]))
             whole = [(parts, None)] if segments is None else segments.cut(parts, chunk.where, call.labels)
             for piece, ends in whole:
                 sums.add(piece, ends)
+            if rows.rests is not None:
+                sums.add_rests(rows.rests, chunk.labels.squeeze(0), parts)
         if values is None:
             return
         for work in works:
@@ -277,7 +284,8 @@ def block_width(call: Call, rows: int) -> int:
     V = call.products.vocabulary
     if not rows or not call.products.by_columns:
         return 0
-    columns = min(BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"], max(1, call.chunk_rows * V // rows))
+    row = min(V, call.products.row_bytes // call.products.dtype.itemsize)
+    columns = min(BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"], max(1, call.chunk_rows * row // rows))
     if columns > 64:
         columns -= columns % 64
     return min(columns, V) if columns < V or call.options.shard.group else 0
@@ -308,7 +316,7 @@ def recompute(
     for chunk in call.chunks(where):
         now = slice(done, done + chunk.size)
         entropy = None if grad_entropy is None else grad_entropy[now]
-        if new_stats:
+        if new_stats or products.rows_from_project:
             projected = products.project(chunk, entropy is not None, all_rows_active=True, compared=False)
         else:
             projected = Projected(products.logits_of(chunk), scores.at(chunk.where))

@@ -19,7 +19,7 @@ from gspo_kernels.types import RowStats
 @matrix_operator
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
     """Return log-probs, log-sum-exp and entropy of hidden states at their labels."""
-    call = Call(operands)
+    call = Call(operands, whole_logits=False)
     scores = Scores(call, entropy)
     scores.forward(call.projected)
     return ScoredRows.of(scores.stats)
@@ -43,7 +43,7 @@ def linear_logprobs_backward(
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call = Call(operands)
+    call = Call(operands, whole_logits=False)
     scores = Scores(call, False, stats)
     new_stats, where = False, call.projected
     if skip and call.products.rows_worth_a_look <= call.labels.numel():

@@ -51,7 +51,7 @@ class LinearLoss(NamedTuple):
 def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
     """Return a hidden-state loss, its log-probs and its gradients."""
     terms = check_values(operands.labels, terms)
-    run = Run(Call(operands), terms, plan)
+    run = Run(Call(operands, whole_logits=False), terms, plan)
     if plan.schedule == "known":
         run.known()
     else:

@@ -23,12 +23,14 @@ class GradientRows(NamedTuple):
         coefficients: [n], any float dtype and stride.
         factors: [n] in the statistics' dtype, or None for 1.
         active: [n], bool: rows that have a gradient; None: rows whose coefficient isn't 0.
+        rests: [n] or None: what rounding took from the element at each row's label, which is the largest.
     """
 
     values: Tensor
     coefficients: Tensor
     factors: Tensor | None = None
     active: Tensor | None = None
+    rests: Tensor | None = None
 
 
 class HeadSums:
@@ -113,6 +115,14 @@ class HeadSums:
             self._empty = False
             if self._wide is not None:
                 self._power = self._wide = None  # dWeight is rounded, and not in units
+
+    def add_rests(self, rests: Tensor, labels: Tensor, parts: tuple[Tensor, ...]) -> None:
+        """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order."""
+        at = labels.clamp(0, self._products.vocabulary - 1)
+        if self._weight is not None:
+            self._weight.index_put_((at,), parts[1] * rests.unsqueeze(1), accumulate=True)
+        if self._bias is not None:
+            self._bias.index_put_((at,), parts[2] * rests, accumulate=True)
 
     def _unit(self, coefficients: Tensor, factors: Tensor | None) -> Tensor:
         """Raise the unit of dWeight's sum to at least the largest factor of rows, and return it."""

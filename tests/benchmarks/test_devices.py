@@ -1,6 +1,6 @@
 """The suites for a GPU say what is right, wrong, idle and missing; planted faults are found."""
 
-from types import SimpleNamespace
+import functools
 
 import pytest
 import torch
@@ -24,50 +24,55 @@ def test_gaps_are_times_in_which_nothing_ran():
     assert b == {"name": "b", "calls": 0.5, "ms": 0.0125} and [one["calls"] for one in rest] == [1.0, 1.0]
 
 
-def product(fault, hidden, weight, labels, offsets, tile):
+def product(fault, hidden, weight, labels, tile, store=True):
     """Compute the product with exponentials in plain PyTorch, with a fault."""
-    logits = hidden.float() @ weight.float().t()
-    terms = torch.exp2(logits * products.LOG2E - offsets[:, None])
-    if fault == "the label in the sums":
-        sums = terms.sum(1)
-    terms = terms.scatter(1, labels[:, None], 0.0)
-    if fault != "the label in the sums":
-        sums = terms.sum(1)
-    of_label = logits.gather(1, labels[:, None])[:, 0]
-    if fault == "the label's logit in 16 bits":
-        of_label = of_label.bfloat16().float()
+    logits, label = hidden.double() @ weight.double().t(), labels[:, None]
+    own = logits.gather(1, label)
+    others = logits.scatter(1, label, -torch.inf).logsumexp(1, keepdim=True)
+    whole = torch.logaddexp(others, own)
+    e = torch.exp(logits - whole).scatter(1, label, -torch.exp(others - whole))
+    rounded = e.to(hidden.dtype)
+    rests = (e - rounded.double()).gather(1, label)[:, 0]
+    logprobs = (own - whole)[:, 0]
+    if fault == "the label in 16 bits":
+        rests = torch.zeros_like(rests)
+    if fault == "log-probs in 16 bits":
+        logprobs = logprobs.bfloat16()
     if fault == "a column that is not there":
-        terms[:, -1] = 0.0
-    if fault == "no offset beyond the range":
-        sums = sums.clamp_max(2.0**80)
+        rounded[:, -1] = 0.0
+    if fault == "NaN is lost":
+        logprobs = logprobs.nan_to_num()
     if fault == "a race":
-        terms[5, torch.randint(len(weight), ())] = 0.0
-    return terms.to(hidden.dtype), sums, of_label
+        rounded[5, torch.randint(len(weight), ())] = 0.0
+    return rounded, -torch.ones_like(logprobs), rests, logprobs.float()
 
 
 FAULTS = {
-    "": "", "the label in the sums": "sums are off", "the label's logit in 16 bits": "label are off",
-    "a column that is not there": "rows are off", "no offset beyond the range": "other rows than fp64's",
-    "a race": "rows are off|other bits",
+    "": "", "the label in 16 bits": "labels are off", "log-probs in 16 bits": "log-probs are off",
+    "a column that is not there": "rows are off|labels are off", "NaN is lost": "other log-probs than fp64's",
+    "a race": "rows are off|labels are off|other bits",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_product_with_exponentials_is_judged_before_it_is_timed(fault, monkeypatch):
-    stand_in = SimpleNamespace(TILES=("128 x 256",), exponentials=lambda *args: product(fault, *args))
-    monkeypatch.setattr(products, "load_exponentials", lambda: stand_in)
+    stand_in = functools.partial(product, fault)
+    stand_in.tiles = ("128 x 256",)
+    monkeypatch.setattr(products, "Exponentials", lambda device: stand_in)
     known = []
     found = SUITES["exponentials"].run(Options(TINY.device, "tiny", repeats=1, save=known.append))
     judged, *timed = found["lines"]
     assert len(known) == len(found["lines"]) and known[0]["lines"][0] == judged
-    assert [line["name"].partition(": ")[2] for line in timed][2:] == ([] if fault else ["128 x 256"])
+    assert [line["name"].partition(": ")[2] for line in timed][2:] == (
+        [] if fault else ["128 x 256", "128 x 256, statistics"]
+    )
     assert (judged["share"] <= 1 and not judged["reason"]) if not fault else judged["reason"]
     assert any(word in judged["reason"] for word in FAULTS[fault].split("|"))
 
 
-def test_a_product_that_does_not_exist_is_missing():
-    with pytest.raises(Missing, match=r"linear/products/exponentials.py"):
-        products.load_exponentials()
+def test_without_a_gpu_the_product_with_exponentials_is_missing():
+    with pytest.raises(Missing, match="tensor maps"):
+        products.Exponentials(torch.device("cpu"))
 
 
 def test_products_in_a_fixed_order_are_compared(monkeypatch):

@@ -12,6 +12,7 @@ from torch import Tensor
 from gspo_kernels.cpp.products import multiplies, on_intel
 from gspo_kernels.linear.products.adapter import AdapterProducts
 from gspo_kernels.linear.products.blocks import BlockProducts, StreamedProducts
+from gspo_kernels.linear.products.exponentials import ExponentialProducts, exponentials_unavailable
 from gspo_kernels.linear.products.fixed import SEGMENT, FixedProducts, fixed_unavailable
 from gspo_kernels.linear.products.pytorch import Products, SlabProducts
 from gspo_kernels.types import RowOptions
@@ -29,20 +30,24 @@ def products_of(
     logits_dtype: str,
     invariant: bool,
     options: RowOptions,
+    whole_logits: bool = True,
 ) -> Products:
     """Return the products of a call: the only table of who multiplies what.
 
     | weight | products |
     |---|---|
     | any, in a batch-invariant call | ``FixedProducts``: sums in a fixed order |
-    | on CUDA | ``Products``: torch.mm, to fp32 from 16 bits |
+    | bf16 on Hopper and B200, by Triton | ``ExponentialProducts``: no pass over logits |
+    | any other on CUDA | ``Products``: torch.mm, to fp32 from 16 bits |
     | on the CPU, bf16 with AVX-512, or large fp32 on AMD | ``BlockProducts``: the C++ backend's |
     | any other on the CPU | ``StreamedProducts``: torch.mm in slabs of fp32 or fp64 |
     | on other devices | ``SlabProducts``: the same, and scores write their logits |
     | with a low-rank adapter | ``AdapterProducts`` around one of these |
 
     The choice depends on the weight alone, so that a token's logits come from one library however many rows
-    are projected together: log-probs from an earlier call remain comparable.
+    are projected together: log-probs from an earlier call remain comparable. For the same reason
+    ``ExponentialProducts`` serve losses and log-probs alike, but not ``whole_logits``, ``logits_dtype`` of
+    "input", sampling masks, a vocabulary that ranks share, and adapters: their calls see logits.
 
     Args:
         weight: [V, H], or the low-rank adapter's [V, r] where ``base`` [V, H] is the frozen weight.
@@ -51,6 +56,7 @@ def products_of(
         logits_dtype: "float32", or "input".
         invariant: whether the call is batch-invariant.
         options: say which row operations work on the logits.
+        whole_logits: whether the caller works on the logits, not only on statistics and gradient rows.
     """
     head = weight if base is None else base
     if head.dtype == torch.float32:
@@ -60,6 +66,12 @@ def products_of(
     if invariant:
         kind: type[Products] = FixedProducts
         converts = head.is_cpu and head.dtype == torch.float16
+    elif (
+        head.dtype == torch.bfloat16
+        and base is None
+        and not (whole_logits or exponentials_unavailable(head, logits_dtype, options))
+    ):
+        kind, converts = ExponentialProducts, False
     elif head.is_cuda:
         kind, converts = Products, False
     elif in_blocks:

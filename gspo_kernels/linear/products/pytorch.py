@@ -15,7 +15,7 @@ from gspo_kernels.ops.backends import OnePassBackend
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import rows_of
 from gspo_kernels.torch_internals import onednn_multiplies
-from gspo_kernels.types import RowOptions, RowStats, stats_dtype
+from gspo_kernels.types import RowGradients, RowOptions, RowStats, stats_dtype
 
 if TYPE_CHECKING:  # a product of its own
     from gspo_kernels.linear.products.fixed import Segments
@@ -64,6 +64,8 @@ class Products:
     """Whether sums may have any order, so that a row's last bits may depend on the rows beside it."""
     multiple = 1
     """Of what chunks have a multiple of rows, if they have more."""
+    rows_from_project = False
+    """Whether gradient rows come from ``project`` alone, not from logits and earlier statistics."""
     segments: Segments | None = None
     """Cuts rows into segments where sums over rows have a fixed order."""
     writes_16_bits = True
@@ -157,6 +159,10 @@ class Products:
         out = self.rows_memory(logits)
         stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(rows, out.unsqueeze(0))
         return Projected(out, stats, True, None if factors is None else factors.squeeze(0))
+
+    def add_entropy(self, projected: Projected, chunk: Chunk, grads: RowGradients) -> None:
+        """Turn what ``project`` gave into rows of log-probs and entropy, where ``rows_from_project``."""
+        raise NotImplementedError
 
     def rows_memory(self, logits: Tensor) -> Tensor:
         """Return memory for the gradient rows of logits [n, V]: the logits' own memory if the rows fit."""

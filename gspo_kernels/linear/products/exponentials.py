@@ -1,0 +1,154 @@
+"""A head's product on Hopper and B200 that writes exponentials in place of logits.
+
+Statistics need no pass over logits then, and the exponentials are the rows of the gradient products already,
+up to a factor for each row (``kernels.exponentials``). dHidden and dWeight are PyTorch's products. A row's
+statistics have the same bits whatever is computed along with it, so ratios of equal weights are exactly 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.linear.chunk import Chunk, Projected
+from gspo_kernels.linear.products.pytorch import Products
+from gspo_kernels.ops.memory import used_memory
+from gspo_kernels.types import LogitTransform, RowGradients, RowOptions, RowStats
+
+STATISTICS_ROWS = 16384
+"""How many rows are projected at a time where only statistics are wanted: the product then writes a few sums
+for each row, and fewer launches are better."""
+
+
+class ExponentialProducts(Products):
+    """Products of a bf16 head: one of our own, two of PyTorch."""
+
+    name = "a product with exponentials in its epilogue, and torch.mm"
+    rows_from_project = True
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        from gspo_kernels.kernels.exponentials import ALIGNED
+
+        self._stride = -(-self.vocabulary // ALIGNED) * ALIGNED
+        self.row_bytes = self._stride * self.rows_dtype.itemsize
+        self._rows: Tensor | None = None
+
+    def statistics_rows(self, rows: int) -> int:
+        """Return more rows than may be stored."""
+        return max(rows, STATISTICS_ROWS)
+
+    def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
+        """Return statistics without writing anything else."""
+        return self._project(chunk, None, entropy).stats
+
+    def project(self, chunk: Chunk, entropy: bool, all_rows_active: bool, compared: bool) -> Projected:
+        """Return statistics and rows. Beside an entropy the slope of a softcap is still missing in the rows,
+        and ``add_entropy`` multiplies it.
+        """
+        if self._rows is None:
+            size = torch.Size((max(chunk.size, self.max_rows), self._stride))
+            self._rows = used_memory(size, self.rows_dtype, self.weight.device)
+        out = self._rows[: chunk.size, : self.vocabulary]
+        stats, factors, rests = self._project(chunk, out, entropy)
+        written = not (entropy and self.options.transform.softcap)
+        return Projected(out, stats, written, factors, rests)
+
+    def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
+        from gspo_kernels.kernels.exponentials import exponentials
+
+        hidden, bias = chunk.hidden.contiguous(), self.bias
+        return exponentials(
+            hidden if hidden.data_ptr() % 16 == 0 else hidden.clone(), self.weight,
+            None if bias is None else bias.contiguous(), chunk.labels, chunk.options.transform,
+            chunk.options.ignore_index, out, entropy=entropy, bent=not entropy,
+        )  # fmt: skip
+
+    def add_entropy(self, projected: Projected, chunk: Chunk, grads: RowGradients) -> None:
+        """Turn exponentials into the gradient of log-probs and entropy, in place."""
+        from gspo_kernels.kernels.exponentials import HeadRows, entropy_rows_
+
+        head = HeadRows(projected.stats, projected.factors, projected.rests)
+        dtype, zeros = projected.stats.logprobs.dtype, torch.zeros_like(projected.stats.logprobs)
+        both = (grads.grad_logprobs, zeros if grads.grad_entropy is None else grads.grad_entropy)
+        of_logprobs, of_entropy = (each.to(dtype).flatten().contiguous() for each in both)
+        options = chunk.options
+        entropy_rows_(
+            projected.values,
+            chunk.labels,
+            options.transform,
+            options.ignore_index,
+            head,
+            of_logprobs,
+            of_entropy,
+        )
+
+
+def exponentials_unavailable(weight: Tensor, logits_dtype: str, options: RowOptions) -> str | None:
+    """Return None if ``ExponentialProducts`` serve a bf16 weight and such options, otherwise why not."""
+    if logits_dtype != "float32":
+        return "it multiplies bf16 to fp32"
+    if options.backend != "triton" or options.shard.group or options.transform.kept is not None:
+        return "it takes Triton, and all columns: no sampling mask, no tp_group"
+    aligned = weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
+    if not aligned or not weight.numel():
+        return "rows of the weight must begin at multiples of 16 bytes"
+    return unavailable_on(weight.device)
+
+
+_FOUND: dict[torch.device, str | None] = {}
+"""What a look at a device gave."""
+
+
+def unavailable_on(device: torch.device) -> str | None:
+    """Return why the product can't run on a device, or None. Its first use there compares it with PyTorch's
+    products in fp64: no GPU had run it when it was written.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "it is for NVIDIA GPUs"
+    if device not in _FOUND:
+        try:
+            if torch.cuda.is_current_stream_capturing():
+                return "its first use compares results, which a graph can't capture"
+            _FOUND[device] = _look(device)
+        except Exception as error:  # of a driver, Triton or its compiler: whatever it is, PyTorch multiplies
+            _FOUND[device] = f"it fails here: {type(error).__name__}: {error}"
+    return _FOUND[device]
+
+
+def _look(device: torch.device) -> str | None:
+    from gspo_kernels.kernels import exponentials
+
+    if exponentials.capability(device) not in (9, 10):
+        return "it needs the tensor maps and the shared memory of Hopper or B200"
+    return None if agrees(device) else "its results differ from PyTorch's by more than roundings"
+
+
+def agrees(device: torch.device) -> bool:
+    """Return whether the product is right for a small head with labels and rows of every kind."""
+    from gspo_kernels.kernels.exponentials import exponentials
+
+    n, V, H = 132, 300, 72
+    rng = torch.Generator("cpu").manual_seed(0)
+    hidden = torch.randn(n, H, generator=rng, dtype=torch.float32, device="cpu")
+    weight = torch.randn(V, H, generator=rng, dtype=torch.float32, device="cpu") / H**0.5
+    labels = (torch.arange(n, dtype=torch.int64, device="cpu") * 37 % V).unsqueeze(0)
+    hidden[::9] *= 40  # labels far from the other logits
+    hidden, weight = (each.to(device, torch.bfloat16) for each in (hidden, weight))
+    labels = labels.to(device)
+    out = torch.zeros(n, V + 4, dtype=torch.bfloat16, device=device)[:, :V]
+    head = exponentials(hidden, weight, None, labels, LogitTransform(), -100, out, entropy=True)
+    alone = exponentials(hidden, weight, None, labels, LogitTransform(), -100, None)
+    assert head.factors is not None
+    logp = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    want = logp.gather(1, labels.t()).squeeze(1)
+    p = logp.exp()
+    rows = -p.scatter_add(1, labels.t(), torch.full_like(want, -1.0).unsqueeze(1))
+    found = (
+        (head.stats.logprobs[0] - want).abs() / (1 + want.abs()) < 1e-4,
+        (out.double() * head.factors.double().unsqueeze(1) - rows).abs() < 2.0**-7,
+        head.stats.logprobs == alone.stats.logprobs,
+    )
+    return all(bool(each.all()) for each in found)

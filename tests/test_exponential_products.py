@@ -1,0 +1,213 @@
+"""Calls over hidden states whose product takes exponentials, in Triton's interpreter."""
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.linear import products
+from gspo_kernels.linear.products import exponentials, products_of, pytorch
+from gspo_kernels.ops.backends import why_not
+from gspo_kernels.types import LogitTransform, RowOptions, Shard
+from tests.cases import generator, make_case, run
+from tests.judging import assert_equals_oracle
+from tests.pretended import PretendedGpu
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Let the product serve the CPU, where PyTorch lacks products from bf16 to fp32."""
+    if (reason := why_not("triton", torch.device("cpu"))) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
+    mm, addmm = torch.mm, torch.addmm
+
+    def wide_mm(a, b, *, out_dtype=None, out=None):
+        return mm(a, b, out=out) if out_dtype is None else mm(a.float(), b.float(), out=out)
+
+    def wide_addmm(total, a, b, *, out_dtype=None, out=None):
+        return addmm(total, a.float(), b.float(), out=out)
+
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(torch, "addmm", wide_addmm)
+
+
+def options_of(**changes):
+    return RowOptions(LogitTransform(), -100, "triton")._replace(**changes)
+
+
+def test_who_is_served(here):
+    """Losses and log-probs of bf16; whoever sees logits, and all else, keeps the products of before."""
+    weight = torch.empty(50, 16, dtype=BF16)
+
+    def kind(weight=weight, base=None, logits_dtype="float32", invariant=False, whole=False, **changes):
+        options = options_of(**changes)
+        return type(products_of(weight, None, base, logits_dtype, invariant, options, whole))
+
+    assert kind() is exponentials.ExponentialProducts
+    kept = LogitTransform(kept=torch.zeros(1, 1, 2, dtype=torch.int32))
+    others = [
+        kind(weight.float()),
+        kind(weight.half()),
+        kind(torch.empty(50, 17, dtype=BF16)[:, :16]),
+        kind(torch.empty(50, 4), base=weight),
+        kind(logits_dtype="input"),
+        kind(invariant=True),
+        kind(whole=True),
+        kind(transform=kept),
+        kind(shard=Shard("group")),
+        kind(backend="reference"),
+    ]
+    assert exponentials.ExponentialProducts not in others
+
+
+@pytest.mark.parametrize(
+    ("schedule", "terms", "logit_options"),
+    [
+        ("aligned", "plain", "default"),
+        ("deferred", "plain", "together"),
+        ("two_pass", "loss_mask", "temperature per sequence"),
+        ("known", "on_policy", "logit_scale"),
+        ("auto", "loss_mask+k3+entropy", "softcap"),
+        ("two_pass", "entropy_tensor+token_weights", "together"),
+        ("auto", "k1+normalizer", "default"),
+    ],
+)
+@pytest.mark.parametrize("skip", ["backward", "none"])
+def test_losses_equal_the_oracle(here, schedule, terms, logit_options, skip):
+    case = make_case("linear", "packed", terms, dtype=BF16, logit_options=logit_options)
+    rows = 4 * 2 * 64
+    got = run(
+        case, "fused_linear_policy_loss", gk.GSPO(), "triton", schedule=schedule, max_chunk_bytes=rows,
+        skip_inactive=skip,
+    )  # fmt: skip
+    assert_equals_oracle(got, case, gk.GSPO())
+
+
+@pytest.mark.parametrize("terms", ["loss_mask", "entropy"])
+def test_log_probs_and_their_gradient_equal_the_oracle(here, terms):
+    case = make_case("linear", "padded", terms, dtype=BF16, logit_options="temperature per sequence")
+    got = run(case, "linear_token_logprobs", gk.GSPO(), "triton")
+    assert_equals_oracle(got, case, gk.GSPO())
+
+
+def drawn(B=4, T=12, V=90, H=32, seed=0):
+    rng = generator(seed)
+    hidden, weight = torch.randn(B, T, H, generator=rng), 0.5 * torch.randn(V, H, generator=rng)
+    labels = torch.randint(0, V, (B, T), generator=rng)
+    labels[0, 5:] = -100
+    return hidden.to(BF16), weight.to(BF16), labels, torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+
+def test_ratios_of_equal_weights_are_exactly_1(here):
+    """Whichever schedule, and whether scores or losses also have the entropy, an entropy bonus or a KL."""
+    hidden, weight, labels, advantages = drawn()
+    old = gk.linear_token_logprobs(hidden, weight, labels, backend="triton").logprobs
+    with_entropy = gk.linear_token_logprobs(hidden, weight, labels, backend="triton", return_entropy=True)
+    assert torch.equal(old, with_entropy.logprobs)
+    leaf = weight.clone().requires_grad_()
+    calls = [
+        *({"schedule": name} for name in ("aligned", "deferred", "two_pass")),
+        {"max_chunk_bytes": 7 * 2 * 96},
+        {"return_entropy": True},
+        {"entropy_coef": 0.01},
+        {"ref_logprobs": old, "kl_beta": 0.1},
+    ]
+    for options in calls:
+        out = gk.fused_linear_policy_loss(hidden, leaf, labels, old, advantages, backend="triton", **options)
+        assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1, options
+        assert torch.equal(out.logprobs, old), options
+    frozen = hidden.clone().requires_grad_()
+    out = gk.fused_linear_policy_loss(frozen, weight, labels, old, advantages, backend="triton")
+    assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1
+
+
+def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch):
+    """Over many draws with sampled labels errors are at most a tenth above those of fp32 logits that become
+    rows in bf16, as on other GPUs.
+    """
+    errors = {True: [], False: []}
+    for seed in range(6):
+        hidden, weight, _, advantages = drawn(seed=seed, T=16, V=256)
+        logp = (hidden.double() @ weight.double().t() * 1.5).log_softmax(-1)
+        labels = torch.multinomial(logp.exp().flatten(0, 1), 1, generator=generator(seed)).view(4, 16)
+        old = logp.gather(2, labels[..., None]).squeeze(2) - 1e-4
+        grads = {}
+        for served in (None, True, False):
+            dtype = torch.float64 if served is None else BF16
+            leaves = [each.to(dtype, copy=True).requires_grad_() for each in (hidden, weight)]
+            with monkeypatch.context() as patch:
+                if served is False:
+                    patch.setattr(exponentials, "unavailable_on", lambda device: "not now")
+                    for name in ("BlockProducts", "StreamedProducts"):
+                        patch.setattr(
+                            products, name, lambda *given: pytorch.Products(*given[:3], False, given[4])
+                        )
+                gk.fused_linear_policy_loss(
+                    *leaves, labels, old, advantages, logit_scale=1.5, backend="triton", schedule="aligned"
+                ).loss.backward()
+            grads[served] = [leaf.grad.double() for leaf in leaves]
+        for served, found in errors.items():
+            found.append([(x - y).norm() for x, y in zip(grads[served], grads[None], strict=True)])
+    ours, theirs = (torch.tensor(errors[served]).square().sum(0).sqrt() for served in (True, False))
+    assert (ours <= 1.1 * theirs).all() and (theirs <= 1.5 * ours).all(), (ours, theirs)
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_the_host_does_not_wait_for_rows_that_are_computed_again(monkeypatch, size):
+    """It looks as often as for logits, also where labels lie far from the other logits."""
+    hidden, weight, labels, advantages = drawn()
+    looks, results = [], []
+    for reason in (None, "not now"):
+        leaves = [(hidden * size).requires_grad_(), weight.clone().requires_grad_()]
+        gpu = PretendedGpu(monkeypatch)
+        with monkeypatch.context() as patch, gpu:
+            patch.setattr(exponentials, "unavailable_on", lambda device, reason=reason: reason)
+            out = gk.fused_linear_policy_loss(
+                *leaves, labels, None, advantages, backend="triton", max_chunk_bytes=2**20
+            )
+            out.loss.backward()
+        looks.append(gpu.looks)
+        results.append([out.logprobs, *(leaf.grad for leaf in leaves)])
+        assert ("exponentials_kernel" in gpu.kernels) == (reason is None)
+    assert looks[0] == looks[1] and (results[0][0].min() < -100) == (size > 1)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() <= 2.0**-6 * theirs.abs().max()
+
+
+def test_its_first_use_on_a_device_compares_it_with_pytorch(here, monkeypatch):
+    """A wrong factor of one row shows; so does a row whose bits depend on what is stored."""
+    from gspo_kernels.kernels import exponentials as kernels
+
+    plain, device = kernels.exponentials, torch.device("cpu")
+    assert exponentials.agrees(device)
+
+    for fault in (lambda head: head.factors, lambda head: head.stats.logprobs[0]):
+
+        def wrong(*args, fault=fault, **options):
+            head = plain(*args, **options)
+            if head.factors is not None:
+                fault(head)[16] *= 1.02
+            return head
+
+        monkeypatch.setattr(kernels, "exponentials", wrong)
+        assert not exponentials.agrees(device)
+
+
+def test_where_it_is_not_used(monkeypatch):
+    """On the CPU; on a device where it fails or disagrees; and the answer is remembered."""
+    device = torch.device("cuda", 5)
+    monkeypatch.setattr(exponentials, "_FOUND", {})
+    assert "NVIDIA" in exponentials.unavailable_on(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "graph" in exponentials.unavailable_on(device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for agrees, word in ((True, None), (False, "differ"), (None, "fails")):
+        exponentials._FOUND.clear()
+        monkeypatch.setattr(exponentials, "agrees", lambda device, agrees=agrees: bool(agrees.real))
+        for _ in range(2):
+            reason = exponentials.unavailable_on(device)
+            assert reason is None if word is None else word in reason
+            monkeypatch.setattr(exponentials, "agrees", None)
