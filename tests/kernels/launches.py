@@ -16,10 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels import kernels
+from gspo_kernels.kernels import exponentials, logprobs, masks, scale, sequence_ratio, steps
 from gspo_kernels.kernels import launch as launching
-from gspo_kernels.kernels import logprobs, masks, scale, sequence_ratio, steps
 from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands
 
 DEVICE = torch.device("cuda", 0)
@@ -63,6 +64,8 @@ def shown(kernel: str, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def described(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return [described(value.base), value.shape, value.strides, value.block_shape]
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.data_ptr()]
     if isinstance(value, tuple):
@@ -88,7 +91,7 @@ def calls() -> list[Any]:
                     record(
                         plain_kernel, 3, DEVICE, launching.Tile(64, 4), values, *rest, BLOCK=64, TWICE=start
                     )
-    for module in (logprobs, masks, scale, sequence_ratio, steps):
+    for module in (exponentials, logprobs, masks, scale, sequence_ratio, steps):
         module.launch = record  # type: ignore[assignment]
     for B, T, V in ((1, 1, 1), (2, 16, 16), (3, 17, 17)):
         for start in (0, 1):
@@ -104,6 +107,12 @@ def calls() -> list[Any]:
                 kernels.scale_(logits, torch.ones(()))
                 kernels.sequence_ratio_forward(rows, operands, form)
                 kernels.ratio_step(old, labels != 0, operands, form)
+    exponentials.capability, exponentials._multiprocessors = lambda device: 9, lambda device: 132
+    for n in (3, 16):
+        shapes = (n, 8), (40, 8), (n, 40)
+        hidden, weight, out = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+        labels = torch.zeros(1, n, dtype=torch.int64)
+        exponentials.exponentials(hidden, weight, None, labels, LogitTransform(), -100, out)
     return found
 
 
