@@ -100,6 +100,11 @@ def _key(number):
 
 
 @triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
 def _exponent(number):
     """Return the exponent of the power of two in an fp32 number, as fp32."""
     return (((number.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127).to(tl.float32)
@@ -225,6 +230,8 @@ def _take_exponentials(
     out,
     label_ptr,
     V,
+    marks,
+    PIECES_BEFORE: tl.constexpr,
     ENTROPY: tl.constexpr,
     HEAD: tl.constexpr,
 ):
@@ -236,11 +243,13 @@ def _take_exponentials(
         HALF: tl.constexpr = COLUMNS // 2
         x0, x1 = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
         total, spread = _take_exponentials(
-            x0, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
-        )
+            x0, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V,
+            marks, PIECES_BEFORE, ENTROPY, HEAD,
+        )  # fmt: skip
         total1, spread1 = _take_exponentials(
-            x1, left + HALF, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
-        )
+            x1, left + HALF, top, rows, inside, place, offset, power, inner, out, label_ptr, V,
+            marks, PIECES_BEFORE + HALF // HEAD.PIECE, ENTROPY, HEAD,
+        )  # fmt: skip
         if HEAD.PASS == "peaks":
             total = tl.maximum(total, total1)
         else:
@@ -252,8 +261,9 @@ def _take_exponentials(
             total = both
     else:
         total, spread = _take_piece(
-            x, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
-        )
+            x, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V,
+            marks, PIECES_BEFORE, ENTROPY, HEAD,
+        )  # fmt: skip
     return total, spread
 
 
@@ -271,6 +281,8 @@ def _take_piece(
     out,
     label_ptr,
     V,
+    marks,
+    PIECES_BEFORE: tl.constexpr,
     ENTROPY: tl.constexpr,
     HEAD: tl.constexpr,
 ):
@@ -284,9 +296,8 @@ def _take_piece(
         d = tl.fma(x, power[1][:, None], d)
     else:
         d = tl.fma(x, _LOG2_E, -offset[:, None])
-    # A row's label, and -2 for ignored rows, whose hidden states may be anything.
-    here = (place >= left) & (place < left + COLUMNS)
-    if (tl.max((here | (place == -2)).to(tl.int32), axis=0) > 0) | (left + COLUMNS > V):
+    if (((marks >> PIECES_BEFORE) & 1) != 0) | (left + COLUMNS > V):
+        here = (place >= left) & (place < left + COLUMNS)
         columns = left + tl.arange(0, COLUMNS)
         is_label = columns[None, :] == place[:, None]
         tl.store(label_ptr + rows, tl.sum(tl.where(is_label, d, 0.0), axis=1), mask=here & inside)
@@ -336,18 +347,6 @@ def _compute_tile(
     COLUMNS: tl.constexpr = HEAD.COLUMNS
     PLATFORM: tl.constexpr = HEAD.PLATFORM
     left = column * COLUMNS
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if bias_ptr is not None:
-        columns = left + tl.arange(0, COLUMNS)
-        acc += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
-    for k in range(0, H, HEAD.DEPTH):
-        a = hidden.load([top, k])
-        b = weight.load([left, k])
-        if PLATFORM == "interpreter":
-            # There tl.dot takes bf16 bits for integers, see ``products``.
-            acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
-        else:
-            acc = tl.dot(a, b.T, acc)
     rows = top + tl.arange(0, ROWS)
     inside = rows < N
     place = tl.load(places_ptr + rows, mask=inside, other=-1)
@@ -361,9 +360,25 @@ def _compute_tile(
             tl.load(powers_ptr + rows, mask=inside, other=0.0),
             tl.load(powers_ptr + N + rows, mask=inside, other=0.0),
         )
+    # The pieces with a label, or all for an ignored row (-2), whose hidden states may be anything.
+    within = place - left
+    mark = tl.where((within >= 0) & (within < COLUMNS), 1 << (within // HEAD.PIECE & 31), 0)
+    marks = tl.reduce(tl.where(place == -2, -1, mark), 0, _or)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if bias_ptr is not None:
+        columns = left + tl.arange(0, COLUMNS)
+        acc += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    for k in range(0, H, HEAD.DEPTH):
+        a = hidden.load([top, k])
+        b = weight.load([left, k])
+        if PLATFORM == "interpreter":
+            # There tl.dot takes bf16 bits for integers, see ``products``.
+            acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
+        else:
+            acc = tl.dot(a, b.T, acc)
     ENTROPY: tl.constexpr = spreads_ptr is not None
     total, spread = _take_exponentials(
-        acc, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, ENTROPY, HEAD
+        acc, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, marks, 0, ENTROPY, HEAD
     )
     at = column.to(tl.int64) * N + rows
     if HEAD.PASS == "peaks":
