@@ -48,6 +48,8 @@ round, error and version. `make bench` measures this machine in ten minutes, and
 OTHER_GPUS = """No other GPU than the one below has been measured. The tests compile every kernel for sm_80,
 sm_90, sm_100, sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the
 machine code. AMD GPUs need Triton 3.9: 3.6 and 3.7 leave out a wait in packed sequence ratios on gfx942.
+No GPU has run the product with exponentials, which serves bf16 heads on Hopper and B200 by default now:
+the times from hidden states are older.
 """
 TABLES = {
     "Loss and gradient from logits": ("logits",),
