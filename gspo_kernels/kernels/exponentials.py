@@ -29,7 +29,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels.kernels.columns import decode
-from gspo_kernels.kernels.hidden import times
 from gspo_kernels.kernels.launch import (
     RowConstants,
     RowNumbers,
@@ -41,6 +40,7 @@ from gspo_kernels.kernels.launch import (
     triton_version,
 )
 from gspo_kernels.kernels.products import _multiprocessors
+from gspo_kernels.kernels.row_scaling import times
 from gspo_kernels.kernels.rows import (
     HUGE,
     _multiply,

@@ -284,8 +284,10 @@ def block_width(call: Call, rows: int) -> int:
     V = call.products.vocabulary
     if not rows or not call.products.by_columns:
         return 0
+    # logits of a row, where gradient rows may take less than those
     row = min(V, call.products.row_bytes // call.products.dtype.itemsize)
-    columns = min(BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"], max(1, call.chunk_rows * row // rows))
+    most = BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"]
+    columns = min(most, max(1, call.chunk_rows * row // rows))
     if columns > 64:
         columns -= columns % 64
     return min(columns, V) if columns < V or call.options.shard.group else 0
