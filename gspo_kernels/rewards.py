@@ -69,8 +69,8 @@ def regex_format(
             repetitions (``(a+)+``) can take forever on a text that a model makes up.
     """
     _refuse_columns(pattern=pattern)
-    form = re.compile(pattern, re.DOTALL)
-    return [float(form.fullmatch(_text(completion)) is not None) for completion in completions]
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.fullmatch(_text(completion)) is not None) for completion in completions]
 
 
 def last_number(

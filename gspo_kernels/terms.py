@@ -326,16 +326,16 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
     value_checks.refuse_high_logprobs(name, logprobs, counted, packed)
     if name == "logprobs":
         return
-    objective, asked = from_spec(terms.objective), torch.zeros_like(counted)
+    objective, needed = from_spec(terms.objective), torch.zeros_like(counted)
     if name in objective.needs or (name == "old_logprobs" and objective.coefficient_scope != "nothing"):
-        asked = may_have_gradient(tokens, terms)
+        needed = may_have_gradient(tokens, terms)
     if name == "ref_logprobs" and terms.kl_beta is not None:
-        asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
+        needed = needed | (counted & (terms.kl_beta.to(tokens.device) != 0))
     expected = (
         "log-probs wherever they decide about the gradient "
         '(skip_inactive="all" returns NaN for sequences that have none)'
     )
-    value_checks.refuse_nan(name, logprobs, asked, packed, expected)
+    value_checks.refuse_nan(name, logprobs, needed, packed, expected)
 
 
 def may_have_gradient(tokens: Tensor, terms: Terms) -> Tensor:

@@ -177,8 +177,8 @@ class Gradients:
         if of_hidden is None and (self.needs.weight or self.needs.bias):
             sums, segments = self.sums if sums is None else sums, call.products.segments
             parts = (rows.values, *sums.operands(chunk.hidden, *rows[1:4]))
-            whole = [(parts, None)] if segments is None else segments.cut(parts, chunk.where, call.labels)
-            for piece, ends in whole:
+            pieces = [(parts, None)] if segments is None else segments.cut(parts, chunk.where, call.labels)
+            for piece, ends in pieces:
                 sums.add(piece, ends)
             if rows.rests is not None:
                 sums.add_rests(rows.rests, chunk.labels.squeeze(0), parts)

@@ -595,7 +595,7 @@ def test_areal_s_advantages_old_log_probs_and_metrics():
     assert "vocab_max_logits" not in seen[0]
     given.old = given.rollout
     assert_same(loss_fn(*call, data | {"prox_logp": None}), expected(given, GSPO)[0])
-    with raises("teacher_logp: distillation is not part"):
+    with raises("teacher_logp: got a tensor, expected None: this loss has no"):
         loss_fn(*call, data | {"teacher_logp": data["logprobs"]})
     with raises("prox_logp: got None, but the correction needs it"):
         areal.PolicyLoss(correction=TIS)(*call, data | {"prox_logp": None})

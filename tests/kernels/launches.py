@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import exponentials, logprobs, masks, scale, sequence_ratio, steps
+from gspo_kernels.kernels import clipped_ratios, exponentials, logprobs, masks, scale, sequence_ratio
 from gspo_kernels.kernels import launch as launching
 from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands
 
@@ -91,7 +91,7 @@ def calls() -> list[Any]:
                     record(
                         plain_kernel, 3, DEVICE, launching.Tile(64, 4), values, *rest, BLOCK=64, TWICE=start
                     )
-    for module in (exponentials, logprobs, masks, scale, sequence_ratio, steps):
+    for module in (exponentials, logprobs, masks, scale, sequence_ratio, clipped_ratios):
         module.launch = record  # type: ignore[assignment]
     for B, T, V in ((1, 1, 1), (2, 16, 16), (3, 17, 17)):
         for start in (0, 1):
@@ -167,7 +167,7 @@ def main() -> None:
         hook.remove(seen.append)
     launched.clear()
     by_triton[0] = 0
-    for module in (logprobs, masks, steps):
+    for module in (logprobs, masks, clipped_ratios):
         module.launch = launching.launch
     launching.torch.Tensor.device = property(lambda _: DEVICE)  # type: ignore[assignment]
     launching.torch.empty, launching.torch.zeros = on_host(torch.empty), on_host(torch.zeros)

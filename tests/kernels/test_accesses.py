@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from gspo_kernels import kernels
+from gspo_kernels.kernels import clipped_ratios as step_kernels
 from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
-from gspo_kernels.kernels import steps as step_kernels
 from gspo_kernels.kernels.columns import element
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
 from gspo_kernels.types import LogitRows, RatioClip, RatioOperands, RowOptions, RowPair
