@@ -194,7 +194,7 @@ class Policy(nn.Module):
         states = shared_prefix_hidden_states if self.shared_prefix else packed_hidden_states
         labels, cu_seqlens = torch.cat(list(completions)), offsets_on(list(map(len, completions)), device)
         given: dict[str, Any] = {} if terms is None else {"cu_seqlens": cu_seqlens}
-        given |= {name: terms[name] for name in ("loss_mask", "advantages")} if terms else {}
+        given |= {name: terms[name] for name in ("loss_mask", "advantages") if terms and name in terms}
         gk.prefetch(labels, **given)  # before the model is queued, for which the loss would wait
         with self.checkpointed():
             hidden = states(self.model, prompts, completions)
