@@ -24,22 +24,22 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from gspo_kernels.kernels import (
+    clipped_ratios,
     divergences,
     exponentials,
     gradients,
-    hidden,
     logprobs,
     masks,
     one_pass,
     products,
+    row_scaling,
     scale,
     sequence_ratio,
-    steps,
 )
 
 _LAUNCHING = (
-    divergences, exponentials, gradients, hidden, logprobs, masks, one_pass, products, scale, sequence_ratio,
-    steps,
+    clipped_ratios, divergences, exponentials, gradients, logprobs, masks, one_pass, products, row_scaling,
+    scale, sequence_ratio,
 )  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
