@@ -193,9 +193,11 @@ class Policy(nn.Module):
         device = completions[0].device
         states = shared_prefix_hidden_states if self.shared_prefix else packed_hidden_states
         labels, cu_seqlens = torch.cat(list(completions)), offsets_on(list(map(len, completions)), device)
-        given: dict[str, Any] = {} if terms is None else {"cu_seqlens": cu_seqlens}
-        given |= {name: terms[name] for name in ("loss_mask", "advantages") if terms and name in terms}
-        gk.prefetch(labels, **given)  # before the model is queued, for which the loss would wait
+        # before the model is queued, for which the loss would wait
+        if terms is None:
+            gk.prefetch(labels)
+        else:
+            gk.prefetch(labels, terms.get("loss_mask"), terms.get("advantages"), cu_seqlens=cu_seqlens)
         with self.checkpointed():
             hidden = states(self.model, prompts, completions)
         head = head_of(self.model)
