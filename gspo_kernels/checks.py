@@ -115,10 +115,11 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     return offsets
 
 
-def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Check a number, or a tensor that broadcasts to ``shape``; return a tensor."""
+def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check a number, or a tensor that broadcasts to ``shape``."""
     if not isinstance(value, Tensor):
-        return filled(number(name, value), device)
+        number(name, value)
+        return
     floats(name, value, None, "", None)
     if value.ndim and value.device != device:
         raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")
@@ -128,7 +129,6 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
         fits = False
     if not fits:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected one that broadcasts to {shape}")
-    return value
 
 
 def filled(value: float, device: torch.device) -> Tensor:
@@ -136,14 +136,14 @@ def filled(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=exact_dtype(device), device=device)
 
 
-def scalar(name: str, value: object, device: torch.device) -> Tensor:
-    """Check a positive number or a 0-d tensor; return a 0-d tensor."""
+def scalar(name: str, value: object) -> None:
+    """Check a positive number or a 0-d tensor."""
     if not isinstance(value, Tensor):
-        return filled(number(name, value, positive=True), device)
+        number(name, value, positive=True)
+        return
     tensor(name, value, None, "of no dimensions, or a number", None)
     if value.ndim != 0:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected a number or a 0-d tensor")
-    return value.detach()
 
 
 def objective(value: Any, base: type) -> Any:

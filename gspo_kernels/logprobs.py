@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gspo_kernels import checks
@@ -16,6 +17,7 @@ from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
+from gspo_kernels.signature import keep, recall, signature
 from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 
@@ -145,26 +147,41 @@ def linear_token_logprobs(
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
-    with NOT_COMPARED if not validates() else comparing(
-        "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, options=options,
-        products=products, return_entropy=return_entropy, parallel=parallel,
-    ) as comparison:  # fmt: skip
-        usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-        Parallel.check(parallel, "linear_token_logprobs", usable, batch_invariant)
-        (hidden, weight, bias), parallel = local_tensors(
-            parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
-        )
-        chunking = products.normalize(compact=True, parallel=parallel)
-        hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
-        packed, vocabulary = labels.ndim == 1, weight.shape[0]
-        checks.flag("return_entropy", return_entropy)
-        row_options = options.normalize(labels, None, hidden.dtype, vocabulary, parallel)
-        rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
-        lengths = take_prefetched(labels, None, None, None, ignore_index) if labels.is_cuda else None
-        operands = LinearOperands(
-            rows, weight, bias, row_labels, row_options, chunking._replace(lengths=lengths), base
-        )
-        if comparison is not None:
-            comparison.compare(row_labels, None, row_options, vocabulary, operands.scattered)
+    key = signature(
+        "linear_token_logprobs", labels, None, parallel, (hidden, weight, bias, labels),
+        (return_entropy, *options, *products),
+    )  # fmt: skip
+    if torch._C._is_any_autocast_enabled():
+        key = None  # inputs are cast
+    if (decided := recall(key)) is not None:
+        base = None
+        chunking, row_options = decided
+    else:
+        with comparing(
+            "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, options=options,
+            products=products, return_entropy=return_entropy, parallel=parallel,
+        ) as comparison:  # fmt: skip
+            usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
+            Parallel.check(parallel, "linear_token_logprobs", usable, batch_invariant)
+            (hidden, weight, bias), parallel = local_tensors(
+                parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
+            )
+            chunking = products.normalize(compact=True, parallel=parallel)
+            hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
+            checks.flag("return_entropy", return_entropy)
+            row_options = options.normalize(labels, None, hidden.dtype, len(weight), parallel)
+            if comparison is not None:
+                scattered = hidden.shape[-2] if chunking.scattered else None
+                comparison.compare(
+                    as_rows(labels, labels.ndim == 1), None, row_options, len(weight), scattered
+                )
+        keep(key, (chunking, row_options))
+    packed = labels.ndim == 1
+    assert isinstance(weight, Tensor)
+    lengths = take_prefetched(labels, None, None, None, ignore_index) if labels.is_cuda else None
+    operands = LinearOperands(
+        as_rows(hidden, packed), weight, bias, as_rows(labels, packed), row_options,
+        chunking._replace(lengths=lengths), base,
+    )  # fmt: skip
     logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.layout import from_rows
+from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.lengths import take_prefetched
 from gspo_kernels.linear.arguments import ProductOptions, check_inputs
 from gspo_kernels.linear.call import LinearOperands
@@ -28,7 +28,8 @@ from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_
 from gspo_kernels.policy_step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
-from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
+from gspo_kernels.signature import keep, recall, signature
+from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, normalize_terms, validate_terms
 from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions
 
@@ -402,15 +403,14 @@ def fused_linear_policy_loss(
         options=options, products=products, return_entropy=return_entropy, schedule=schedule,
         skip_inactive=skip_inactive, objective=objective, parallel=parallel,
     ) as comparison:  # fmt: skip
-        Parallel.check(parallel, "fused_linear_policy_loss", _ALL, batch_invariant)
-        with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         operands, terms, plan, _ = _normalize_linear(
-            hidden, weight, bias, labels, passed, options, products, objective, parallel, with_entropy,
-            schedule, skip_inactive,
+            "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, products, objective,
+            parallel, return_entropy, schedule, skip_inactive,
         )  # fmt: skip
         if comparison is not None:
             weight, scattered = operands.weight, operands.scattered
             comparison.compare(operands.labels, terms, operands.options, len(weight), scattered)
+    with_entropy = plan.entropy
     # "all" leaves out tokens that these lengths count
     if labels.is_cuda and skip_inactive == "backward":
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
@@ -491,15 +491,15 @@ def explain_schedule(
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
     products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
-    Parallel.check(parallel, "explain_schedule", _ALL, batch_invariant)
     operands, terms, plan, reason = _normalize_linear(
-        hidden, weight, bias, labels, passed, options, products, objective, parallel, True, schedule,
-        skip_inactive,
+        "explain_schedule", hidden, weight, bias, labels, passed, options, products, objective, parallel,
+        True, schedule, skip_inactive,
     )  # fmt: skip
     return explain(reason, operands, terms, plan)
 
 
 def _normalize_linear(
+    function: str,
     hidden: Tensor,
     weight: Tensor | LoRAHead,
     bias: Tensor | None,
@@ -509,41 +509,58 @@ def _normalize_linear(
     products: ProductOptions,
     objective: Objective,
     parallel: Parallel,
-    has_entropy: bool,
+    return_entropy: bool,
     schedule: str,
     skip_inactive: str,
 ) -> tuple[LinearOperands, Terms, Plan, str]:
     """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule; the
     last output is the reason for the choice.
     """
-    (hidden, weight, bias), parallel = local_tensors(
-        parallel, passed, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
-    )
-    checks.choice("skip_inactive", skip_inactive, ("backward", "all", "none"))
-    chunking = products.normalize(skip_inactive != "none", parallel)
-    hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
-    packed = checks.layout("labels", labels, passed.cu_seqlens) is not None
-    terms = validate_terms(passed, labels, objective, has_entropy, parallel)
-    row_hidden, rows = (x.unsqueeze(0) if packed else x for x in (hidden, labels))
-    rows, terms = merge_mask(rows, terms, checks.integer("ignore_index", options.ignore_index, labels.dtype))
-    merged = rows[0] if packed else rows
-    row_options = options.normalize(merged, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
+    key = signature(
+        function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
+        (*options, *products, return_entropy, schedule, skip_inactive),
+    )  # fmt: skip
+    if torch._C._is_any_autocast_enabled():
+        key = None  # inputs are cast
+    base = None
+    decided = recall(key)
+    if decided is not None:
+        terms = normalize_terms(passed, labels, objective, checked=True)
+        chunking, row_options, plan, reason = decided
+    else:
+        Parallel.check(parallel, function, _ALL, products.batch_invariant)
+        with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
+        (hidden, weight, bias), parallel = local_tensors(
+            parallel, passed, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
+        )
+        checks.choice("skip_inactive", skip_inactive, ("backward", "all", "none"))
+        chunking = products.normalize(skip_inactive != "none", parallel)
+        hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
+        checks.layout("labels", labels, passed.cu_seqlens)
+        terms = validate_terms(passed, labels, objective, with_entropy, parallel)
+        row_options = options.normalize(labels, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
+    assert isinstance(weight, Tensor)
+    packed = passed.cu_seqlens is not None
+    rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
+    row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
     if skip_inactive == "all":
-        rows, terms = leave_out_inactive(rows, terms, row_options.ignore_index)
-    learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
-    needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
-    plan = Plan(
-        row_options.backend,
-        coefficients_depend_on(objective, terms),
-        ratio_clip_of(terms, row_options.backend),
-        needs,
-        skip_inactive != "none",
-        has_entropy,
-    )
-    reasons = unsupported(objective, terms, plan, chunking.batch_invariant)
-    lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
-    name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
-    defers = 0 if "deferred" in reasons else DEFERRED_ROWS["cpu" if hidden.is_cpu else "cuda"]
-    plan = plan._replace(schedule=name, defers=defers)
-    operands = LinearOperands(row_hidden, weight, bias, rows, row_options, chunking, base)
+        row_labels, terms = leave_out_inactive(row_labels, terms, options.ignore_index)
+    if decided is None:
+        learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
+        needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
+        plan = Plan(
+            row_options.backend,
+            coefficients_depend_on(objective, terms),
+            ratio_clip_of(terms, row_options.backend),
+            needs,
+            skip_inactive != "none",
+            with_entropy,
+        )
+        reasons = unsupported(objective, terms, plan, chunking.batch_invariant)
+        lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
+        name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
+        defers = 0 if "deferred" in reasons else DEFERRED_ROWS["cpu" if hidden.is_cpu else "cuda"]
+        plan = plan._replace(schedule=name, defers=defers)
+        keep(key, (chunking, row_options, plan, reason))
+    operands = LinearOperands(rows, weight, bias, row_labels, row_options, chunking, base)
     return operands, terms, plan, reason

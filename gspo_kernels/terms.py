@@ -49,8 +49,8 @@ class ArgSpec:
     shape: Literal["tokens", "sequences", "either", "broadcast", "number", "offsets"]
     dtypes: tuple[torch.dtype, ...] | None = checks.FLOATS
 
-    def normalize(self, name: str, value: Any, call: CallShape, only: str = "") -> Tensor | None:
-        """Check a value and return it as the operators take it, or None if it changes nothing.
+    def check(self, name: str, value: Any, call: CallShape, only: str = "") -> None:
+        """Check a value.
 
         Args:
             name: of the argument.
@@ -62,13 +62,14 @@ class ArgSpec:
             TypeError, ValueError: naming the argument, what was got, and what is expected.
         """
         if self.shape == "broadcast":
-            if type(value) in (int, float) and value == 0:
-                return None
-            return checks.broadcastable(name, value, call.shape, call.device)
+            checks.broadcastable(name, value, call.shape, call.device)
+            return
         if self.shape == "number":
-            return checks.scalar(name, value, call.device)
+            checks.scalar(name, value)
+            return
         if self.shape == "offsets":
-            return checks.tensor(name, value, None, "[B + 1]", call.device)
+            checks.tensor(name, value, None, "[B + 1]", call.device)
+            return
         per_sequence = (call.sequences,)
         by_shape = call.shape if self.shape == "tokens" else None
         expected = per_sequence if self.shape == "sequences" else by_shape
@@ -82,10 +83,16 @@ class ArgSpec:
                 raise ValueError(
                     f"{name}: got shape {shape}, but {only} takes one per sequence, [B] = {per_sequence}"
                 )
-        if tensor.requires_grad:  # detach takes as long as a small operation
-            tensor = tensor.detach()
-        by_sequence = self.shape == "sequences" or (self.shape == "either" and shape == per_sequence)
-        return tensor.unsqueeze(0) if call.packed and not by_sequence else tensor
+
+    def normalize(self, value: Tensor | float, call: CallShape) -> Tensor | None:
+        """Return a checked value as the operators take it, or None if it changes nothing."""
+        if not isinstance(value, Tensor):
+            leaves_out = self.shape == "broadcast" and type(value) in (int, float) and value == 0
+            return None if leaves_out else checks.filled(float(value), call.device)
+        if value.requires_grad:  # detach takes as long as a small operation
+            value = value.detach()
+        by_token = self.shape == "tokens" or (self.shape == "either" and value.shape != (call.sequences,))
+        return value.unsqueeze(0) if call.packed and by_token else value
 
 
 _MEANINGS = {"tokens": "the labels' shape", "sequences": "[B]", "either": "[B] or the labels' shape"}
@@ -161,7 +168,11 @@ _BROADCAST_TERMS = tuple(label for label, spec in _ARGUMENTS.items() if spec.sha
 
 
 def normalize_terms(
-    passed: Terms, tokens: Tensor, objective: Objective, parallel: Parallel | None = None
+    passed: Terms,
+    tokens: Tensor,
+    objective: Objective,
+    parallel: Parallel | None = None,
+    checked: bool = False,
 ) -> Terms:
     """Check shapes, dtypes and devices, and bring the terms into the operators' form.
 
@@ -170,6 +181,7 @@ def normalize_terms(
         tokens: labels, log-probs or mask, whose layout has been checked.
         objective: the loss.
         parallel: says whether ranks share the sequences.
+        checked: a call with the same ``signature`` has been checked.
 
     Raises:
         TypeError, ValueError: naming the argument, what was got, and what is expected.
@@ -180,12 +192,14 @@ def normalize_terms(
     normalized: list[Any] = []
     for (name, spec), value in zip(_ARGUMENTS.items(), passed, strict=False):
         if value is not None:
-            only = name == "advantages" and not objective.takes_token_advantages
-            try:
-                value = spec.normalize(name, value, call, type(objective).__name__ if only else "")
-            except ValueError:
-                value_checks.refuse_lengths(passed.cu_seqlens)
-                raise
+            if not checked:
+                only = name == "advantages" and not objective.takes_token_advantages
+                try:
+                    spec.check(name, value, call, type(objective).__name__ if only else "")
+                except ValueError:
+                    value_checks.refuse_lengths(passed.cu_seqlens)
+                    raise
+            value = spec.normalize(value, call)
         normalized.append(value)
     group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
     fields: Any = (*normalized, passed.kl_estimator, passed.kl_ratio_weighted, group, objective.spec)

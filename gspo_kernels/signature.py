@@ -1,0 +1,107 @@
+"""What a call decides by its arguments' types, dtypes, devices and shapes alone: decided once, and kept.
+
+A small loss takes less time than the checks of its arguments, and a training run passes the same ones at
+every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from gspo_kernels.invariance import in_force
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.ops.library import validates
+from gspo_kernels.parallel.groups import Parallel
+
+Signature = tuple[Any, ...]
+Decision = TypeVar("Decision")
+
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_OPTIONS = frozenset((type(None), bool, int, float, str))
+_MAX_DECISIONS = 1024
+
+_DECISIONS: dict[Signature, Any] = {}
+
+
+def signature(
+    function: str,
+    tokens: Any,
+    objective: Any,
+    parallel: Any,
+    arguments: Iterable[Any],
+    options: Iterable[Any] = (),
+) -> Signature | None:
+    """Return all that the checks and choices of a call look at, or None where they look at more than this.
+
+    The number of tokens is no part of it, because packed calls seldom have the same one twice. A size is
+    compared with it, which is all that checks do. Only a size that differs from it by 1, as B + 1 offsets of
+    B tokens do, makes it a part of the signature.
+
+    Args:
+        function: the public function's name.
+        tokens: labels or log-probs, whose last size is the number of tokens, of a sequence or of all.
+        objective, parallel: of the call, or None if the function has none.
+        arguments: tensors, and numbers that may be tensors, in a fixed order.
+        options: all others, in a fixed order; a tensor among them has no signature.
+    """
+    alone = parallel is None or (isinstance(parallel, Parallel) and parallel._alone)
+    kind = type(objective)
+    known_objective = objective is None or Objective in kind.__mro__
+    if is_compiling() or validates() or not alone or not known_objective or type(tokens) not in _TENSORS:
+        return None
+    if tokens.is_nested or tokens.ndim == 0:
+        return None
+    shape = tokens.shape
+    length = shape[-1]
+    parts = [
+        function,
+        kind,
+        objective and objective.spec,
+        in_force(None),
+        torch.is_grad_enabled(),
+        length < 2,
+    ]
+    parts += shape[:-1]
+    for value in arguments:
+        kind = type(value)
+        if kind in _OPTIONS:
+            parts += kind, value
+            continue
+        if kind not in _TENSORS or value.is_nested:
+            return None
+        parts += value.dtype, value.device, value.layout, value.requires_grad
+        if value.shape == shape:
+            parts.append("tokens")
+            continue
+        for size in value.shape:
+            if size == length > 1:
+                parts.append(-1)
+            elif length - 2 < size < length + 2:
+                parts.append((size, length))
+            else:
+                parts.append(size)
+    for option in options:
+        kind = type(option)
+        if kind not in _OPTIONS:
+            return None
+        parts += kind, option
+    return tuple(parts)
+
+
+def recall(key: Signature | None) -> Any:
+    """Return what an earlier call with this signature decided, or None."""
+    return None if key is None else _DECISIONS.get(key)
+
+
+def keep(key: Signature | None, decision: Decision) -> Decision:
+    """Keep what a call with this signature decided, unless that is None; return it."""
+    if key is not None:
+        if len(_DECISIONS) >= _MAX_DECISIONS:
+            _DECISIONS.clear()
+        _DECISIONS[key] = decision
+    return decision
