@@ -276,29 +276,33 @@ def fused_policy_loss(
             check_inplace(logits, inplace_backward)
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
+        row_options = options.normalize(labels, cu_seqlens, logits.dtype, vocabulary, parallel)
         rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
-        row_labels, terms = merge_mask(
-            row_labels, terms, checks.integer("ignore_index", ignore_index, labels.dtype)
+        ratio_clip = ratio_clip_of(terms, row_options.backend)
+        # In fp16 a loss scale decides what is representable, and only the backward knows it.
+        late = (
+            with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
         )
-        merged = row_labels[0] if packed else row_labels
-        row_options = options.normalize(merged, cu_seqlens, logits.dtype, vocabulary, parallel)
+        learns = torch.is_grad_enabled() and rows.requires_grad
+        known = learns and not late and coefficients_depend_on(objective, terms) == "nothing"
+        given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
+        of_sequences = ratio_clip.level == "sequence" and given_logprobs and not row_options.shard.group
+        in_one_launch = of_sequences and not with_entropy and not known
+        # that launch reads the mask along with the labels, unless weights have to be averaged before
+        weights = terms.rollout_weights
+        if comparison is not None or not in_one_launch or (weights is not None and weights.ndim == 2):
+            row_labels, terms = merge_mask(row_labels, terms, ignore_index)
+            mask = None
+        else:
+            mask = terms.loss_mask
         if comparison is not None:
             comparison.compare(row_labels, terms, row_options, vocabulary)
-    ratio_clip = ratio_clip_of(terms, row_options.backend)
-    given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
-    # In fp16 a loss scale decides what is representable, and only the backward knows it.
-    late = with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
-    learns = torch.is_grad_enabled() and rows.requires_grad
-    if learns and not late and coefficients_depend_on(objective, terms) == "nothing":
+    if known:
         return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
-    if ratio_clip.level == "sequence" and given_logprobs and not with_entropy and not row_options.shard.group:
+    if in_one_launch:
+        operands = ratio_operands(row_labels, terms)
         loss, logprobs, metrics = applied(SequenceRatioFunction)(
-            rows,
-            row_labels,
-            inplace_backward,
-            row_options,
-            ratio_operands(row_labels, terms),
-            ratio_clip,
+            rows, row_labels, mask, inplace_backward, row_options, operands, ratio_clip
         )
         return output_of(loss, metrics, logprobs, None, terms)
     scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, row_options)

@@ -25,6 +25,7 @@ from gspo_kernels.ops.value_checks import (
     check_lengths,
     check_normalizer,
     check_temperature,
+    mask_labels,
 )
 from gspo_kernels.terms import Terms, check_logprobs
 from gspo_kernels.types import (
@@ -82,30 +83,39 @@ _RATIO_MEAN = METRICS.index("ratio/mean")
 
 @operator
 def sequence_ratio(
-    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, ratio_clip: RatioClip
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    options: RowOptions,
+    operands: RatioOperands,
+    ratio_clip: RatioClip,
 ) -> SequenceRatioStats:
     """Compute the loss of sequence ratios from logits; see ``ops.backends.RatioBackend``."""
+    looks = checked_values(labels.device)
+    merged = None
+    if mask is not None and looks:
+        labels = merged = mask_labels(labels, mask, None, options.ignore_index).labels
+        mask = None
     if options.transform.row_temperature is not None:
         check_temperature(options.transform.row_temperature)
     if operands.cu_seqlens is not None:
         check_cu_seqlens(operands.cu_seqlens, labels)
     if operands.normalizer is not None:
         check_normalizer(operands.normalizer)
-    if operands.lengths is not None:
+    if operands.lengths is not None and looks:
         counted = exact(labels != options.ignore_index)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
-    looks = checked_values(labels.device)
     recheck = functools.partial(_check_logprobs, labels, operands, options) if looks else None
     # a launch doesn't read weights of sequences without an advantage
     if recheck is not None and operands.weights is not None and not all_valid(operands.weights):
         recheck()
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     backend = cast(RatioBackend, load(options.backend))
-    stats = backend.sequence_ratio_forward(rows, operands, ratio_clip, recheck)
+    stats = backend.sequence_ratio_forward(rows, mask, operands, ratio_clip, recheck)
     # a label outside the vocabulary has a NaN log-prob: labels are checked only if the mean ratio is NaN
     if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
-    return stats
+    return stats if merged is None else stats._replace(labels=merged)
 
 
 def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
@@ -123,15 +133,20 @@ def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions
 
 @sequence_ratio.register_fake
 def _(
-    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, ratio_clip: RatioClip
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    options: RowOptions,
+    operands: RatioOperands,
+    ratio_clip: RatioClip,
 ) -> SequenceRatioStats:
     def new(*shape: int) -> Tensor:
         return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))
 
     lse = logits.new_empty(labels.shape, dtype=exact_dtype(logits.device))
-    return SequenceRatioStats(
-        new(), new(*labels.shape), lse, new(*operands.advantages.shape), new(), new(len(METRICS))
-    )
+    merged = labels.new_empty(0 if mask is None else labels.shape)
+    coefficients, metrics = new(*operands.advantages.shape), new(len(METRICS))
+    return SequenceRatioStats(new(), new(*labels.shape), lse, coefficients, new(), metrics, merged)
 
 
 class SequenceRatioFunction(torch.autograd.Function):
@@ -142,12 +157,14 @@ class SequenceRatioFunction(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
+        mask: Tensor | None,
         inplace: bool,
         options: RowOptions,
         operands: RatioOperands,
         ratio_clip: RatioClip,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        stats = sequence_ratio(logits, labels, options, operands, ratio_clip)
+        stats = sequence_ratio(logits, labels, mask, options, operands, ratio_clip)
+        labels = labels if mask is None else stats.labels
         saved = (stats.logprobs, stats.lse, stats.coefficients, stats.divisor, operands.cu_seqlens)
         save_rows(ctx, options, logits, labels, *saved)
         ctx.inplace = inplace
@@ -157,11 +174,11 @@ class SequenceRatioFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         (logits, labels, logprobs, lse, coefficients, divisor, cu_seqlens), options = saved_rows(ctx)
         if cu_seqlens is None:
             each = coefficients.unsqueeze(1).expand(labels.shape)
         else:
             each = layout_of(labels, cu_seqlens).expand(coefficients)
         stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad / divisor)
-        return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 5)
+        return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 6)

@@ -45,11 +45,12 @@ def signature(
     Args:
         function: the public function's name.
         tokens: labels or log-probs, whose last size is the number of tokens, of a sequence or of all.
-        objective, parallel: of the call, or None if the function has none.
+        objective: of the call, or None if the function has none.
+        parallel: of the call.
         arguments: tensors, and numbers that may be tensors, in a fixed order.
         options: all others, in a fixed order; a tensor among them has no signature.
     """
-    alone = parallel is None or (isinstance(parallel, Parallel) and parallel._alone)
+    alone = isinstance(parallel, Parallel) and parallel._alone
     kind = type(objective)
     known_objective = objective is None or Objective in kind.__mro__
     if is_compiling() or validates() or not alone or not known_objective or type(tokens) not in _TENSORS:
@@ -64,7 +65,7 @@ def signature(
         objective and objective.spec,
         in_force(None),
         torch.is_grad_enabled(),
-        length < 2,
+        min(length, 2),
     ]
     parts += shape[:-1]
     for value in arguments:
@@ -79,7 +80,7 @@ def signature(
             parts.append("tokens")
             continue
         for size in value.shape:
-            if size == length > 1:
+            if size == length:
                 parts.append(-1)
             elif length - 2 < size < length + 2:
                 parts.append((size, length))

@@ -84,16 +84,6 @@ class ArgSpec:
                     f"{name}: got shape {shape}, but {only} takes one per sequence, [B] = {per_sequence}"
                 )
 
-    def normalize(self, value: Tensor | float, call: CallShape) -> Tensor | None:
-        """Return a checked value as the operators take it, or None if it changes nothing."""
-        if not isinstance(value, Tensor):
-            leaves_out = self.shape == "broadcast" and type(value) in (int, float) and value == 0
-            return None if leaves_out else checks.filled(float(value), call.device)
-        if value.requires_grad:  # detach takes as long as a small operation
-            value = value.detach()
-        by_token = self.shape == "tokens" or (self.shape == "either" and value.shape != (call.sequences,))
-        return value.unsqueeze(0) if call.packed and by_token else value
-
 
 _MEANINGS = {"tokens": "the labels' shape", "sequences": "[B]", "either": "[B] or the labels' shape"}
 
@@ -199,7 +189,15 @@ def normalize_terms(
                 except ValueError:
                     value_checks.refuse_lengths(passed.cu_seqlens)
                     raise
-            value = spec.normalize(value, call)
+            if not isinstance(value, Tensor):
+                leaves_out = spec.shape == "broadcast" and type(value) in (int, float) and value == 0
+                value = None if leaves_out else checks.filled(float(value), call.device)
+            else:
+                if value.requires_grad:  # detach takes as long as a small operation
+                    value = value.detach()
+                by_sequence = spec.shape == "either" and value.shape == (sequences,)
+                if packed and not by_sequence and spec.shape in ("tokens", "either"):
+                    value = value.unsqueeze(0)
         normalized.append(value)
     group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
     fields: Any = (*normalized, passed.kl_estimator, passed.kl_ratio_weighted, group, objective.spec)

@@ -375,6 +375,7 @@ class SequenceRatioStats(NamedTuple):
         coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
             for clipped and empty sequences and for those with zero advantage or weight.
         divisor: 0-d, the divisor of the coefficients, which the caller applies; includes ``divisor_scale``.
+        labels: ``ignore_index`` where a mask is 0; empty if there was no mask.
     """
 
     loss: Tensor
@@ -383,6 +384,7 @@ class SequenceRatioStats(NamedTuple):
     coefficients: Tensor
     divisor: Tensor
     metrics: Tensor
+    labels: Tensor
 
 
 STATS_DTYPES = (torch.float32, torch.float64)

@@ -201,22 +201,34 @@ def ratio_step(
 
 
 def sequence_ratio_forward(
-    rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, recheck: Recheck = None
+    rows: LogitRows,
+    mask: Tensor | None,
+    operands: RatioOperands,
+    ratio_clip: RatioClip,
+    recheck: Recheck = None,
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
+    labels = rows.labels
+    if mask is not None:
+        labels = torch.where(merge_mask(mask, None, 0)[0], labels, rows.ignore_index)
+        rows = rows._replace(labels=labels)
     stats = _empty_stats(rows, entropy=False)
     new = stats.logprobs.new_empty
-    loss, *others = new(()), new(operands.advantages.shape), new(()), new(len(METRICS))
+    loss, divisor = new(()), new(())
+    coefficients, metrics = new(operands.advantages.shape), new(len(METRICS))
     valid = operators().sequence_ratio_forward(
         *_row_arguments(rows),
         *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, ratio_clip),
         *stats[:2],
         loss,
-        *others,
+        coefficients,
+        divisor,
+        metrics,
     )
     if not valid and recheck is not None:
         recheck()
-    return SequenceRatioStats(loss, stats.logprobs, stats.lse, *others)
+    merged = labels.new_empty(0) if mask is None else labels
+    return SequenceRatioStats(loss, stats.logprobs, stats.lse, coefficients, divisor, metrics, merged)
 
 
 def merge_mask(mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None, bool]:

@@ -14,6 +14,7 @@ import functools
 
 import torch
 import triton.language as tl
+from torch import Tensor
 
 from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, row_pointer
 from gspo_kernels.kernels.launch import (
@@ -62,6 +63,7 @@ _SEQUENCES_PER_THREAD = 1
 def sequence_ratio_kernel(
     logits_ptr,
     labels_ptr,
+    mask_ptr,
     row_temperature_ptr,
     kept_ptr,
     old_ptr,
@@ -88,6 +90,10 @@ def sequence_ratio_kernel(
     sequence = n - tokens
     if n < tokens:
         b, t, label, counted = row_label(n, labels_ptr, rows)
+        if mask_ptr is not None:
+            counted &= tl.load(element(mask_ptr, b, t, ratio.mask)) != 0
+            merged = tl.where(counted, label, decode_wide(rows.ignore_index))
+            tl.store(out.labels + n, merged.to(out.labels.dtype.element_ty))
         mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
         row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
         stride_v = decode_wide(rows.logits[2])
@@ -106,9 +112,15 @@ def sequence_ratio_kernel(
 
     first, last = rows_of(sequence, cu_seqlens_ptr, tokens, T)
     if signal_and_count(out.counters + sequence) == last - first:
+        if mask_ptr is not None:
+            counted_ptr = out.labels
+            strides = None
+        else:
+            counted_ptr = labels_ptr
+            strides = rows.labels
         count, log_ratio = sum_sequence(
             sequence, first, last, T,
-            labels_ptr, rows.labels, decode_wide(rows.ignore_index), old_ptr, ratio.old, out.logprobs,
+            counted_ptr, strides, decode_wide(rows.ignore_index), old_ptr, ratio.old, out.logprobs,
             cu_seqlens_ptr is not None, RATIO.STATS, RATIO.TOKENS_PER_BLOCK,
         )  # fmt: skip
         length = length_of(sequence, count, lengths_ptr, ratio)
@@ -124,7 +136,11 @@ def sequence_ratio_kernel(
 
 
 def sequence_ratio_forward(
-    rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, recheck: Recheck = None
+    rows: LogitRows,
+    mask: Tensor | None,
+    operands: RatioOperands,
+    ratio_clip: RatioClip,
+    recheck: Recheck = None,
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     logits, labels, transform, _ = rows
@@ -139,11 +155,13 @@ def sequence_ratio_forward(
         coefficients=new((sequences,)),
         divisor=new(()),
         metrics=new((len(METRICS),)),
+        labels=new(0 if mask is None else (B, T), dtype=labels.dtype),
     )
     if sequences == 0:
         fill_without_sequences(ratio_clip, operands.normalizer, stats.loss, stats.divisor, stats.metrics)
         stats.logprobs.zero_()
         stats.lse.zero_()
+        stats.labels.fill_(rows.ignore_index)
         return stats
     # A softcap and fp64 keep more numbers of a block at a time.
     tile = without_spills(
@@ -151,15 +169,16 @@ def sequence_ratio_forward(
     )
     launch(
         sequence_ratio_kernel, B * T + sequences, logits.device, tile,
-        logits, labels, transform.row_temperature, transform.kept,
+        logits, labels, mask, transform.row_temperature, transform.kept,
         *ratio_tensors, None if cu_seqlens is None else cu_seqlens.contiguous(),
         RatioOutputs(
             stats.logprobs, stats.lse, stats.coefficients, stats.loss, stats.divisor, stats.metrics,
             new((SCRATCH_ROWS * sequences,), dtype=torch.float64),
             torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
+            stats.labels,
         ),
         RowNumbers.of(*rows),
-        RatioNumbers.of(ratio_clip, T, B * T, sequences, False, None, *ratio_tensors[:4], None, None),
+        RatioNumbers.of(ratio_clip, T, B * T, sequences, False, mask, *ratio_tensors[:4], None, None),
         ROW=RowConstants.of(logits, transform, tile),
         RATIO=RatioConstants(
             STATS=stats_type(logits.dtype),

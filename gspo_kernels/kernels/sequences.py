@@ -100,6 +100,7 @@ class RatioOutputs(NamedTuple):
         scratch: fp64 [SCRATCH_ROWS, sequences].
         counters: int32, zeros before the launch. The last counts finished sequences; in a launch from logits,
             one for each sequence before it counts the sequence's finished rows.
+        labels: [B, T] in a launch from logits with a mask: ``ignore_index`` where it is 0.
     """
 
     logprobs: Tensor | None
@@ -110,6 +111,7 @@ class RatioOutputs(NamedTuple):
     metrics: Tensor
     scratch: Tensor
     counters: Tensor
+    labels: Tensor | None = None
 
 
 # Rows of the fp64 scratch [11, sequences], which the final reduction reads. If tokens have ratios, _RATIO,
@@ -205,7 +207,8 @@ def sum_sequence(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return how many of a sequence's tokens count, and the fp64 sum of their log-ratios.
+    """Return how many of a sequence's tokens count, and the fp64 sum of their log-ratios. Labels without
+    strides are contiguous, and this launch has written them.
 
     Log-ratios of fp32 log-probs are rounded to multiples of 2^-40. All are such multiples anyway, except for
     log-probs near 0. fp64 adds such numbers without rounding as long as sums stay below 2^13, so that the sum
@@ -223,7 +226,10 @@ def sum_sequence(
             b = rows * 0 + sequence
             t = rows - sequence * T
         inside = rows < last
-        labels = tl.load(element(labels_ptr, b, t, labels_strides), mask=inside, other=0)
+        if labels_strides is None:
+            labels = tl.load(labels_ptr + rows, mask=inside, other=0, volatile=True)
+        else:
+            labels = tl.load(element(labels_ptr, b, t, labels_strides), mask=inside, other=0)
         counted = inside & (labels != ignore_index)
         old = tl.load(element(old_ptr, b, t, old_strides), mask=counted, other=0.0)
         # Volatile, because other programs have written the log-probs during this launch.

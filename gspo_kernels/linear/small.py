@@ -57,7 +57,7 @@ def small_loss(
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     logits = products.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
     logits = logits.view(*labels.shape, weight.shape[0])
-    stats = sequence_ratio(logits, labels, options, ratio_operands(labels, terms), plan.ratio_clip)
+    stats = sequence_ratio(logits, labels, None, options, ratio_operands(labels, terms), plan.ratio_clip)
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())

@@ -174,10 +174,17 @@ class RatioBackend(RowBackend, Protocol):
     """A backend that also evaluates clipped ratios in one launch, from logits or from log-probs."""
 
     def sequence_ratio_forward(
-        self, rows: LogitRows, operands: RatioOperands, ratio_clip: RatioClip, recheck: Recheck = None
+        self,
+        rows: LogitRows,
+        mask: Tensor | None,
+        operands: RatioOperands,
+        ratio_clip: RatioClip,
+        recheck: Recheck = None,
     ) -> SequenceRatioStats:
         """Return loss, coefficients and metrics of a clipped sequence ratio, straight from the logits. Old
         log-probs are required, advantages and weights are one per sequence, ``cu_seqlens`` is int32.
+
+        ``mask`` is as in ``merge_mask``; None: the labels tell which tokens count.
 
         ``recheck`` checks the values that callers pass, and raises if one is wrong. A backend calls it at the
         end. It may skip the call if it has itself seen that no counted log-prob, of any policy, is above 1

@@ -84,7 +84,8 @@ def call_all(
         form = FORM._replace(count_tokens=True, divisor="tokens") if packed else FORM
         shaped = LogitRows(logits.view(*shape, V), labels.view(shape), transform, -100)
         operands = RatioOperands(floats.view(shape), torch.zeros(B), **options)
-        kernels.sequence_ratio_forward(shaped, operands, form)
+        mask = torch.ones(shape, dtype=torch.bool)
+        kernels.sequence_ratio_forward(shaped, mask if packed else None, operands, form)
         numbers = floats.to(stats_dtype(dtype)).view(shape)
         # the two layouts together have each level and each estimator
         for level, estimator in (

@@ -105,7 +105,7 @@ def calls() -> list[Any]:
                 kernels.merge_mask(old if start else labels != 0, labels, -100)
                 kernels.lengths(labels, -100, None, old if start else torch.zeros(B))
                 kernels.scale_(logits, torch.ones(()))
-                kernels.sequence_ratio_forward(rows, operands, form)
+                kernels.sequence_ratio_forward(rows, labels != 0 if start else None, operands, form)
                 kernels.ratio_step(old, labels != 0, operands, form)
     exponentials.capability, exponentials._multiprocessors = lambda device: 9, lambda device: 132
     for n in (3, 16):

@@ -137,7 +137,7 @@ def test_rows_are_read_once_and_written_once(dtype):
     logits = torch.randn(2, 3, V).to(dtype)
     old, stats = torch.zeros(2, 3), ROWS.forward(logits, LABELS)
     form = RatioClip(-1e-3, 1e-3, math.inf, False, "sequences", 1.0)
-    operands = LogitRows(logits, LABELS, PLAIN, IGNORE), RatioOperands(old, torch.ones(2)), form
+    operands = LogitRows(logits, LABELS, PLAIN, IGNORE), None, RatioOperands(old, torch.ones(2)), form
     for call, rows, old_rows in (
         (lambda: ROWS.forward(logits, LABELS), COUNTED, [0] * 6),
         (lambda: ROWS.forward(logits, LABELS, KEPT), COUNTED, [0] * 6),

@@ -13,7 +13,15 @@ from torch.nn.functional import pad
 import gspo_kernels as gk
 from gspo_kernels import cpp, losses, policy_step, terms
 from gspo_kernels.ops.backends import hidden_kernels, load, why_not
-from gspo_kernels.types import METRICS, NO_RATIO, RatioClip, RatioOperands, stats_dtype
+from gspo_kernels.types import (
+    METRICS,
+    NO_RATIO,
+    LogitRows,
+    LogitTransform,
+    RatioClip,
+    RatioOperands,
+    stats_dtype,
+)
 from tests.cases import device_of, generator, offsets
 
 IGNORE, V = -100, 40
@@ -439,3 +447,36 @@ def test_masks_of_numbers_are_read_and_checked(launch, length):
         for more in ({}, {"entropy": torch.ones(2, length)}, {"lengths": torch.full((2,), 3.0)}):
             with pytest.raises(ValueError, match="loss_mask: expected only 0 and 1"):
                 launch(values | {"loss_mask": numbers} | more)
+
+
+@pytest.mark.parametrize("backend", ("triton", "cpp"))
+@pytest.mark.parametrize("is_packed", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bool, FP32, torch.int64), ids=str)
+def test_a_mask_beside_labels_gives_the_bits_of_merged_labels(backend, is_packed, dtype):
+    """Any strides; sequences of which labels or mask, or both, leave tokens out, and one without any."""
+    values, served = draw("logits"), device_of(backend)
+    keep = torch.randint(4, (B, 2 * T), generator=generator(1))[:, ::2].clamp(max=1)
+    keep[1], keep[4] = 1, 0
+    merged = values["labels"].masked_fill(keep == 0, IGNORE)
+    given = {name: values[name] for name in ("logits", "labels", "old_logprobs")} | {
+        "mask": keep,
+        "merged": merged,
+    }
+    ends = None
+    if is_packed:
+        given = packed(given)
+        ends = given.pop("cu_seqlens").to(served)
+        given = {name: value.unsqueeze(0) for name, value in given.items()}
+    given = {name: value.to(served) for name, value in given.items()}
+    operands = RatioOperands(given["old_logprobs"], ADVANTAGES.to(served), cu_seqlens=ends)
+    form = gk.GSPO(**CLIP).ratio_form()
+
+    def run(labels, mask):
+        rows = LogitRows(given["logits"], labels, LogitTransform(), IGNORE)
+        return load(backend).sequence_ratio_forward(rows, mask, operands, form)
+
+    want, got = run(given["merged"], None), run(given["labels"], given["mask"].to(dtype))
+    assert torch.equal(got.labels, given["merged"]) and not want.labels.numel()
+    for one, other in zip(got[:-1], want[:-1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert int((want.coefficients != 0).sum()) >= 2
