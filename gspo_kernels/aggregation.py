@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.layout import as_rows
+from gspo_kernels.layout import as_rows, runs
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
 from gspo_kernels.parallel.groups import Parallel, group_name, rank_and_size, sum_
@@ -35,7 +35,9 @@ class Aggregation:
         nonempty: [B] bool: sequences with a counted token.
         lengths: [B] fp64, |y_i|; 1 for empty sequences.
         counted: 0-d fp64: what the outer divisor counts, or the normalizer, which replaces that count.
-        total: ``counted``, or 1.0 where that is 0.
+        prompt_tokens: [B] fp64, for "prompt_mean" without a normalizer: the sum of ``lengths`` over each
+            sequence's group; 1 for groups without a counted token.
+        total: ``counted``, or 1.0 where that is 0; for "prompt_mean" [B], times ``prompt_tokens``.
         divisor: ``total`` times the constant of the objective's aggregation.
     """
 
@@ -53,6 +55,7 @@ class Aggregation:
         lengths = counts if terms.lengths is None else exact(terms.lengths)
         self.lengths = torch.where(self.nonempty, lengths, 1.0)
         self._per_sequence = objective.aggregation == "sequence_mean"
+        self.prompt_tokens: Tensor | None = None
         what, scale = objective.outer_divisor()
         if terms.normalizer is not None:
             divisor = terms.normalizer.to(mask.device, exact_dtype(mask.device))
@@ -64,10 +67,19 @@ class Aggregation:
             advantages = self.selected(terms.advantages)
             assert advantages is not None and terms.group_ids is not None
             divisor = objective.count_pairs(advantages, terms.group_ids, self.nonempty)
+        elif what == "prompts" and terms.group_ids is not None:
+            order = terms.group_ids.argsort(stable=True)
+            prompts = runs(terms.group_ids[order])
+            divisor = exact((prompts.sum(exact(self.nonempty)[order]) > 0).sum())
+            tokens_of = prompts.sum(torch.where(self.nonempty, lengths, 0.0)[order])
+            each = prompts.expand(torch.where(tokens_of == 0, 1.0, tokens_of)).squeeze(0)
+            self.prompt_tokens = torch.empty_like(each).scatter(0, order, each)
         else:
             divisor = torch.ones((), dtype=exact_dtype(mask.device), device=mask.device)
         self.counted: Tensor = divisor
         self.total = torch.where(divisor == 0, 1.0, divisor)
+        if self.prompt_tokens is not None:
+            self.total = self.total * self.prompt_tokens
         self.divisor = self.total * scale
 
     def selected(self, values: Tensor | None) -> Tensor | None:
@@ -78,7 +90,8 @@ class Aggregation:
 
     def token_shares(self) -> Tensor:
         """Return d loss / d value of each counted token, 0 for other tokens."""
-        share = torch.where(self.mask, 1.0 / self.divisor, 0.0)
+        divisor = self.layout.expand(self.divisor) if self.divisor.ndim else self.divisor
+        share = torch.where(self.mask, 1.0 / divisor, 0.0)
         return share / self.layout.expand(self.lengths) if self._per_sequence else share
 
     def sequence_shares(self) -> Tensor:
@@ -119,13 +132,14 @@ def normalizer(
     losses and gradients add up to those of the whole batch, however it is cut.
 
     Args:
-        objective: the loss; its ``aggregation`` decides whether sequences, tokens or pairs are counted.
+        objective: the loss; its ``aggregation`` decides whether sequences, tokens, prompts or pairs are
+            counted.
         loss_mask: [B, T], or [N] with ``cu_seqlens``; bool or 0/1: the tokens that count.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
         lengths: [B], |y_i| where it is not the number of counted tokens.
         advantages: [B]; only for objectives that count pairs.
-        group_ids: [B], integers; only for objectives that count pairs. Groups on different ranks are
-            different groups, even if their ids are equal.
+        group_ids: [B], integers; only for objectives that count prompts or pairs. Groups on different ranks
+            are different groups, even if their ids are equal.
         group: a ProcessGroup, or a DeviceMesh of one dimension: the data-parallel ranks, each with its own
             part of the batch. The result is the sum of their counts divided by the number of ranks, because
             DDP and FSDP average gradients: the averages of gradients and losses are then the whole batch's.
@@ -133,7 +147,9 @@ def normalizer(
             sequence count as one sequence, and the result is the same on all ranks.
 
     Returns:
-        0-d fp64 tensor, on the mask's device: the count, or 1.0 if no rank counts anything.
+        0-d fp64 tensor, on the mask's device: the count, or 1.0 if no rank counts anything. For "prompt_mean"
+        [B]: the count times the number of tokens of each sequence's group; a micro-batch takes those of its
+        sequences, and need not have whole groups.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -157,18 +173,21 @@ def normalizer(
         checks.layout("loss_mask", mask, cu_seqlens)
         kind, (divisor, _) = type(objective).__name__, objective.outer_divisor()
         for label, value in (("advantages", advantages), ("group_ids", group_ids)):
-            if divisor == "pairs" and value is None:
-                raise ValueError(f"{label}: got None, but {kind} counts pairs and needs it")
-            if divisor != "pairs" and value is not None:
+            needed = divisor == "pairs" or (divisor == "prompts" and label == "group_ids")
+            if needed and value is None:
+                raise ValueError(f"{label}: got None, but {kind} counts {divisor} and needs it")
+            if not needed and value is not None:
                 raise ValueError(f"{label}: got a tensor, expected None: {kind} counts no pairs")
         rows = as_rows(mask, cu_seqlens is not None)
         terms = normalize_terms(passed, mask, objective, parallel)
         if comparison is not None:
             comparison.compare(rows, terms)
-    count = Aggregation(rows, check_values(rows, terms)).counted
+    aggregation = Aggregation(rows, check_values(rows, terms))
+    count = aggregation.counted
     if group is not None:
         _, size = rank_and_size(name)
         if divisor == "one":
             return count / size
         count = sum_(name, count.clone()) / size
-    return torch.where(count == 0, 1.0, count)
+    count = torch.where(count == 0, 1.0, count)
+    return count if aggregation.prompt_tokens is None else count * aggregation.prompt_tokens

@@ -261,7 +261,7 @@ def distillation_loss(
             returns them.
         loss_mask, cu_seqlens, lengths, normalizer: as in ``policy_loss``.
         aggregation: "token_mean", "sequence_mean", "sequence_mean_token_sum", "constant" or "sum", as in the
-            objectives; "constant" needs an ``aggregation_constant``.
+            objectives, or "prompt_mean" with ``normalizer``; "constant" needs an ``aggregation_constant``.
         token_weights: the tokens' shape: factors on divergences.
         temperature, logit_scale, softcap: the student's, as in ``fused_policy_loss``.
         teacher_temperature, teacher_logit_scale, teacher_softcap: the teacher's; with a temperature of None

@@ -123,6 +123,17 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
 
+def runs(*keys: Tensor) -> Packed:
+    """Return the layout in which each run of equal keys among [N] is a sequence; no host synchronisation."""
+    changes = torch.zeros_like(keys[0], dtype=torch.bool)
+    for ids in keys:
+        changes[1:] |= ids[1:] != ids[:-1]
+    segments = changes.cumsum(0)
+    # as many sequences as there are keys, so that the number of runs need not be read from the device
+    places = torch.arange(segments.numel() + 1, device=segments.device)
+    return Packed(torch.searchsorted(segments, places), segments)
+
+
 class _Sum(torch.autograd.Function):
     """``Layout.sum``; its backward is ``Layout.expand``."""
 

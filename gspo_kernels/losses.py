@@ -83,10 +83,10 @@ def policy_loss(
         token_weights: labels' shape: factors on the tokens' log-ratios in the objective (on the log-probs in
             objectives that take these).
         lengths: [B], |y_i| where it is not the number of counted tokens.
-        group_ids: [B], integers: the group of each sequence, for objectives over groups.
+        group_ids: [B], integers: the group of each sequence, for objectives over groups and "prompt_mean".
         turn_ids: labels' shape, integers: the turn of each token, -1 = none; for objectives over turns.
         normalizer: number or 0-d tensor that replaces the count in the outer divisor (for gradient
-            accumulation: that of the whole batch).
+            accumulation: that of the whole batch); for "prompt_mean" [B], from ``normalizer``.
         entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the entropy bonus and
             the metric of the entropy.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
@@ -286,8 +286,8 @@ def fused_policy_loss(
         learns = torch.is_grad_enabled() and rows.requires_grad
         known = learns and not late and coefficients_depend_on(objective, terms) == "nothing"
         given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
-        of_sequences = ratio_clip.level == "sequence" and given_logprobs and not row_options.shard.group
-        in_one_launch = of_sequences and not with_entropy and not known
+        of_sequences = ratio_clip.level == "sequence" and ratio_clip.divisor != "prompts" and given_logprobs
+        in_one_launch = of_sequences and not (with_entropy or known or row_options.shard.group)
         # that launch reads the mask along with the labels, unless weights have to be averaged before
         weights = terms.rollout_weights
         if comparison is not None or not in_one_launch or (weights is not None and weights.ndim == 2):

@@ -16,7 +16,7 @@ from gspo_kernels.objective_loss import PolicyStep, evaluate, metric_names, toke
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.value_checks import all_valid
-from gspo_kernels.sequence_ratio import ratio_operands
+from gspo_kernels.sequence_ratio import ratio_operands, sum_over_prompts
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.torch_internals import is_last_backward
 from gspo_kernels.types import (
@@ -57,6 +57,8 @@ def evaluate_objective(
     if terms.skipped is not None:
         present = present & ~terms.layout(logprobs).expand(terms.skipped)
     logprobs = (logprobs if logprobs.dtype in STATS_DTYPES else logprobs.float()).contiguous()
+    if ratio_clip.divisor == "prompts":
+        terms, ratio_clip = sum_over_prompts(logprobs, terms, ratio_clip)
     operands = ratio_operands(logprobs, terms, ratio_clip.level)
     kl = None
     if terms.ref_logprobs is not None:

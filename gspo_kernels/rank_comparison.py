@@ -300,7 +300,7 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 def _of_sequences(arguments: Mapping[str, Any], name: str, shape: str, sequences: int) -> str | None:
     """Return a term's text for ranks with parts of the same sequences; None if its shape is ambiguous."""
     value, packed = arguments[name], arguments.get("cu_seqlens") is not None
-    if not isinstance(value, Tensor) or value.ndim == 0 or shape == "sequences":
+    if not isinstance(value, Tensor) or value.ndim == 0 or shape in ("sequences", "number"):
         return _value(value)
     if shape == "either" and tuple(value.shape) == (sequences,):
         takes_tokens = name != "advantages" or arguments["objective"].takes_token_advantages

@@ -78,6 +78,23 @@ def sum_over_tokens(per_token: Terms, ratio_clip: RatioClip) -> tuple[Terms, Rat
     return per_token, ratio_clip._replace(level="token", count_tokens=True, divisor="one", divisor_scale=1.0)
 
 
+def sum_over_prompts(tokens: Tensor, terms: Terms, ratio_clip: RatioClip) -> tuple[Terms, RatioClip]:
+    """Return the terms and the ratio of "prompt_mean" as a sum over tokens, which launches have: the divisor
+    of each sequence's prompt goes into its rollout weights and KL penalty.
+    """
+    shares, layout = 1.0 / Aggregation(tokens, terms).divisor, terms.layout(tokens)
+    weights, beta = terms.rollout_weights, terms.kl_beta
+    if weights is not None:
+        shares_of = shares if weights.ndim == 1 else layout.expand(shares)
+        weights = exact(weights) * shares_of
+    if beta is not None:
+        beta = beta.to(tokens.device) * layout.expand(shares)
+    terms = terms._replace(
+        rollout_weights=shares if weights is None else weights, kl_beta=beta, normalizer=None, group_ids=None
+    )
+    return terms, ratio_clip._replace(count_tokens=True, divisor="one", divisor_scale=1.0)
+
+
 _RATIO_MEAN = METRICS.index("ratio/mean")
 
 

@@ -180,8 +180,16 @@ def normalize_terms(
     sequences = tokens.shape[0] if passed.cu_seqlens is None else passed.cu_seqlens.shape[0] - 1
     call = CallShape(tuple(tokens.shape), tokens.device, sequences, packed)
     normalized: list[Any] = []
+    by_prompt = objective.aggregation == "prompt_mean"
+    if by_prompt and passed.normalizer is None and passed.group_ids is None:
+        raise ValueError(
+            'group_ids: got None, but aggregation="prompt_mean" needs them, or a normalizer [B] from '
+            "gk.normalizer of the whole batch"
+        )
     for (name, spec), value in zip(_ARGUMENTS.items(), passed, strict=False):
         if value is not None:
+            if by_prompt and name == "normalizer":
+                spec = SEQUENCES
             if not checked:
                 only = name == "advantages" and not objective.takes_token_advantages
                 try:
@@ -234,10 +242,12 @@ def validate_terms(
         )
     for label in ("group_ids", "turn_ids"):
         if getattr(terms, label) is not None and label not in objective.needs:
+            if label == "group_ids" and objective.aggregation == "prompt_mean" and terms.normalizer is None:
+                continue
             raise ValueError(f"{label}: got a tensor, expected None: {name} does not use them")
     if objective.coefficient_scope == "batch" and terms.normalizer is not None:
         raise ValueError(
-            f"normalizer: got {terms.normalizer.item()}, but {name} looks at the whole batch and can't be "
+            f"normalizer: got {terms.normalizer.tolist()}, but {name} looks at the whole batch and can't be "
             "called on a part of it, expected None; take policy_coefficients of the whole batch and give "
             "each part's to objective=Linear() as token_weights"
         )
@@ -268,12 +278,18 @@ def check_values(
     if mask and terms.loss_mask is not None and terms.loss_mask.dtype != torch.bool:
         terms = terms._replace(loss_mask=value_checks.check_mask(terms.loss_mask))
     if terms.normalizer is not None:
-        value_checks.check_normalizer(terms.normalizer)
+        normalizer = terms.normalizer
+        if normalizer.ndim:
+            counts = terms.layout(tokens).sum(exact(terms.counted(tokens)))
+            normalizer = torch.where(counts > 0, normalizer, 1.0)
+        value_checks.check_normalizer(normalizer)
     if terms.lengths is not None:
         counts = terms.layout(tokens).sum(exact(terms.counted(tokens)))
         value_checks.check_lengths(terms.lengths, counts)
-    if terms.group_ids is not None and checked_values(terms.group_ids.device):
-        _check_groups(terms.group_ids)
+    # a mean may be of one sequence, an objective over groups may not
+    ids = terms.group_ids
+    if ids is not None and "group_ids" in from_spec(terms.objective).needs and checked_values(ids.device):
+        _check_groups(ids)
     if logprobs_too:
         check_logprobs(tokens, terms, logprobs)
     return _agree_on_token_terms(tokens, terms) if terms.cp_group else terms

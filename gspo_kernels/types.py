@@ -296,7 +296,8 @@ class RatioClip(NamedTuple):
         count_tokens: True: a sequence's loss counts L times and a token's loss once ("token_mean" and similar
             ones). False: a sequence's loss counts once and a token's loss 1 / L times.
         divisor: what the outer divisor counts without a normalizer: "sequences" with a counted token,
-            "tokens" (the sum of L over these sequences) or "one".
+            "tokens" (the sum of L over these sequences), "one", or "prompts", which ``sum_over_prompts``
+            turns into "one" for backends.
         divisor_scale: constant factor on that divisor, or on the normalizer.
         level: "sequence" or "token": what has one ratio and one loss.
     """

@@ -18,7 +18,7 @@ from tests import oracle
 from tests.draws import shifted_seed
 
 LAYOUTS = ("padded", "packed")
-AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
+AGGREGATIONS = ("sequence_mean", "token_mean", "prompt_mean", "sequence_mean_token_sum", "constant", "sum")
 KIND = {
     "policy_loss": "logprobs",
     "token_logprobs": "logits",
@@ -296,7 +296,16 @@ def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: in
 
 @functools.cache
 def for_objective(case: Case, objective: gk.objectives.base.Objective) -> Case:
-    """Return the case. For ``Linear``, token weights take the place of advantages."""
+    """Return the case. For ``Linear``, token weights take the place of advantages; "prompt_mean" has groups,
+    or a normalizer of each sequence.
+    """
+    if objective.aggregation == "prompt_mean":
+        sequences = len(case.labels) if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+        ids = torch.tensor((5, 2, 5, 2, 2, 5) * sequences)[:sequences]
+        terms = {"group_ids": ids, **case.terms}
+        if "normalizer" in terms:
+            terms |= {"normalizer": terms.pop("group_ids") + 1.5}
+        case = replace(case, terms=terms)
     if type(objective).__name__ != "Linear":
         return case
     weights = torch.linspace(-1.5, 1.0, case.labels.numel()).reshape(case.labels.shape)

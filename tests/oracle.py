@@ -190,6 +190,7 @@ def policy_loss(
             turn=tokens(turn_ids),
             length=float(sequence.count if lengths is None else lengths[i]),
             group=0 if group_ids is None else int(group_ids[i]),
+            index=i,
         )
         beta, coef = (
             tokens(torch.as_tensor(x, dtype=torch.float64).expand(counted.shape))
@@ -201,6 +202,8 @@ def policy_loss(
             term = term + beta * KL[kl_estimator](logp - q.ref) * weight
         qs.append(q)
         beyond.append(term)
+    if isinstance(normalizer, Tensor) and normalizer.ndim:
+        normalizer = [float(normalizer[q.index]) for q in qs]
     loss = formulas.loss(objective, qs, beyond, normalizer) if qs else logprobs.new_zeros(())
     # an empty batch is differentiable, too
     return loss + 0.0 * torch.where(counted, logprobs, 0.0).sum()

@@ -214,7 +214,8 @@ def test_aggregations(aggregation):
     tokens = {**problem.inputs, **problem.teacher, "loss_mask": COUNTED, "token_weights": problem.weights}
     flat = {name: value.flatten(0, 1) for name, value in tokens.items()} | {"cu_seqlens": offsets((3, 3))}
     for given in (tokens, flat):
-        given |= {"lengths": torch.tensor([5.0, 3.0]), "normalizer": 2.0}
+        divisor = torch.tensor([2.0, 2.5]) if aggregation == "prompt_mean" else 2.0
+        given |= {"lengths": torch.tensor([5.0, 3.0]), "normalizer": divisor}
         out = gk.distillation_loss(**given, **how)
         terms = {name: value for name, value in given.items() if not name.endswith("logits")}
         same = gk.policy_loss(out.divergence, None, None, **terms, objective=gk.Linear(**how))

@@ -45,7 +45,7 @@ EVERY_BACKEND = [
     *((entry, "GSPO", layout, "lengths", {"lengths": (0, 0, 2, 1, 0)})
       for entry, layout in ((FUSED, "packed"), (LINEAR, "padded"))),
     *((FUSED, gk.GSPO(aggregation=name), "packed", "holes+lengths", {})
-      for name in ("token_mean", "sequence_mean_token_sum", "sum")),
+      for name in ("token_mean", "prompt_mean", "sequence_mean_token_sum", "sum")),
     (FUSED, gk.GSPO(aggregation="constant", aggregation_constant=6.0), "padded", "holes", {}),
     (ROWS, "GRPO", "packed", "plain", {}),
     (ROWS, "GSPO", "padded", "all", {}),
@@ -53,6 +53,8 @@ EVERY_BACKEND = [
     (LINEAR_ROWS, "GSPO", "padded", "all", CHUNK),
     (LINEAR, "GSPO", "packed", "on_policy", CHUNK),
     (LINEAR, "GRPO", "padded", "weighted", {"bias": False}),
+    (LINEAR, gk.GSPOToken(aggregation="prompt_mean"), "padded", "all", CHUNK),
+    (ROWS, gk.GRPO(aggregation="prompt_mean"), "packed", "kl_tensor+rollout_token", {}),
     (LINEAR, "GSPOToken", "packed", "all", CHUNK),
     (LINEAR, "Linear", "padded", "plain", {}),
     *itertools.product([FUSED, LINEAR_ROWS], ["GSPO"], ["packed"], ["weighted"], [HALF, BFLOAT, DOUBLE]),

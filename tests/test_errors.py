@@ -295,6 +295,7 @@ def test_wrong_options_of_objectives(objective):
     assert_refused(TypeError, "'epsilon'", objective, epsilon=0.2)
 
 
+PER_PROMPT, IDS = gk.GSPO(aggregation="prompt_mean"), torch.zeros(B, dtype=ids)
 NO_ADVANTAGES = {"objective": gk.Linear(), "advantages": None}
 COMBINED = [
     (token, "labels", {"logits": one(B, T, V, device="meta")}),
@@ -316,6 +317,13 @@ COMBINED = [
     (policy, "entropy_coef", {"entropy_coef": one(3, 3), "entropy": one(B, T)}),
     (coefficients, "entropy_coef", {"entropy_coef": 0.1}),
     (gk.normalizer, "group_ids", {"objective": gk.DPO(), "advantages": one(B)}),
+    (gk.normalizer, "group_ids", {"objective": PER_PROMPT}),
+    (gk.normalizer, "advantages", {"objective": PER_PROMPT, "group_ids": IDS, "advantages": one(B)}),
+    (policy, "group_ids", {"objective": PER_PROMPT}),
+    (policy, "group_ids", {"objective": PER_PROMPT, "group_ids": IDS, "normalizer": one(B)}),
+    *((policy, "normalizer", {"objective": PER_PROMPT, "normalizer": wrong})
+      for wrong in (torch.tensor(2.0), one(B + 1), -one(B))),
+    (taught, "group_ids", {"aggregation": "prompt_mean"}),
     (chosen, "logits", {"ids": SETS[..., 0]}),
     (linear_chosen, "hidden", {"ids": SETS[..., 0]}),
     *((function, "kept_mask", {"kept_mask": SETS.int()}) for function in (token, linear)),

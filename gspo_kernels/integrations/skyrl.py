@@ -33,8 +33,9 @@ REDUCTIONS = {
     "token_mean_legacy": "token_mean",
     "sequence_mean": "sequence_mean",
     "seq_mean_token_sum_norm": "constant",
+    "prompt_mean": "prompt_mean",
 }
-"""This package's ``aggregation`` for each ``loss_reduction`` of SkyRL but "prompt_mean", which has none."""
+"""This package's ``aggregation`` for each ``loss_reduction`` of SkyRL."""
 
 UNBOUNDED = math.exp(20.0)
 """The largest ratio that SkyRL's losses let through."""

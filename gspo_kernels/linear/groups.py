@@ -114,7 +114,7 @@ class CoefficientGroups:
         divided_by, _ = from_spec(terms.objective).outer_divisor()
         asks = terms.normalizer is not None or terms.skipped is not None or terms.cp_group
         by_length = divided_by == "tokens" and terms.lengths is not None
-        if compact and not (asks or by_length or divided_by == "pairs"):
+        if compact and not (asks or by_length or divided_by in ("pairs", "prompts")):
             number = {"tokens": total, "sequences": len(present_sequences)}.get(divided_by, 1) or 1
             self.total = torch.full(
                 (), number, dtype=exact_dtype(call.labels.device), device=call.labels.device

@@ -48,9 +48,12 @@ def small_loss(
     exact = weight.dtype in (torch.float32, torch.float64)
     if not (hidden.is_cpu and exact and 0 < size <= budget):
         return None
-    if plan.ratio_clip.level != "sequence" or terms.old_logprobs is None or terms.ref_logprobs is not None:
+    clip = plan.ratio_clip
+    if clip.level != "sequence" or clip.divisor == "prompts":
         return None
-    if terms.skipped is not None or not bool(terms.counted(labels).all()):
+    if terms.old_logprobs is None or terms.ref_logprobs is not None or terms.skipped is not None:
+        return None
+    if not bool(terms.counted(labels).all()):
         return None
     detached = None if bias is None else bias.detach()
     products = products_of(weight.detach(), detached, None, chunking.logits_dtype, False, options)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.layout import Layout, Packed
+from gspo_kernels.layout import Layout, runs
 from gspo_kernels.objectives import finite
 from gspo_kernels.torch_internals import constant_when_traced, plain_constant
 from gspo_kernels.types import RatioClip
 
 Scope = Literal["nothing", "token", "turn", "sequence", "group", "batch"]
-AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
+AGGREGATIONS = ("sequence_mean", "token_mean", "prompt_mean", "sequence_mean_token_sum", "constant", "sum")
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,7 @@ class PolicyBatch:
         inside = self.mask & (self.turn_ids >= 0)
         order = self.turn_ids.flatten().argsort(stable=True)
         order = order[sequences[order].argsort(stable=True)]
-        changes = torch.zeros_like(order, dtype=torch.bool)
-        for ids in (sequences[order], self.turn_ids.flatten()[order]):
-            changes[1:] |= ids[1:] != ids[:-1]
-        segments = changes.cumsum(0)
-        # as many segments as there are tokens, so that the number of turns need not be read from the device
-        turns = Packed(
-            torch.searchsorted(segments, torch.arange(order.numel() + 1, device=order.device)), segments
-        )
+        turns = runs(sequences[order], self.turn_ids.flatten()[order])
 
         def total(values: Tensor) -> Tensor:
             return turns.sum(torch.where(inside, values, 0.0).flatten()[order].unsqueeze(0))
@@ -221,9 +214,10 @@ class Objective(ABC):
     Args:
         aggregation: how values become one loss; |y_i| is the number of counted tokens or ``lengths[i]``.
             "sequence_mean": mean over a sequence's tokens, then over sequences. "token_mean": sum over tokens
-            (a sequence-level value counts |y_i| times) over the number of tokens. "sequence_mean_token_sum":
-            the same sum over the number of sequences. "constant": the same sum over sequences *
-            ``aggregation_constant``. "sum": the same sum undivided.
+            (a sequence-level value counts |y_i| times) over the number of tokens. "prompt_mean": that of each
+            group of ``group_ids``, then the mean over groups. "sequence_mean_token_sum": the same sum over
+            the number of sequences. "constant": the same sum over sequences * ``aggregation_constant``.
+            "sum": the same sum undivided.
         aggregation_constant: for "constant" only (Dr. GRPO takes the maximum completion length).
 
     Raises:
@@ -302,8 +296,11 @@ class Objective(ABC):
         return None
 
     def outer_divisor(self) -> tuple[str, float]:
-        """Return what the outer divisor counts ("sequences", "tokens", "pairs" or "one") and its factor."""
-        counts = {"token_mean": "tokens", "sum": "one"}.get(self.aggregation, "sequences")
+        """Return what the outer divisor counts ("sequences", "tokens", "prompts", "pairs" or "one"), and its
+        factor.
+        """
+        counted = {"token_mean": "tokens", "prompt_mean": "prompts", "sum": "one"}
+        counts = counted.get(self.aggregation, "sequences")
         return counts, 1.0 if self.aggregation_constant is None else float(self.aggregation_constant)
 
     def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:

@@ -75,8 +75,10 @@ def check_normalizer(normalizer: Tensor | None) -> None:
     """Check that a normalizer is positive."""
     if normalizer is None or not checked_values(normalizer.device):
         return
-    if not bool(normalizer > 0):
-        raise ValueError(f"normalizer: got {normalizer.item()}, expected a positive number")
+    right = normalizer > 0
+    if not bool(right.all() if right.ndim else right):
+        number = "positive numbers" if right.ndim else "a positive number"
+        raise ValueError(f"normalizer: got {normalizer[~right][0].item()}, expected {number}")
 
 
 def check_temperature(temperature: Tensor | None) -> None:

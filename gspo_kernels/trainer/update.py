@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
 from gspo_kernels.exact import exact
-from gspo_kernels.trainer.batch import Batch, micro_batches, offsets_on
+from gspo_kernels.trainer.batch import Batch, micro_batches, offsets_on, queued
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import (
     InputError,
@@ -88,12 +88,18 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
             off_policy_weights(config.off_policy, one, one, one == 0, ends)
         except ValueError as error:
             raise InputError(f"off_policy: {error}") from error
-    whole_groups = update.shared_prefix or objective.coefficient_scope == "group"
+    whole_groups = needs_whole_groups(objective, config)
     most = rollout.prompts_per_rollout * (1 if whole_groups else rollout.group_size)
     if update.minibatches > most:
         kind = "prompts" if whole_groups else "completions"
         expected = f"at most the {most} {kind} of a rollout"
         raise InputError(f"update.minibatches must be {expected}, got {update.minibatches}")
+
+
+def needs_whole_groups(objective: Any, config: TrainConfig) -> bool:
+    """Whether a minibatch must have whole groups: for their coefficients, mean or shared prefix."""
+    of_groups = objective.coefficient_scope == "group" or objective.aggregation == "prompt_mean"
+    return of_groups or config.update.shared_prefix
 
 
 def needs_reference(config: TrainConfig) -> bool:
@@ -206,6 +212,7 @@ class Updater:
         self.objective = make_objective(config)
         # A sequence's gradient depends on other sequences: all must be scored before it is known.
         self.needs_full_minibatch = self.objective.coefficient_scope in ("group", "batch")
+        self.whole_groups = needs_whole_groups(self.objective, config)
 
     def with_config(self, config: TrainConfig) -> Updater:
         """Return an updater with the same weights and optimizer, and the loss of another config."""
@@ -286,7 +293,7 @@ class Updater:
     def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
         """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
         update, units = self.config.update, np.arange(len(batch.completions))
-        if self.objective.coefficient_scope == "group" or update.shared_prefix:
+        if self.whole_groups:
             units = batch.group_ids.to("cpu").numpy()
         names = np.unique(units)
         share: dict[str, Any] = {"world": self.accelerator.num_processes}
@@ -337,7 +344,8 @@ class Updater:
                 raise InputError("off_policy.level: the engine returns no log-probs of what it sampled")
             ends, mask = batch.offsets(torch.arange(len(batch.completions), device="cpu")), batch.loss_mask
             terms["rollout_weights"] = off_policy_weights(config.off_policy, old, sampled, mask, ends)
-        if "group_ids" in self.objective.needs:
+        full_prompts = self.needs_full_minibatch and self.objective.aggregation == "prompt_mean"
+        if "group_ids" in self.objective.needs or full_prompts:
             terms["group_ids"] = batch.group_ids
         if "turn_ids" in self.objective.needs:
             one_turn = torch.zeros_like(batch.loss_mask, dtype=torch.int64)
@@ -377,7 +385,7 @@ class Updater:
         rows, active, micros = minibatch
         masks, world = [batch.masks_on_host[row] for row in rows.tolist()], self.accelerator.num_processes
         ends = offsets_on(list(map(len, masks)), torch.device("cpu"))
-        divisor = float(gk.normalizer(terms["objective"], torch.cat(masks), cu_seqlens=ends))
+        divisor = self._divisor(batch, rows, torch.cat(masks), ends)
         # DDP and FSDP average gradients over the processes.
         micro_terms = terms | {"normalizer": divisor / world}
         if on_policy:
@@ -388,9 +396,18 @@ class Updater:
         if len(micros) == 1 == world and output is not None:
             return output
         # The loss of the whole minibatch, so that metrics do not depend on how it was cut.
-        places, whole = batch.places(active), batch.pick(terms, active)
-        whole |= {"cu_seqlens": batch.offsets(active), "normalizer": divisor}
+        places, whole = batch.places(active), batch.pick(terms | {"normalizer": divisor}, active)
+        whole |= {"cu_seqlens": batch.offsets(active)}
         return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
+
+    def _divisor(self, batch: Batch, rows: Tensor, mask: Tensor, cu_seqlens: Tensor) -> float | Tensor:
+        """Return the minibatch's normalizer; for "prompt_mean" [B], one for each completion."""
+        if self.objective.aggregation != "prompt_mean":
+            return float(gk.normalizer(self.objective, mask, cu_seqlens=cu_seqlens))
+        ids = batch.group_ids.to("cpu")[rows]
+        each = gk.normalizer(self.objective, mask, cu_seqlens=cu_seqlens, group_ids=ids)
+        divisors = each.new_ones(len(batch.completions)).index_put((rows,), each)
+        return queued(divisors, batch.loss_mask.device)
 
     def _learn_full(
         self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool

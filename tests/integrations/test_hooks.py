@@ -432,6 +432,11 @@ SEQUENCE_MASK = RolloutCorrection(mode="sequence_mask", low=1.0, high=1.25)
         (openrlhf, {"objective": gk.GRPO(aggregation="sum")}, "divides by nothing"),
         (openrlhf, {"objective": gk.GSPO}, "instance such as GSPO"),
         (openrlhf, {"correction": 0.5}, "correction: got float"),
+        (
+            areal,
+            {"objective": gk.GSPO(aggregation="prompt_mean")},
+            "by the number of prompts, but AReaL",
+        ),
         (prime_rl, {"objective": GSPO}, "'sequence_mean' divides by the number of sequences, but prime-rl"),
         (slime, {"objective": gk.EGSW()}, "EGSW needs entropy and group_ids, which slime"),
         (slime, {"backend": "cuda"}, "backend: got 'cuda'"),

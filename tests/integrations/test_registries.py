@@ -26,6 +26,7 @@ from gspo_kernels.integrations import hooks, skyrl, verl
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
 from tests.forks import in_processes
+from tests.integrations import peers
 from tests.trainer.conftest import tiny_model
 
 # warnings of clip ranges and aggregations, which most configs here would give
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ROOT = Path(__file__).parents[2]
 LENGTHS = (8, 3, 5, 6, 1, 4)
 MASK = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
+PROMPTS = torch.tensor([0, 0, 1, 2, 2, 2])
 STALE = ("ctpo", "fspo", "prime_ipo")  # their bounds are of other kinds
 NO_RANGE = {f"gk_{name}" for name in ("gpg", "topr", "vespo", "sapo", "sspo", "dro", *STALE)}
 """The names of objectives that take no clip range."""
@@ -112,7 +114,9 @@ def assert_equal(one, other, guard=0.0):
 
 def scale(advantages, reduction, horizon=16):
     """Scale the advantages of a mini-batch as SkyRL does."""
+    tokens = torch.stack([MASK[prompt == PROMPTS].sum() for prompt in PROMPTS.tolist()])
     divisor = {
+        "prompt_mean": 3 * tokens.unsqueeze(1),
         "token_mean": MASK.sum(),
         "sequence_mean": len(LENGTHS) * MASK.sum(1, keepdim=True),
         "seq_mean_token_sum_norm": torch.tensor(len(LENGTHS) * horizon),
@@ -218,6 +222,7 @@ REDUCTIONS = {
     "token_mean": {"aggregation": "token_mean"},
     "sequence_mean": {"aggregation": "sequence_mean"},
     "seq_mean_token_sum_norm": {"aggregation": "constant", "aggregation_constant": 16},
+    "prompt_mean": {"aggregation": "prompt_mean"},
 }
 
 
@@ -228,13 +233,26 @@ def test_skyrl_s_sum_over_micro_batches_is_the_mean(reduction):
     for name, cls in (("gk_gspo", gk.GSPO), ("gk_grpo", gk.GRPO), ("gk_topr", gk.TOPR)):
         clip = {} if cls is gk.TOPR else {"clip_low": 0.2, "clip_high": 0.28}
         leaf, objective = start.clone().requires_grad_(), cls(**clip, **REDUCTIONS[reduction])
-        expected = gk.policy_loss(leaf, old, advantages[:, 0], loss_mask=MASK, objective=objective).loss
+        given_too = {"loss_mask": MASK, "group_ids": PROMPTS if reduction == "prompt_mean" else None}
+        expected = gk.policy_loss(leaf, old, advantages[:, 0], objective=objective, **given_too).loss
         parts = [
             skyrl_call(skyrl.LOSSES[name], start[r], old[r], scaled[r], given, mask=MASK[r])
             for r in (slice(0, 1), slice(1, 4), slice(4, 6))
         ]
         assert_equal(sum(part[0] for part in parts), expected.detach())
         assert_equal(torch.cat([part[1] for part in parts]), torch.autograd.grad(expected, leaf)[0])
+
+
+def test_advantages_are_scaled_as_in_skyrl_s_source():
+    """Advantages that these tests scale are those of SkyRL's main (a956457)."""
+    file = peers.source("skyrl", "skyrl/backends/skyrl_train/utils/ppo_utils.py")
+    theirs = peers.extract(file, "apply_loss_reduction_to_advantages_minibatch")
+    advantages, prompts = batch()[2], [(0, 2), (2, 3), (3, 6)]
+    for reduction in REDUCTIONS:
+        got = theirs["apply_loss_reduction_to_advantages_minibatch"](
+            advantages, MASK.double(), reduction, 1, 16, prompts
+        )
+        assert_equal(got, scale(advantages, reduction))
 
 
 def test_masks_and_autocast():

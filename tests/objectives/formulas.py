@@ -28,6 +28,7 @@ class Sequence:
     turn: Tensor
     length: float
     group: int
+    index: int
 
     @property
     def log_r(self) -> Tensor:
@@ -358,7 +359,7 @@ def loss(o, qs: list[Sequence], beyond: list[Tensor] | None = None, normalizer=N
     """Return the loss of a batch's sequences with a counted token.
 
     ``beyond`` are terms per token that no rollout weight multiplies, such as a KL; ``normalizer`` replaces
-    the outer divisor.
+    the outer divisor, for "prompt_mean" those of all sequences.
     """
     name, pairs = type(o).__name__, None
     if name in OF_A_SEQUENCE:
@@ -373,7 +374,6 @@ def loss(o, qs: list[Sequence], beyond: list[Tensor] | None = None, normalizer=N
                 values[i] = values[i] + value / 2
                 if name == "TRPA":  # a pair has the mean of its two sequences' penalties
                     values[i] = values[i] + trpa_penalty(o, qs[i]) / 2
-    total = qs[0].logp.new_zeros(())
     for i, (q, value) in enumerate(zip(qs, values, strict=True)):
         by_token = value.ndim == 1
         value = (value * q.rollout).sum() if by_token else value * q.rollout.mean()
@@ -384,7 +384,12 @@ def loss(o, qs: list[Sequence], beyond: list[Tensor] | None = None, normalizer=N
             value = value * q.length
         if beyond is not None:
             value = value + beyond[i].sum() / (q.length if by_mean else 1)
-        total = total + value
+        values[i] = value
+    if o.aggregation == "prompt_mean":
+        tokens = {g: sum(q.length for q in qs if q.group == g) for g in {q.group for q in qs}}
+        divisors = [len(tokens) * tokens[q.group] for q in qs] if normalizer is None else normalizer
+        return sum(value / divisor for value, divisor in zip(values, divisors, strict=True))
+    total = sum(values)
     divisor = {
         "sequence_mean": len(qs) if pairs is None else max(1, len(pairs)),
         "token_mean": sum(q.length for q in qs),

@@ -51,7 +51,8 @@ def test_any_aggregation(objective):
     for aggregation in AGGREGATIONS:
         constant = 5.0 if aggregation == "constant" else None
         other = replace(objective, aggregation=aggregation, aggregation_constant=constant)
-        assert_equals_the_formula(other, batch)
+        groups = {"group_ids": torch.tensor([1, 4, 4, 1, 4, 1])} if aggregation == "prompt_mean" else {}
+        assert_equals_the_formula(other, replace(batch, terms={**groups, **batch.terms}))
 
 
 @every

@@ -15,7 +15,17 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import gspo_kernels as gk
 from gspo_kernels.linear import gradients
 from tests import test_selected
-from tests.cases import ADVANTAGES, HEAD, LAYOUTS, Result, call, generator, make_case, over_ranks
+from tests.cases import (
+    ADVANTAGES,
+    HEAD,
+    LAYOUTS,
+    Result,
+    call,
+    for_objective,
+    generator,
+    make_case,
+    over_ranks,
+)
 from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import examples, from_hidden_states, make_batch
 from tests.parallel.ranks import (
@@ -41,6 +51,7 @@ from tests.parallel.ranks import (
 )
 from tests.test_distillation import COUNTED, Problem
 
+PROMPTS = gk.GRPO(aggregation="prompt_mean")
 IN_FP64 = {"V": VOCABULARY, "dtype": torch.float64}  # the order of sums changes almost nothing
 
 
@@ -85,8 +96,11 @@ def schedules():
             judge(case_of("linear"), split, schedule=schedule, skip_inactive=skip, **small)
         # with holes no counted token is inactive, so no log-prob is NaN
         judge(case_of("linear", "packed", "holes"), split, skip_inactive="all", **small)
-        for terms, objective in (("kl_tensor", gk.GRPO()), ("on_policy", GSPO), ("on_policy_terms", GSPO)):
+        for terms, objective in (
+            ("kl_tensor", PROMPTS), ("on_policy", GSPO), ("on_policy_terms", GSPO), ("holes", PROMPTS),
+        ):  # fmt: skip
             case, options = case_of("linear", "packed", terms), {"schedule": "known", **small}
+            case = for_objective(case, objective)
             judge(case, split, objective, order="stream", **options)
         frozen = replace(case_of("linear", "packed", "holes"), frozen=HEAD)
         for skip in ("backward", "all"):
@@ -459,11 +473,16 @@ def normalizers():
     sequences = sum(int((mask.sum(1) > 0).sum()) for mask in masks[:size])
     assert gk.normalizer(GSPO, masks[rank], group=group) == sequences / size
     assert gk.normalizer(GSPO, torch.zeros(2, 3), group=group) == 1
+    # two prompts, none, none and one, with this many tokens
+    tokens = torch.tensor([(8.0, 8.0, 4.0), (1.0, 1.0), (), (1.0,)][rank]).double()
+    got = gk.normalizer(PROMPTS, masks[rank], group_ids=torch.arange(len(masks[rank])) // 2, group=group)
+    assert torch.equal(got, (1.0 if size == 2 else 0.75) * tokens)
     case = case_of("logprobs", "packed", "holes")
     local = share(case, place_of("cp"), "stream")
-    for one in (GSPO, gk.DAPO()):
-        alone = gk.normalizer(one, case.loss_mask, cu_seqlens=case.cu_seqlens)
+    for one in (GSPO, gk.DAPO(), PROMPTS):
+        ids = {"group_ids": torch.arange(len(case.cu_seqlens) - 1) // 2} if one is PROMPTS else {}
+        alone = gk.normalizer(one, case.loss_mask, cu_seqlens=case.cu_seqlens, **ids)
         parallel = gk.Parallel(**place_of("cp").groups)
-        together = gk.normalizer(one, local.loss_mask, cu_seqlens=local.cu_seqlens, parallel=parallel)
+        together = gk.normalizer(one, local.loss_mask, cu_seqlens=local.cu_seqlens, parallel=parallel, **ids)
         assert_same_bits(together=together)
-        assert alone == together
+        assert torch.equal(alone, together)

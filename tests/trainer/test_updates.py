@@ -163,7 +163,7 @@ def plain_gradients(tokenizer, config, batch, reference, dtype):
         }
         if ref is not None:
             terms["ref_logprobs"] = ref[rows]
-        if "group_ids" in objective.needs:
+        if "group_ids" in objective.needs or objective.aggregation == "prompt_mean":
             terms["group_ids"] = batch.group_ids[rows]
         if "turn_ids" in objective.needs:
             terms["turn_ids"] = torch.zeros(len(rows), C, dtype=torch.int64)
@@ -240,6 +240,11 @@ CASES = {name: {"name": name, "update": {"micro_batch_tokens": 14}} for name in 
     "entropy of pairs": {"name": "REBEL", "update": {"entropy_coef": 0.01}},
     "kl of groups": {"name": "EGSW", "kl": {"beta": 0.1}, "update": {"micro_batch_tokens": 20}},
     "token mean": {"objective": {"aggregation": "token_mean", "clip_high": 0.9}, "update": {"epochs": 2}},
+    "prompt mean": {
+        "objective": {"aggregation": "prompt_mean", "clip_high": 0.9},
+        "update": {"micro_batch_tokens": 14},
+    },
+    "prompt mean of the batch": {"name": "M2PO", "objective": {"aggregation": "prompt_mean"}},
     "sum": {"objective": {"aggregation": "sum", "clip_high": 0.9}},
     "constant": {"name": "GRPO", "objective": {"aggregation": "constant", "aggregation_constant": 7}},
 }
@@ -422,8 +427,9 @@ def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenize
     assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == list(range(B))
     assert sorted(rows[0]) != sorted(rows[2])
     assert again == rows and other != rows
-    grouped = make_updater(tokenizer, make_config("DPO"))._minibatches(batch, 1)
-    for part in grouped:
+    by_prompt = make_config(objective={"aggregation": "prompt_mean"})
+    grouped = [make_updater(tokenizer, each) for each in (make_config("DPO"), by_prompt)]
+    for part in (part for each in grouped for part in each._minibatches(batch, 1)):
         assert all(count == SIZE for count in batch.group_ids[part.rows].unique(return_counts=True)[1])
 
 
