@@ -157,6 +157,48 @@ def test_trls_head_from_hidden_states(lines):
     }
 
 
+@pytest.mark.parametrize("options", [
+    {"beta": 0.0}, {"beta": 1.0, "num_items_in_batch": torch.tensor(31)},
+    {"beta": 0.3, "temperature": 0.7, "student_logit_scale": 0.8, "teacher_logit_scale": 1.3,
+     "student_final_logit_softcapping": 3.0, "teacher_final_logit_softcapping": 5.0},
+])  # fmt: skip
+def test_trls_divergence_from_hidden_states(lines, options):
+    """Loss, sum of entropies, number of tokens and gradients are TRL's; its loss is in fp32."""
+    backend = backend_of("trl")
+    from trl.trainer import distillation_trainer
+
+    rng = torch.Generator().manual_seed(shifted_seed(1))
+    (student, weight, bias), _, _ = draw(linear=True)
+    teacher, *theirs = (
+        torch.randn(size, generator=rng) for size in ((*SHAPE, 9), (VOCABULARY, 9), VOCABULARY)
+    )
+    mask = torch.ones(SHAPE, dtype=torch.int64)
+    mask[0, 2:] = mask[2, 0] = 0
+
+    def called(dtype, mask):
+        leaves = [each.to(dtype).requires_grad_() for each in (student, weight, bias)]
+        others = [each.to(dtype) for each in (teacher, *theirs)]
+        loss, entropy, count = distillation_trainer._chunked_divergence_loss(
+            leaves[0], others[0], leaves[1], others[1], mask, student_lm_head_bias=leaves[2],
+            teacher_lm_head_bias=others[2], **options,
+        )  # fmt: skip
+        return loss.detach(), entropy, count, *torch.autograd.grad(loss, leaves)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        near = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        for each in (mask, mask * 0):
+            wanted = called(dtype, each)
+            with installed(backend):
+                got = called(dtype, each)
+            for one, other in zip(got, wanted, strict=True):
+                assert one.dtype == other.dtype
+                scale = other.abs().max().item() if other.ndim else abs(other.item())
+                torch.testing.assert_close(one, other, rtol=near, atol=near * max(scale, 1e-6))
+    assert lines() == {
+        "trl.trainer.distillation_trainer._chunked_divergence_loss runs in gspo_kernels",
+    }
+
+
 def test_a_run_of_trl_ends_where_its_own_does(lines, tmp_path):
     """TRL's own trainer keeps its loss, options and log lines, and uses our log-probs."""
     backend = backend_of("trl")
@@ -176,6 +218,34 @@ def test_a_run_of_trl_ends_where_its_own_does(lines, tmp_path):
     assert (ours - theirs).norm() <= 1e-5 * (theirs - before).norm() and (theirs - before).norm() > 0
     assert [entry.keys() for entry in log] == [entry.keys() for entry in their_log]
     assert any(line.endswith("runs in gspo_kernels") for line in lines())
+
+
+def test_a_distillation_of_trl_ends_where_its_own_does(tmp_path):
+    backend = backend_of("trl")
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+
+    from tests.integrations.trl_problem import PROMPTS, make_tokenizer, save_model, whole
+
+    model, runs = save_model(tmp_path / "model"), []
+    config = DistillationConfig(
+        str(tmp_path / "run"), use_cpu=True, bf16=False, report_to="none", save_strategy="no", max_steps=2,
+        logging_steps=1, per_device_train_batch_size=4, max_completion_length=6, learning_rate=0.05,
+        lr_scheduler_type="constant", optim="sgd", beta=0.5, disable_tqdm=True,
+    )  # fmt: skip
+    for context in (nullcontext(), installed(backend)):
+        with context:
+            data = Dataset.from_dict({"prompt": PROMPTS})
+            trainer = DistillationTrainer(model, model, config, data, processing_class=make_tokenizer())
+            with torch.no_grad():
+                for parameter in trainer.teacher_model.parameters():
+                    parameter.mul_(1.2)
+            before = whole(trainer.model.parameters())
+            trainer.train()
+            runs.append((whole(trainer.model.parameters()), trainer.state.log_history[1]["entropy"]))
+    (theirs, entropy), (ours, same) = runs
+    assert (ours - theirs).norm() <= 1e-4 * (theirs - before).norm() and (theirs - before).norm() > 0
+    assert same == pytest.approx(entropy, rel=1e-5)
 
 
 def test_torchtitans_losses(lines):

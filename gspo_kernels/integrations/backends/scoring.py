@@ -61,8 +61,28 @@ def entropy_of(logits: Tensor, chunk_size: int = 0) -> Tensor:
     return scored
 
 
+def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return the weight [V, H] and bias of a head in the dtype in which they multiply hidden states.
+
+    Raises:
+        NotServedError: a weight that DeepSpeed gathers for each use, or arguments that aren't plain tensors.
+    """
+    refuse_other_tensors(hidden, weight)
+    if hasattr(weight, "ds_id"):
+        raise NotServedError("DeepSpeed's ZeRO-3 has the head in pieces between forward and backward")
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+    return weight, None if bias is None else bias.to(hidden.dtype)
+
+
 def linear_scores(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: bool = True, **options: Any
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    entropy: bool = True,
+    **options: Any,
 ) -> gk.TokenLogprobs:
     """Return the same from hidden states [..., H] and a head's weight [V, H], without making all logits.
 
@@ -71,11 +91,8 @@ def linear_scores(
     Raises:
         NotServedError: a weight that DeepSpeed gathers for each use, or arguments that aren't plain tensors.
     """
-    refuse_other_tensors(hidden, weight, labels)
-    if hasattr(weight, "ds_id"):
-        raise NotServedError("DeepSpeed's ZeRO-3 has the head in pieces between forward and backward")
-    if not torch.is_autocast_enabled(hidden.device.type):
-        weight = weight.to(hidden.dtype)
+    refuse_other_tensors(labels)
+    weight, options["bias"] = head_of(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     scored = gk.linear_token_logprobs(rows, weight, labels.reshape(-1), return_entropy=entropy, **options)
     shape = labels.shape

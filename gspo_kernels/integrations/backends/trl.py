@@ -2,17 +2,19 @@
 
 From logits this works with every trainer of TRL. From hidden states (``add_fused_lm_head``) it works with
 those that need only log-probs and entropy: GRPO, RLOO and DPO. SFT and KTO need values that we don't compute.
+The divergence from hidden states is that of ``DistillationTrainer``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
-from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
+from gspo_kernels.integrations.backends.scoring import IGNORED, entropy_of, head_of, linear_scores, scores
 
 SUPPORTED = ">=1.16,<1.17"
 
@@ -55,11 +57,48 @@ def _chunked_logprobs(
     if others:
         raise NotServedError(f"{', '.join(others)} is asked for")
     options: dict[str, Any] = {"temperature": temperature, "logit_scale": logit_scale}
-    if bias is not None:
-        options["bias"] = bias.to(hidden.dtype)
     options["softcap"] = final_logit_softcapping
-    scored = linear_scores(hidden, weight, targets, entropy="entropy" in outputs, **options)
+    scored = linear_scores(hidden, weight, targets, bias=bias, entropy="entropy" in outputs, **options)
     return scored.logprobs, scored.entropy, None, None, None
+
+
+def _chunked_divergence_loss(
+    student_hidden_states: Tensor,
+    teacher_hidden_states: Tensor,
+    student_lm_head_weight: Tensor,
+    teacher_lm_head_weight: Tensor,
+    completion_mask: Tensor,
+    beta: float,
+    num_items_in_batch: Tensor | int | None = None,
+    student_lm_head_bias: Tensor | None = None,
+    teacher_lm_head_bias: Tensor | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    student_final_logit_softcapping: float | None = None,
+    teacher_final_logit_softcapping: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, theirs, mask = student_hidden_states, teacher_hidden_states, completion_mask != 0
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "logit_scale": student_logit_scale,
+        "softcap": student_final_logit_softcapping,
+    }
+    weight, options["bias"] = head_of(hidden, student_lm_head_weight, student_lm_head_bias)
+    teacher_weight, teacher_bias = head_of(theirs, teacher_lm_head_weight, teacher_lm_head_bias)
+    output = gk.fused_linear_distillation_loss(
+        hidden, weight, theirs, teacher_weight, teacher_bias=teacher_bias, beta=beta, loss_mask=mask,
+        aggregation="sum", teacher_logit_scale=teacher_logit_scale,
+        teacher_softcap=teacher_final_logit_softcapping, **options,
+    )  # fmt: skip
+    with torch.no_grad():  # TRL logs the entropy
+        labels = mask.long().masked_fill(~mask, IGNORED)
+        entropy = gk.linear_token_logprobs(hidden, weight, labels, return_entropy=True, **options).entropy
+    assert entropy is not None
+    count = mask.sum()
+    items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    items = items.to(hidden.device) if isinstance(items, Tensor) else items
+    return output.loss / items, entropy.sum(), count
 
 
 REPLACEMENTS = Replacements(
@@ -70,6 +109,8 @@ REPLACEMENTS = Replacements(
         "trl.trainer.utils:selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,
         "trl.trainer.utils:entropy_from_logits": entropy_of,
         "trl.kernels.chunked_logprob:ChunkedLogProbFunction.apply": _chunked_logprobs,
+        # the caller of trl.kernels.chunked_divergence: with its mask the gradient comes along with the loss
+        "trl.trainer.distillation_trainer:_chunked_divergence_loss": _chunked_divergence_loss,
     },
 )
 install, remove = REPLACEMENTS.install, REPLACEMENTS.remove
