@@ -1,7 +1,7 @@
 """Losses that other frameworks call otherwise are calls of ours, as docs/objectives.md says.
 
-The formulas are those of Tinker's page of losses and of the sources of SkyRL (a956457), prime-rl (559b447)
-and NeMo-RL (7ea279a).
+The formulas are those of Tinker's page of losses and of the sources of SkyRL (a956457), prime-rl (559b447;
+``icepop``, ``ppo`` and ``cispo`` are of its main branch in November 2026) and NeMo-RL (7ea279a).
 """
 
 import re
@@ -63,6 +63,18 @@ def prime_ipo(ratio, advantages, logp, engine):
     return -torch.where(cut, 0.0, advantages * ratio) + 0.05 * (logp - engine) ** 2
 
 
+def ref_kl(logp, engine, old, _):
+    kept = logp.exp() - engine.exp() >= -0.2
+    return -((old - logp).detach() * (logp - engine).exp() * (kept & MASK)).sum()
+
+
+def ours_of_ref_kl(logp, engine, old, _):
+    mask = MASK & (logp.detach().exp() - engine.exp() >= -0.2)
+    towards = gk.advantages.reverse_kl(logp.detach(), old)
+    objective = gk.CISPO(0.0, 1e4, aggregation="sum")
+    return gk.policy_loss(logp, engine, towards, loss_mask=mask, objective=objective).loss
+
+
 def icepop(logp, engine, old, advantages):
     weight = (old - engine).exp()
     weight = torch.where((weight < 0.7) | (weight > 1.4), 0.0, weight)
@@ -103,7 +115,21 @@ KNOWN_AS = {
             logp, engine, a, gk.PrimeIPO(eps=0.1, kl_tau=0.05, aggregation="sum")
         ),
     ),
-    "NeMo-RL `icepop`": (
+    "prime-rl `icepop`": (
+        of_ratio(lambda ratio, advantages, *_: -torch.where(
+            (ratio >= 0.8) & (ratio <= 1.3), ratio, 0.0) * advantages),
+        lambda logp, engine, old, a: ours(logp, engine, a, gk.ABCGRPO(**BOUNDS, aggregation="sum")),
+    ),
+    "prime-rl `ppo`": (
+        of_ratio(clipped),
+        lambda logp, engine, old, a: ours(logp, engine, a, gk.GRPO(0.2, 0.3, aggregation="sum")),
+    ),
+    "prime-rl `cispo`": (
+        of_ratio(capped),
+        lambda logp, engine, old, a: ours(logp, engine, a, gk.CISPO(0.9, 1.2, aggregation="sum")),
+    ),
+    "prime-rl `ref_kl`": (ref_kl, ours_of_ref_kl),
+    "NeMo-RL, OpenRLHF `icepop`": (
         icepop,
         lambda logp, engine, old, a: ours(
             logp, old, a, gk.GRPO(0.2, 0.3, aggregation="sum"),
@@ -111,9 +137,9 @@ KNOWN_AS = {
         ),
     ),
 }  # fmt: skip
-ONLY_GRADIENT = ("SkyRL `rollout_is`", "prime-rl `default`")
+ONLY_GRADIENT = ("SkyRL `rollout_is`", "prime-rl `default`", "prime-rl `icepop`", "prime-rl `ref_kl`")
 """Their values are not ours: a ratio without gradient times the log-prob, where ours has the ratio, or the
-other way round."""
+other way round; or 0 where ours has the bound."""
 
 
 @pytest.mark.parametrize("name", KNOWN_AS)
