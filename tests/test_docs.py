@@ -5,7 +5,9 @@ process, so that nothing is imported twice; added options make it short. What sc
 up to date. The site has every page, and the reference every public name.
 """
 
+import ast
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -99,6 +101,19 @@ def test_every_page_opens_with_a_snippet_and_its_links_lead_somewhere():
         index = page in ("docs/README.md", "docs/benchmarks.md")
         assert index or re.search(r"^```(python|bash)$", first, re.MULTILINE), page
     assert {ROOT / page for page in PAGES[1:]} - {DOCS / "README.md"} <= linked["docs/README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_calls_in_a_page_s_text_name_what_there_is(page):
+    """Functions and arguments of calls such as `gk.normalizer(objective, mask)`; values may be left out."""
+    text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
+    for code in re.findall(r"`([^`]*\bgk\.[^`]*\([^`]*\)[^`]*)`", text):
+        whole = f"f({re.sub(r'=(?=[,)])', '=0', code)})".replace("\\|", "|")
+        for node in ast.walk(ast.parse(whole, mode="eval")):
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("gk."):
+                function = eval(name, {"gk": gk})
+                named = {each.arg for each in node.keywords}
+                assert named <= set(inspect.signature(function).parameters), (page, code)
 
 
 def test_objectives_of_the_page():

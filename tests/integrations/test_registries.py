@@ -3,6 +3,7 @@
 verl divides by counts of the whole batch. SkyRL scales advantages beforehand, and its loss is a plain sum.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -253,6 +254,39 @@ def test_advantages_are_scaled_as_in_skyrl_s_source():
             advantages, MASK.double(), reduction, 1, 16, prompts
         )
         assert_equal(got, scale(advantages, reduction))
+
+
+COMING_FROM = (ROOT / "docs" / "integrations" / "coming_from.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gk_grpo_config", "gk.GRPO(clip_ratio_low, clip_ratio_high, dual_clip=clip_ratio_c)"),
+        ("gk_gspo_token_config", "gk.GSPOToken(clip_ratio_low, clip_ratio_high)"),
+        ("gk_cispo_config", "gk.CISPO(1 - clip_ratio_low, 1 + clip_ratio_high)"),
+        ("gk_dppo_config",
+         'gk.DPPO(clip_ratio_low, clip_ratio_high, divergence="tv", max_ratio=clip_ratio_c)'),
+        ("gk_grpo", "gk.GRPO(eps_clip_low, eps_clip_high)"),
+        ("gk_gspo_token", "gk.GSPOToken(eps_clip_low, eps_clip_high)"),
+        ("gk_cispo", "gk.CISPO(1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)"),
+        ("gk_dppo", 'gk.DPPO(delta_low, delta_high, divergence="tv")'),
+    ],
+)  # fmt: skip
+def test_calls_of_the_page_are_what_the_adapters_compute(name, text):
+    """verl's names end in _config here, and its mode is the sum."""
+    assert f"`{text}`" in COMING_FROM
+    by_verl, (start, old, advantages, *_) = name.endswith("_config"), batch()
+    config = verl_config() if by_verl else skyrl_config()
+    words = vars(config) | vars(skyrl_config().cispo) | vars(skyrl_config().dppo)
+    objective = dataclasses.replace(eval(text, {"gk": gk, **words}), aggregation="sum")
+    leaf = start.clone().requires_grad_()
+    want = gk.policy_loss(leaf, old, advantages, loss_mask=MASK, objective=objective).loss
+    if by_verl:
+        got = verl_call(verl.LOSSES[name], start, old, advantages, config, mode="token-sum")
+    else:
+        got = skyrl_call(skyrl.LOSSES[name], start, old, advantages, config)
+    assert_equal(got[:2], (want.detach(), *torch.autograd.grad(want, leaf)))
 
 
 def test_masks_and_autocast():

@@ -8,8 +8,9 @@ the effect of one wrong coefficient.
 
 import copy
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -430,6 +431,29 @@ def test_sequences_in_parts_are_refused_where_trl_does_not_look(tmp_path, monkey
         monkeypatch.setattr(GRPOTrainer, "__init__", lambda self, *given, **named: None)
         with pytest.raises(IntegrationError, match=f"{name}: accelerate's ParallelismConfig has 2"):
             make_trainer(FusedGRPOTrainer, "no such model", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("gk.GRPO(epsilon, epsilon_high, dual_clip=delta)", {"loss_type": "grpo"}),
+        ("gk.GSPO(epsilon, epsilon_high)", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ("gk.BNPO(epsilon, epsilon_high)", {"loss_type": "bnpo"}),
+        ("gk.DAPO(epsilon, epsilon_high)", {"loss_type": "dapo"}),
+        ("gk.DrGRPO(epsilon, epsilon_high, aggregation_constant=max_completion_length)",
+         {"loss_type": "dr_grpo"}),
+        ("gk.LUSPO(epsilon, epsilon_high)", {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
+        ("gk.CISPO(max_ratio=epsilon_high)", {"loss_type": "cispo"}),
+    ],
+)  # fmt: skip
+def test_calls_of_the_page_are_what_a_config_means(tmp_path, text, options):
+    """Subclasses such as DAPO differ from GRPO only in name; all their options are equal."""
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "coming_from.md").read_text()
+    args = configuration(tmp_path, epsilon=3e-4, epsilon_high=4e-4, **options)
+    said, meant = eval(text, {"gk": gk, **vars(args)}), objective_of(args)
+    assert f"`{text}`" in page
+    assert type(said).evaluate is type(meant).evaluate
+    assert asdict(said) == asdict(meant)
 
 
 def test_ranges_that_are_rarely_meant_are_warned_about(tmp_path):
