@@ -25,7 +25,8 @@ import yaml
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.demo import make_tokenizer
-from tests.cases import call, make_case
+from tests import oracle
+from tests.cases import call, generator, make_case
 from tests.forks import exit_code, forked, in_processes
 from tests.trainer.conftest import ROWS, batch_of, make_trainer, odd_share, small_config, tiny_qwen3
 
@@ -114,6 +115,49 @@ def test_calls_in_a_page_s_text_name_what_there_is(page):
                 function = eval(name, {"gk": gk})
                 named = {each.arg for each in node.keywords}
                 assert named <= set(inspect.signature(function).parameters), (page, code)
+
+
+def test_self_distillation_of_the_page():
+    """Loss and gradients are those of plain log-softmax in fp64, also where a label is among the ids."""
+    page, rng = run("docs/recipes.md"), generator(11)
+    hidden, teacher, weight = (
+        torch.randn(size, generator=rng, dtype=torch.float64) for size in ((3, 5, 8), (3, 5, 8), (20, 8))
+    )
+    labels, ids = (
+        torch.randint(20, (3, 5), generator=rng),
+        torch.rand(3, 5, 20, generator=rng).topk(6).indices,
+    )
+    labels[0], ids[1, 0, 2:] = ids[0, :, 3], -100
+    mask = torch.arange(5) < torch.tensor([5, 3, 4]).unsqueeze(1)
+    start = (hidden @ weight.T).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    old, advantages = start - 0.2, torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    objective = gk.GRPO(0.1, 0.3)
+
+    def plain(hidden, weight):
+        logp, logq = ((each @ weight.T).log_softmax(-1) for each in (hidden, teacher))
+        logq = logq.detach()
+        chosen = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        total = oracle.policy_loss(chosen, old, advantages, mask, objective)
+        for i, t in mask.nonzero().tolist():
+            named = sorted({labels[i, t].item(), *ids[i, t].tolist()} - {-100})
+            rest = [v for v in range(20) if v not in named]
+            p, q = (
+                torch.cat([each[i, t, named].exp(), each[i, t, rest].exp().sum(0, True)])
+                for each in (logp, logq)
+            )
+            total = total + 0.7 * (p * (p / q).log()).sum() / mask.sum()
+        return total
+
+    def ours(hidden, weight):
+        given = {"mask": mask, "coef": 0.7, "objective": objective}
+        return page["with_self_distillation"](hidden, weight, labels, ids, old, advantages, teacher, **given)
+
+    found = []
+    for function in (ours, plain):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        loss = function(*leaves)
+        found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 def test_objectives_of_the_page():
