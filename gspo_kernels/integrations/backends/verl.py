@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
-from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
+from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores, sharing
 
 SUPPORTED = "==0.9.1"
 
@@ -35,11 +35,11 @@ def _linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if dist_process_group is not None:
-        raise NotServedError("the head is cut over the ranks of a group")
     if reduction != "none":
         raise NotServedError(f"reduction is {reduction!r}")
-    scored = linear_scores(hidden, weight, labels.reshape(-1), temperature=temperature)
+    # as in verl, a rank gets its own part of dHidden: where Megatron gathers hidden states, it sums the parts
+    parallel = sharing(dist_process_group, reduce_hidden_grad=False)
+    scored = linear_scores(hidden, weight, labels.reshape(-1), temperature=temperature, parallel=parallel)
     return scored.logprobs, scored.entropy
 
 
