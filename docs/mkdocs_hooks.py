@@ -34,6 +34,7 @@ REFERENCE = {
         "gspo_kernels.fused_linear_policy_loss gspo_kernels.fused_policy_loss gspo_kernels.policy_loss "
         "gspo_kernels.policy_coefficients gspo_kernels.normalizer gspo_kernels.explain_schedule "
         "gspo_kernels.prefetch gspo_kernels.LossOutput gspo_kernels.Parallel "
+        "gspo_kernels.ScoreCentering gspo_kernels.RatioWeight "
         "gspo_kernels.fused_linear_distillation_loss gspo_kernels.distillation_loss "
         "gspo_kernels.DistillationOutput",
     ),

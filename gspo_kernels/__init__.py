@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is public
     from gspo_kernels import advantages as advantages
     from gspo_kernels import objectives as objectives
     from gspo_kernels.aggregation import normalizer as normalizer
+    from gspo_kernels.centering import ScoreCentering as ScoreCentering
     from gspo_kernels.distillation import distillation_loss as distillation_loss
     from gspo_kernels.distillation import fused_linear_distillation_loss as fused_linear_distillation_loss
     from gspo_kernels.invariance import is_batch_invariant as is_batch_invariant
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is public
     from gspo_kernels.types import DistillationOutput as DistillationOutput
     from gspo_kernels.types import LoRAHead as LoRAHead
     from gspo_kernels.types import LossOutput as LossOutput
+    from gspo_kernels.types import RatioWeight as RatioWeight
     from gspo_kernels.types import SelectedLogprobs as SelectedLogprobs
     from gspo_kernels.types import TokenLogprobs as TokenLogprobs
 
@@ -45,6 +47,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 _NAMES = {
     "aggregation": ["normalizer"],
+    "centering": ["ScoreCentering"],
     "distillation": ["distillation_loss", "fused_linear_distillation_loss"],
     "invariance": ["is_batch_invariant", "set_batch_invariant"],
     "lengths": ["prefetch"],
@@ -60,7 +63,14 @@ _NAMES = {
     "parallel.groups": ["Parallel"],
     "sampling": ["kept_mask", "sampling_mask"],
     "selected": ["linear_selected_logprobs", "selected_logprobs"],
-    "types": ["DistillationOutput", "LoRAHead", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],
+    "types": [
+        "DistillationOutput",
+        "LoRAHead",
+        "LossOutput",
+        "RatioWeight",
+        "SelectedLogprobs",
+        "TokenLogprobs",
+    ],
 }
 """Public names by module. The modules ``advantages``, ``objectives`` and all objectives are public, too."""
 

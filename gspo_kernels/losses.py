@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given
+from gspo_kernels.centering import normalize as normalize_centering
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.lengths import take_prefetched
 from gspo_kernels.linear.arguments import ProductOptions, check_inputs
@@ -15,6 +17,7 @@ from gspo_kernels.linear.groups import without_logprobs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.loss import LinearPolicyFunction
 from gspo_kernels.linear.schedule import DEFERRED_ROWS, choose, unsupported
+from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
@@ -22,6 +25,7 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
+from gspo_kernels.ops.selected import SelectedLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_clip_of
@@ -31,7 +35,7 @@ from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.signature import keep, recall, signature
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, normalize_terms, validate_terms
 from gspo_kernels.torch_internals import applied
-from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions
+from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions, SelectedLogprobs
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
 
@@ -55,6 +59,8 @@ def policy_loss(
     turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     entropy: Tensor | None = None,
+    centering: ScoreCentering | None = None,
+    selected_logprobs: SelectedLogprobs | None = None,
     objective: Objective = GSPO(),
     parallel: Parallel = Parallel(),
 ) -> LossOutput:
@@ -89,6 +95,9 @@ def policy_loss(
             accumulation: that of the whole batch); for "prompt_mean" [B], from ``normalizer``.
         entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the entropy bonus and
             the metric of the entropy.
+        centering: a ``ScoreCentering``: takes the mean of the score under the sampler out of the policy term.
+        selected_logprobs: with ``centering``, the ``SelectedLogprobs`` of its ids, from the function of that
+            name; a tail of None says that they are all that could be drawn. They receive gradients, too.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
         parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences.
 
@@ -108,9 +117,15 @@ def policy_loss(
         kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
 
-    rows, entropy, terms = _normalize_logprobs("policy_loss", logprobs, entropy, passed, objective, parallel)
+    rows, entropy, terms, centered = _normalize_logprobs(
+        "policy_loss", logprobs, entropy, passed, objective, parallel, centering, selected_logprobs
+    )
     backend = resolve("auto", logprobs.device)
     loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_clip_of(terms, backend))
+    if centered is not None:
+        scored, centred = centered
+        centred = centred.weighted(rows.detach(), terms)
+        loss = loss + centering_loss(scored, centred, terms.cp_group).to(loss.dtype)
     return output_of(loss, metrics, rows, entropy, terms)
 
 
@@ -164,7 +179,7 @@ def policy_coefficients(
         kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
 
-    rows, entropy, terms = _normalize_logprobs(
+    rows, entropy, terms, _ = _normalize_logprobs(
         "policy_coefficients", logprobs, entropy, passed, objective, parallel
     )
     backend = resolve("auto", logprobs.device)
@@ -180,15 +195,21 @@ def _normalize_logprobs(
     passed: Terms,
     objective: Objective,
     parallel: Parallel,
-) -> tuple[Tensor, Tensor | None, Terms]:
-    """Return log-probs and entropy in rows and validated terms, after comparing them with other ranks'."""
+    centering: ScoreCentering | None = None,
+    selected_logprobs: SelectedLogprobs | None = None,
+) -> tuple[Tensor, Tensor | None, Terms, tuple[tuple[Tensor, Tensor], CenteringRows] | None]:
+    """Return log-probs and entropy in rows, validated terms, and what ``normalize_given`` returns, after
+    comparing them with other ranks'.
+    """
+    centered = None
     with (
         NOT_COMPARED
         if not validates()
         else comparing(
-            function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
+            function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective,
+            parallel=parallel, centering=centering, selected_logprobs=selected_logprobs is None,
         ) as comparison
-    ):
+    ):  # fmt: skip
         Parallel.check(parallel, function, ("cp_group",))
         checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
         packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
@@ -198,9 +219,11 @@ def _normalize_logprobs(
             checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
             entropy = entropy.unsqueeze(0) if packed else entropy
         rows = logprobs.unsqueeze(0) if packed else logprobs
+        if centering is not None or selected_logprobs is not None:
+            centered = normalize_given(centering, selected_logprobs, rows.detach(), terms, objective)
         if comparison is not None:
             comparison.compare(rows.detach(), terms)
-    return rows, entropy, terms
+    return rows, entropy, terms, centered
 
 
 def fused_policy_loss(
@@ -229,6 +252,7 @@ def fused_policy_loss(
     ignore_index: int = -100,
     return_entropy: bool = False,
     inplace_backward: bool = False,
+    centering: ScoreCentering | None = None,
     objective: Objective = GSPO(),
     backend: str = "auto",
     parallel: Parallel = Parallel(),
@@ -247,6 +271,7 @@ def fused_policy_loss(
         kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalised over the
             same ids.
         return_entropy: also return the entropy, detached; with an entropy bonus it is returned anyway.
+        centering: as in ``policy_loss``; the same pass takes the log-probs of its ids. Not with an entropy.
         parallel: ``tp_group``, ``vocab_range`` and ``cp_group`` of ``Parallel``.
 
     Returns:
@@ -267,6 +292,7 @@ def fused_policy_loss(
     with NOT_COMPARED if not validates() else comparing(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
         options=options, return_entropy=return_entropy, objective=objective, parallel=parallel,
+        centering=centering,
     ) as comparison:  # fmt: skip
         Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
         (logits,), parallel = local_tensors(parallel, passed, logits=logits)
@@ -295,8 +321,17 @@ def fused_policy_loss(
             mask = None
         else:
             mask = terms.loss_mask
+        centered = None
+        if centering is not None:
+            centered = normalize_centering(
+                centering, row_labels, terms, objective, row_options, vocabulary, with_entropy
+            )
         if comparison is not None:
             comparison.compare(row_labels, terms, row_options, vocabulary)
+    if centered is not None:
+        centered = centered.weighted(row_labels, terms, row_options, vocabulary)
+        scored = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
+        return _of_selected_rows(scored, centered, terms, row_options.backend, ratio_clip)
     if known:
         return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
     if in_one_launch:
@@ -316,6 +351,20 @@ def _of_scored_rows(
     logprobs, entropy = scored[0], scored[1] if with_entropy else None
     loss, metrics = applied(PolicyLossFunction)(logprobs, entropy, terms, backend, ratio_clip)
     return output_of(loss, metrics, logprobs, entropy, terms)
+
+
+def _of_selected_rows(
+    scored: tuple[Tensor, Tensor],
+    centering: CenteringRows,
+    terms: Terms,
+    backend: str,
+    ratio_clip: RatioClip,
+) -> LossOutput:
+    """Return the loss of log-probs of labels and of the ids to centre."""
+    labels = (scored[0][..., 0], scored[1])
+    out = _of_scored_rows(labels, False, terms, backend, ratio_clip)
+    centred = centering_loss(scored, centering, terms.cp_group)
+    return out._replace(loss=out.loss + centred.to(out.loss.dtype))
 
 
 def _with_known_coefficients(
@@ -363,6 +412,7 @@ def fused_linear_policy_loss(
     memory: str = "auto",
     schedule: str = "auto",
     skip_inactive: str = "backward",
+    centering: ScoreCentering | None = None,
     objective: Objective = GSPO(),
     backend: str = "auto",
     parallel: Parallel = Parallel(),
@@ -384,6 +434,7 @@ def fused_linear_policy_loss(
         schedule: how the batch is cut into chunks and products; all schedules give the same result. See
             ``explain_schedule``.
         skip_inactive: which rows without gradient stay out of products; see ``explain_schedule``.
+        centering: as in ``fused_policy_loss``; served by the schedules "known" ("auto") and "two_pass".
         parallel: see ``Parallel``.
 
     Returns:
@@ -405,11 +456,11 @@ def fused_linear_policy_loss(
     with NOT_COMPARED if not validates() else comparing(
         "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,
         options=options, products=products, return_entropy=return_entropy, schedule=schedule,
-        skip_inactive=skip_inactive, objective=objective, parallel=parallel,
+        skip_inactive=skip_inactive, objective=objective, parallel=parallel, centering=centering,
     ) as comparison:  # fmt: skip
-        operands, terms, plan, _ = _normalize_linear(
+        operands, terms, plan, _, centered = _normalize_linear(
             "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, products, objective,
-            parallel, return_entropy, schedule, skip_inactive,
+            parallel, return_entropy, schedule, skip_inactive, centering,
         )  # fmt: skip
         if comparison is not None:
             weight, scattered = operands.weight, operands.scattered
@@ -420,6 +471,11 @@ def fused_linear_policy_loss(
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
         if on_host is not None:
             operands = operands._replace(chunking=operands.chunking._replace(lengths=on_host))
+    if centered is not None:
+        centered = centered.weighted(operands.labels, terms, operands.options, len(operands.weight))
+    if plan.schedule == "two_pass" and centered is not None:
+        selected = LinearSelectedLogprobsFunction.apply(*operands, centered.ids, False)
+        return _of_selected_rows(selected, centered, terms, plan.backend, plan.ratio_clip)
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
         scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
@@ -428,7 +484,8 @@ def fused_linear_policy_loss(
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
     traced = torch.compiler.is_compiling()
-    loss, metrics, logprobs, entropy = applied(LinearPolicyFunction)(*operands, terms, plan, traced)
+    more = () if centered is None else (centered,)
+    loss, metrics, logprobs, entropy = applied(LinearPolicyFunction)(*operands, terms, plan, traced, *more)
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
 
@@ -458,6 +515,7 @@ def explain_schedule(
     memory: str = "auto",
     schedule: str = "auto",
     skip_inactive: str = "backward",
+    centering: ScoreCentering | None = None,
     objective: Objective = GSPO(),
     parallel: Parallel = Parallel(),
 ) -> SchedulePlan:
@@ -495,9 +553,9 @@ def explain_schedule(
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
     products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
-    operands, terms, plan, reason = _normalize_linear(
+    operands, terms, plan, reason, _ = _normalize_linear(
         "explain_schedule", hidden, weight, bias, labels, passed, options, products, objective, parallel,
-        True, schedule, skip_inactive,
+        centering is None, schedule, skip_inactive, centering,
     )  # fmt: skip
     return explain(reason, operands, terms, plan)
 
@@ -516,16 +574,17 @@ def _normalize_linear(
     return_entropy: bool,
     schedule: str,
     skip_inactive: str,
-) -> tuple[LinearOperands, Terms, Plan, str]:
+    centering: ScoreCentering | None,
+) -> tuple[LinearOperands, Terms, Plan, str, CenteringRows | None]:
     """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule; the
-    last output is the reason for the choice.
+    last outputs are the reason for the choice, and what is centred.
     """
     key = signature(
         function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
         (*options, *products, return_entropy, schedule, skip_inactive),
     )  # fmt: skip
-    if torch._C._is_any_autocast_enabled():
-        key = None  # inputs are cast
+    if torch._C._is_any_autocast_enabled() or centering is not None:
+        key = None  # inputs are cast; a signature has no ids
     base = None
     decided = recall(key)
     if decided is not None:
@@ -549,6 +608,11 @@ def _normalize_linear(
     row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
     if skip_inactive == "all":
         row_labels, terms = leave_out_inactive(row_labels, terms, options.ignore_index)
+    centered = None
+    if centering is not None:
+        centered = normalize_centering(
+            centering, row_labels, terms, objective, row_options, len(weight), with_entropy
+        )
     if decided is None:
         learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
         needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
@@ -561,10 +625,13 @@ def _normalize_linear(
             with_entropy,
         )
         reasons = unsupported(objective, terms, plan, chunking.batch_invariant)
+        if centered is not None:
+            others = ("aligned", "deferred", "frozen", *(("known",) if chunking.batch_invariant else ()))
+            reasons |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
         lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
         name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
         defers = 0 if "deferred" in reasons else DEFERRED_ROWS["cpu" if hidden.is_cpu else "cuda"]
         plan = plan._replace(schedule=name, defers=defers)
         keep(key, (chunking, row_options, plan, reason))
     operands = LinearOperands(rows, weight, bias, row_labels, row_options, chunking, base)
-    return operands, terms, plan, reason
+    return operands, terms, plan, reason, centered

@@ -31,7 +31,7 @@ from gspo_kernels.types import RowOptions
 _VOCABULARY = {**VOCABULARY, "B": 0}  # B: of a LoRAHead
 """Arguments whose vocabulary may be split among ranks, and the dimension of the vocabulary in each."""
 _HIDDEN = ("hidden", "teacher_hidden")
-_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_mask")
+_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_mask", "centering_ids", "centering_logprobs")
 _TRAINABLE = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 
@@ -160,6 +160,8 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {key: each for key, each in fields if key == name or key not in arguments}
         else:
             flat[name] = value
+    if (centering := flat.get("centering")) is not None:
+        flat |= {f"centering_{key}": value for key, value in getattr(centering, "__dict__", {}).items()}
     if isinstance(parallel := flat.pop("parallel", None), Parallel):
         flat |= {each.name: getattr(parallel, each.name) for each in dataclasses.fields(parallel)}
     return flat

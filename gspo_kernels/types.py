@@ -7,6 +7,7 @@ says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -313,6 +314,33 @@ class RatioClip(NamedTuple):
 
 NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
 """The value for losses that are no clipped ratio; its ``level`` is empty."""
+
+
+class RatioWeight(NamedTuple):
+    """The weight f(r) of a token in a policy gradient ``-A f(r) dlog p``, with r = p / q, the policy's
+    probability over the sampler's.
+
+    Attributes:
+        low, high: bounds of the ratio; both 1: f is 1.
+        outside: "bound": f is the bound that r exceeds (TIS, CISPO). "zero": f is 0 there (MIS, IcePop).
+        eps: f is 0 where ``|p - q|`` is larger (prime-rl's IPO).
+    """
+
+    low: float = 0.0
+    high: float = math.inf
+    outside: str = "bound"
+    eps: float = math.inf
+
+    def times_q(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Return q f(p / q), without the ratio itself, which may overflow."""
+        log_low = math.log(self.low) if self.low else -math.inf
+        log_high = math.log(self.high) if self.high < math.inf else math.inf
+        below, above = log_p - log_q < log_low, log_p - log_q > log_high
+        bounded = torch.where(below, log_q + log_low, torch.where(above, log_q + log_high, log_p))
+        if self.outside == "zero":
+            bounded = torch.where(below | above, -torch.inf, log_p)
+        moved = (log_p.exp() - log_q.exp()).abs()
+        return torch.where(moved <= self.eps, bounded.exp(), 0.0)
 
 
 class RatioOperands(NamedTuple):

@@ -74,7 +74,7 @@ def test_inductor():
     check(make_case("linear", "padded", "all"), LINEAR, gk.GSPO(), compiler="inductor")
 
 
-def test_selected_ids_and_a_teacher():
+def test_selected_ids_a_teacher_and_centering():
     ids, rng = torch.randint(0, 31, (2, 3, 3), generator=generator(0)), generator(1)
     inputs = {"hidden": torch.randn(2, 3, 8, generator=rng), "weight": torch.randn(31, 8, generator=rng)}
     teacher, options = torch.randn(2, 3, 31, generator=rng), {"softcap": 4.0, "temperature": torch.ones(2)}
@@ -97,7 +97,16 @@ def test_selected_ids_and_a_teacher():
         )
         return whole.loss + over.loss, {"divergence": over.divergence}
 
-    for function in (selected, taught, taught_by_a_head):
+    def centered(leaves):
+        centering = gk.ScoreCentering(ids, torch.full(ids.shape, -2.0))
+        given = {"labels": ids[..., 0], "old_logprobs": None, "objective": gk.GPG(), "centering": centering}
+        given["advantages"] = torch.tensor([1.0, -0.5])
+        known = gk.fused_linear_policy_loss(**leaves, **given).loss
+        again = gk.fused_linear_policy_loss(**leaves, **given, schedule="two_pass").loss
+        of_logits = gk.fused_policy_loss(leaves["hidden"] @ leaves["weight"].T, **given)
+        return known + again + of_logits.loss, {"logprobs": of_logits.logprobs}
+
+    for function in (selected, taught, taught_by_a_head, centered):
         assert_compiles(function, inputs, rtol=1e-6, atol=1e-8)
 
 

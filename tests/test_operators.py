@@ -69,6 +69,17 @@ def selected_ids():
         gk.linear_selected_logprobs(*leaves, ids[..., :K], **options).logprobs.sum().backward()
 
 
+def centered():
+    shapes = (2, 3, 7), (2, 3, 4), (7, 4)
+    logits, hidden, weight = (torch.randn(*x, generator=generator(2)).requires_grad_() for x in shapes)
+    ids, labels = torch.tensor([[[0, 6, 2]] * 3, [[3, -1, -1]] * 3]), torch.tensor([[0, 6, -100], [3, 2, 1]])
+    given = {"old_logprobs": -torch.ones(2, 3), "advantages": torch.ones(2), "objective": gk.PrimeIPO()}
+    given["centering"] = gk.ScoreCentering(ids, torch.full(ids.shape, -2.0))
+    gk.fused_linear_policy_loss(hidden, weight, labels, **given, max_chunk_bytes=56).loss.backward()
+    selected = gk.selected_logprobs(logits, ids.masked_fill(ids < 0, -100))
+    gk.policy_loss(-torch.ones(2, 3), **given, selected_logprobs=selected).loss.backward()
+
+
 def teachers():
     def normal(*shape):
         return torch.randn(*shape, generator=generator(len(shape) + shape[-1])).requires_grad_()
@@ -107,6 +118,7 @@ def operands():
         patch.setattr(Operator, "__call__", recorded)
         losses()
         selected_ids()
+        centered()
         teachers()
         gk.rollout_weights(-torch.ones(2, 3), -torch.ones(2, 3), high=2.0)
         mask_of_shard(gk.kept_mask(torch.tensor([[[0, 6, 2]]]), 7), Shard("a group", 2), 3)

@@ -16,6 +16,7 @@ from gspo_kernels.linear.sums import GradientRows, HeadSums
 from gspo_kernels.ops.backends import hidden_kernels, load
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.memory import used_memory
+from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, write_gradient
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
@@ -198,6 +199,30 @@ class Gradients:
         call.hidden_kernels.store_hidden(
             values, coefficients, factors, where, hidden, scales, call.chunking.batch_invariant
         )
+
+    def add_selected(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        rows: SelectedRows,
+        grads: SelectedGradients,
+        chunk: Chunk,
+        within: bool = False,
+    ) -> None:
+        """Add the gradients of a chunk's log-probs of ids; may overwrite its logits [n, V].
+
+        ``ids``, ``rows`` and ``grads`` are [1, n, ...], see ``ops.selected``.
+        """
+        of_ids, of_tail = grads
+        largest = of_ids.abs().amax(-1)
+        if of_tail is not None:
+            largest = torch.maximum(largest, of_tail.abs())
+        # the K coefficients of a row go into the row itself, divided so that 16 bits can hold them
+        scale = power_of_two(largest.to(self.dtype))
+        grads = SelectedGradients(of_ids / scale.unsqueeze(-1), None if of_tail is None else of_tail / scale)
+        out = self.call.products.rows_memory(logits)
+        write_gradient(out.unsqueeze(0), logits.unsqueeze(0), ids, rows, grads, chunk.options, within)
+        self.add_rows(GradientRows(out, scale.squeeze(0), None, (largest != 0).squeeze(0)), chunk)
 
     def add_by_columns(
         self, chunk: Chunk, stats: RowStats, grad: Tensor, grad_entropy: Tensor | None, width: int

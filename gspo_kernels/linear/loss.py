@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.centering import CenteringRows, coefficients_of, sum_of
+from gspo_kernels.exact import exact_dtype
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
 from gspo_kernels.linear.gradients import (
@@ -30,6 +32,8 @@ from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.objective_loss import PolicyStep, evaluate, metric_names
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows
+from gspo_kernels.ops.selected import SelectedGradients, score
+from gspo_kernels.parallel.groups import sum_
 from gspo_kernels.plan import Plan
 from gspo_kernels.policy_step import evaluate_objective
 from gspo_kernels.sequence_ratio import sum_over_tokens
@@ -62,8 +66,40 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearL
     return LinearLoss(step.loss, step.metrics, logprobs, entropy, run.gradients.result())
 
 
+@matrix_operator
+def linear_centered_policy(
+    operands: LinearOperands, terms: Terms, plan: Plan, centering: CenteringRows
+) -> LinearLoss:
+    """Return the same for a loss with centering: a row has coefficients of K + 1 ids, which all follow from
+    its own logits, as in ``Run.known``.
+    """
+    terms, call, needs = check_values(operands.labels, terms), Call(operands), plan.requires_grad
+    scores, gradients = Scores(call, False), Gradients(call, needs, normalised=True)
+    per_token = token_terms(call.labels, terms, plan.backend)
+    loss = torch.zeros((), dtype=exact_dtype(call.labels.device), device=call.labels.device)
+    for chunk in call.chunks(call.projected):
+        rows, logits, some = chunk.where, call.products.logits_of(chunk), centering.at(chunk.where)
+        scored = score(logits.unsqueeze(0), some.ids, chunk.options, False)
+        logprobs = scored.logprobs[..., 0].contiguous()
+        scores.keep(chunk, RowStats(logprobs, scored.lse_others, None))
+        chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(1))  # noqa: B023
+        step = evaluate(logprobs.t(), None, chunk_terms, want_metrics=False)
+        of_ids = coefficients_of(scored.logprobs, scored.tail, some)
+        loss = loss + sum_of(scored.logprobs[..., 1:], of_ids, "")
+        grads = torch.cat([step.grad_logprobs.view(1, -1, 1).to(of_ids.dtype), of_ids], -1)
+        gradients.add_selected(logits, some.ids, scored, SelectedGradients(grads, None), chunk)
+        del logits
+    logprobs = scores.stats.logprobs
+    step = evaluate_objective(logprobs, None, terms, plan.backend, plan.ratio_clip)
+    loss = step.loss + (sum_(terms.cp_group, loss) if terms.cp_group else loss)
+    return LinearLoss(
+        loss.to(step.loss.dtype), step.metrics, logprobs, logprobs.new_empty(0), gradients.result()
+    )
+
+
 @linear_policy.register_fake
-def _(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
+@linear_centered_policy.register_fake
+def _(operands: LinearOperands, terms: Terms, plan: Plan, *_: Any) -> LinearLoss:
     scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, plan.entropy)
     sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if plan.entropy else None
     return LinearLoss(
@@ -78,23 +114,26 @@ def _(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
 class LinearPolicyFunction(torch.autograd.Function):
     """Loss, metrics, log-probs and entropy; the forward computes the gradients, too.
 
-    The arguments are the operands (field by field), terms, the plan, and whether the call is traced.
+    The arguments are the operands (field by field), terms, the plan, whether the call is traced, and with
+    centering its rows.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        operands, (terms, plan, traced) = LinearOperands(*arguments[:7]), arguments[7:]
-        call = (operands, terms, plan)
-        result = linear_policy(*call)
-        save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, call, traced)
+        operands, (terms, plan, traced, *centering) = LinearOperands(*arguments[:7]), arguments[7:]
+        call, operator = (operands, terms, plan, *centering), linear_policy
+        if centering:
+            operator = linear_centered_policy
+        result = operator(*call)
+        ctx.others = 7 + len(centering)
+        save_gradients(ctx, result.gradients, plan.requires_grad, operator, call, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if grad is None:
-            return (None,) * 10
-        return (*take_gradients(ctx, grad), *(None,) * 7)
+        others = (None,) * ctx.others
+        return (None, None, None, *others) if grad is None else (*take_gradients(ctx, grad), *others)
 
 
 class Run:

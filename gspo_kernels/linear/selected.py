@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.exact import power_of_two
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
-from gspo_kernels.linear.sums import GradientRows
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
-from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score, write_gradient
+from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score
 from gspo_kernels.plan import RequiresGrad
 
 
@@ -58,27 +56,15 @@ def linear_selected_backward(
         def select(values: Tensor) -> Tensor:
             return values.flatten(0, 1)[chunk.where].unsqueeze(0)  # noqa: B023
 
-        of_ids, of_tail = select(grads.logprobs), None if grads.tail is None else select(grads.tail)
-        largest = of_ids.abs().amax(-1)
-        if of_tail is not None:
-            largest = torch.maximum(largest, of_tail.abs())
-        # the K coefficients of a row go into the row itself, divided so that 16 bits can hold them
-        scale = power_of_two(largest.to(gradients.dtype))
-        of_tail = None if of_tail is None else of_tail / scale
-        logits = call.products.logits_of(chunk)
-        out = call.products.rows_memory(logits)
-        write_gradient(
-            out.unsqueeze(0),
-            logits.unsqueeze(0),
+        of_tail = None if grads.tail is None else select(grads.tail)
+        gradients.add_selected(
+            call.products.logits_of(chunk),
             select(ids),
             SelectedRows(*(select(values) for values in rows)),
-            SelectedGradients(of_ids / scale.unsqueeze(-1), of_tail),
-            chunk.options,
+            SelectedGradients(select(grads.logprobs), of_tail),
+            chunk,
             within,
         )
-        active = (largest != 0).squeeze(0)
-        gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
-        del logits, out
     return gradients.result()
 
 

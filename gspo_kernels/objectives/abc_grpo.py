@@ -7,6 +7,7 @@ import torch
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_bounds, require_numbers
 from gspo_kernels.objectives.parts import by_sign, surrogate
+from gspo_kernels.types import RatioWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +48,10 @@ class ABCGRPO(Objective):
         low, high = log_ratio < log_low, log_ratio > log_high
         bounded = torch.where(low, log_low, torch.where(high, log_high, log_ratio))
         return surrogate(batch, finite.exp(bounded), log_ratio, low, high)
+
+    def ratio_weight(self) -> RatioWeight | None:
+        """Return the masked ratio if both signs of the advantage have the same bounds."""
+        bounds = self.positive_low, self.positive_high
+        if bounds != (self.negative_low, self.negative_high):
+            return None
+        return RatioWeight(1.0 - bounds[0], 1.0 + bounds[1], "zero")

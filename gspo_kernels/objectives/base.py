@@ -22,7 +22,7 @@ from gspo_kernels import checks
 from gspo_kernels.layout import Layout, runs
 from gspo_kernels.objectives import finite
 from gspo_kernels.torch_internals import constant_when_traced, plain_constant
-from gspo_kernels.types import RatioClip
+from gspo_kernels.types import RatioClip, RatioWeight
 
 Scope = Literal["nothing", "token", "turn", "sequence", "group", "batch"]
 AGGREGATIONS = ("sequence_mean", "token_mean", "prompt_mean", "sequence_mean_token_sum", "constant", "sum")
@@ -194,7 +194,7 @@ def log_bounds(low: float, high: float, dual: float | None) -> tuple[float, floa
 _REGISTRY: dict[str, type[Objective]] = {}
 _PROMISES = (
     "coefficient_scope", "needs_token_order", "zero_advantage_is_inactive", "ratio_only", "factorizes",
-    "ratio_form",
+    "ratio_form", "ratio_weight",
 )  # fmt: skip
 """What a class that replaces ``evaluate`` does not inherit."""
 
@@ -293,6 +293,12 @@ class Objective(ABC):
 
     def ratio_form(self) -> RatioClip | None:
         """Return the parameters under which a fused clipped ratio equals this objective, or None."""
+        return None
+
+    def ratio_weight(self) -> RatioWeight | None:
+        """Return f where a token's gradient is ``-A f(r)`` with its own ratio r, whatever the sign of the
+        advantage A; otherwise None. ``ScoreCentering`` needs it.
+        """
         return None
 
     def outer_divisor(self) -> tuple[str, float]:

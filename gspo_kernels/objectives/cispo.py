@@ -7,6 +7,7 @@ from gspo_kernels import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import policy_gradient
+from gspo_kernels.types import RatioWeight
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,7 @@ class CISPO(Objective):
         weight = finite.exp(batch.log_ratio.clamp(low, high))
         below, above = batch.log_ratio < low, batch.log_ratio > high
         return policy_gradient(batch, weight, batch.log_ratio, below, above)
+
+    def ratio_weight(self) -> RatioWeight:
+        """Return the truncated ratio."""
+        return RatioWeight(self.min_ratio, self.max_ratio)

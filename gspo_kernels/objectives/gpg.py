@@ -6,6 +6,7 @@ import torch
 
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
 from gspo_kernels.objectives.parts import policy_gradient
+from gspo_kernels.types import RatioWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +27,7 @@ class GPG(Objective):
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
         return policy_gradient(batch, torch.ones_like(batch.logprobs), batch.log_ratio)
+
+    def ratio_weight(self) -> RatioWeight:
+        """Return the weight 1."""
+        return RatioWeight(1.0, 1.0)

@@ -8,6 +8,7 @@ import torch
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import surrogate
+from gspo_kernels.types import RatioWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class PrimeIPO(Objective):
     2 kl_tau l_t``. From prime-rl's code and its pull requests 1930, 3418 and 3586. There is no paper; it
     derives from DPPO (arXiv 2602.04879), which masks by the advantage's sign. The squared log-ratio covers
     tokens that are not kept, too. In prime-rl ``old_logprobs`` are the inference engine's. Rollout weights
-    multiply both terms. prime-rl's option ``score_centering`` is not part of this objective.
+    multiply both terms. prime-rl's option ``score_centering`` is ``centering=`` of the losses.
 
     Args:
         eps: how far a token's probability may move; 0.3 since pull request 3586, 0.1 before.
@@ -53,3 +54,7 @@ class PrimeIPO(Objective):
         out = surrogate(batch, torch.where(low | high, 0.0, ratio), log_ratio, low, high)
         pull = batch.weighted(finite.mul(self.kl_tau * log_ratio, log_ratio)) if self.kl_tau else 0.0
         return out._replace(loss=out.loss + pull)
+
+    def ratio_weight(self) -> RatioWeight | None:
+        """Return the capped ratio of tokens that hardly moved; None with ``kl_tau``, which adds to it."""
+        return None if self.kl_tau else RatioWeight(high=self.max_ratio, eps=self.eps)

@@ -134,6 +134,12 @@ def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Ite
         yield "rollout_weights change nothing: evaluate returns batch.weighted(loss)"
     if not _equal(_coefficients(objective, values, packed=True), plain):
         yield "coefficients change if sequences are packed: combine tokens through batch.layout alone"
+    weight = objective.ratio_weight()
+    if weight is not None:
+        log_q = values["old_logprobs"]
+        expected = -weight.times_q(values["logprobs"], log_q) / log_q.exp()
+        if not _equal(torch.where(mask, expected * values["advantages"].unsqueeze(1), 0.0), plain):
+            yield "ratio_weight is another f than that of the coefficients -A f(r)"
     ratio_clip = objective.ratio_form()
     if ratio_clip is not None:
         aggregation = objective.aggregation != "sequence_mean", *objective.outer_divisor(), objective.level

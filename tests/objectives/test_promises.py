@@ -147,6 +147,13 @@ class OtherForm(gk.GRPO):
         return super().ratio_form()._replace(log_high=0.5)
 
 
+class OtherWeight(gk.CISPO):
+    """Is centred with other bounds than its own."""
+
+    def ratio_weight(self):
+        return super().ratio_weight()._replace(high=1.2)
+
+
 PLANTED = [
     *((gk.GRPO(), "coefficient_scope", "nothing"), (gk.GSPO(0.1, 0.1), "coefficient_scope", "token")),
     *((gk.GSPO(0.1, 0.1), "coefficient_scope", "turn"), (gk.REAL(), "coefficient_scope", "sequence")),
@@ -161,6 +168,7 @@ PLANTED = [
         (gk.GSPO(), "takes_token_advantages", True),
         (gk.Linear(), "needs", ()),
         (OtherForm(), "ratio_form", None),
+        (OtherWeight(), "ratio_weight", None),
     ),
     *((Unweighted(), "rollout_weights", None), (SumsOfRows(), "packed", None)),
 ]

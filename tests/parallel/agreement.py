@@ -165,6 +165,13 @@ def other_functions():
     packed = {"cu_seqlens": case.cu_seqlens, **groups}
     sides, both = (hidden, weight) * 2, (logits, logits)
     beta = {"beta": 2.0 if here else 0.5}
+    centered = {"objective": gk.GPG(), **packed}
+
+    def center(chosen):
+        centering = None if chosen is None else gk.ScoreCentering(chosen, torch.full(ids.shape, -2.0))
+        return gk.fused_linear_policy_loss(
+            hidden, weight, case.labels, None, case.advantages, centering=centering, **centered
+        )
 
     def other():
         if here:
@@ -181,6 +188,9 @@ def other_functions():
         ("beta: got 2.0", 1, lambda: gk.fused_linear_distillation_loss(*sides, **beta, **packed)),
         ("teacher_logits: got shape", 1, lambda: gk.distillation_loss(logits, logits[here:], **packed)),
         ("call: differs", None, other),
+        ("centering.ids: got", 1, lambda: center(beyond)),
+        ("centering_ids: differs", None, lambda: center(turned)),
+        ("centering: differs", None, lambda: center(None if here else ids)),
     ):
         assert_all_raise(expected, culprit, function)
     local, groups = local_case("logprobs", "cp")

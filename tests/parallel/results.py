@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
 from gspo_kernels.linear import gradients
-from tests import test_selected
+from tests import test_centering, test_selected
 from tests.cases import (
     ADVANTAGES,
     HEAD,
@@ -391,6 +391,27 @@ def selected_ids():
     ):
         call = partial(gk.linear_selected_logprobs, hidden, weight, wrong, **group, **options)
         assert_all_raise(message, "all", call)
+
+
+@of_ranks(2)
+def centered_losses():
+    """Ids to centre are of the whole vocabulary; in a cp_group each rank has those of its tokens."""
+    start, end = place_of("tp").columns(uneven=True)
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for linear, objective in itertools.product((False, True), (gk.GPG(), gk.CISPO(0.7, 1.3))):
+        options = {"max_chunk_bytes": 2 * 8 * VOCABULARY} if linear else {}
+        problem = test_centering.Problem(objective, linear=linear, **IN_FP64)
+        whole = problem.ours("cpp", **options)
+        shards = {"parallel": gk.Parallel(dist.group.WORLD, (start, end))}
+        assert_part_of(whole, of_shard(problem, start, end).ours("cpp", **options, **shards), start, end)
+        of_rank = copy(problem)
+        of_rank.part = (slice(None), mine)
+        found = of_rank.ours("cpp", **options, parallel=gk.Parallel(cp_group=dist.group.WORLD))
+        assert_same_bits(loss=found["loss"])
+        for name, value in found.items():
+            if name.startswith("grad"):
+                dist.all_reduce(value)  # each rank has the gradients of its tokens
+            torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-12)
 
 
 IDS = torch.randint(0, VOCABULARY, (2, 3, 4), generator=generator(6))

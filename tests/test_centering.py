@@ -1,0 +1,408 @@
+"""Score centering against its formula in plain PyTorch, and against what it is for: a mean score of zero."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.linear.products.pytorch import Products
+from tests.accuracy import assert_draws_as_exact
+from tests.cases import device_of, generator, scores_of
+
+WEIGHTS = {
+    "GPG": lambda o, p, q: torch.ones_like(p),
+    "CISPO": lambda o, p, q: (p / q).clamp(o.min_ratio, o.max_ratio),
+    "ABCGRPO": lambda o, p, q: torch.where(
+        (p >= (1 - o.positive_low) * q) & (p <= (1 + o.positive_high) * q), p / q, 0.0
+    ),
+    "PrimeIPO": lambda o, p, q: torch.where((p - q).abs() <= o.eps, (p / q).clamp(max=o.max_ratio), 0.0),
+}
+"""f(p / q) of an objective, as its source writes it."""
+OBJECTIVES = [
+    gk.GPG(),
+    gk.CISPO(0.7, 1.3, aggregation="sequence_mean"),
+    gk.CISPO(0.0, 1e30, aggregation="sum"),  # the ratio itself
+    gk.ABCGRPO(
+        positive_low=0.5, positive_high=1.0, negative_low=0.5, negative_high=1.0,
+        aggregation="constant", aggregation_constant=7.0,
+    ),
+    gk.PrimeIPO(eps=0.02, max_ratio=1.5),
+]  # fmt: skip
+by_objective = pytest.mark.parametrize(
+    "objective", OBJECTIVES, ids=lambda o: f"{type(o).__name__}-{o.aggregation}"
+)
+
+
+def weight_of_tail(objective, p, q):
+    """Return f of the ids that are left, none of which is large."""
+    each = (
+        gk.PrimeIPO(eps=1e9, max_ratio=objective.max_ratio)
+        if isinstance(objective, gk.PrimeIPO)
+        else objective
+    )
+    return WEIGHTS[type(objective).__name__](each, p, q)
+
+
+class Problem:
+    """A batch with holes, repeated ids, fewer ids and none, and with anything where tokens don't count."""
+
+    def __init__(self, objective, K=5, *, V=61, dtype=torch.float32, linear=False, packed=False, draw=0):
+        rng, fixed = generator(300 + draw), generator(31)
+        self.objective, self.packed, self.linear = objective, packed, linear
+        self.part = slice(None)  # the tokens of this rank
+        lengths = (5, 0, 3) if packed else (4, 4)
+        N = sum(lengths)
+        self.lengths, self.cu_seqlens = lengths, torch.tensor((0, 5, 5, 8)) if packed else None
+        self.mask = torch.ones(N, dtype=torch.bool)
+        self.mask[2] = self.mask[5] = False
+        self.ids = torch.stack([torch.randperm(V, generator=fixed)[:K] for _ in range(N)])
+        self.ids[0, -1] = self.ids[0, 0]
+        self.ids[1, 1:3], self.ids[3, 0], self.ids[4] = torch.tensor([-1, -100]), -1, -1
+        self.labels = torch.randint(0, V, (N,), generator=fixed)
+        self.labels[0], self.labels[6] = self.ids[0, 0], self.ids[6, 1]
+        q = torch.randn(N, V, generator=fixed, dtype=torch.float64).mul(1.5).log_softmax(-1)
+        self.q = q.gather(-1, self.ids.clamp(min=0))
+        self.old = q.gather(-1, self.labels.unsqueeze(-1)).squeeze(-1)
+        self.advantages = torch.randn(N if packed else len(lengths), generator=fixed, dtype=torch.float64)
+        self.weights = torch.rand(N, generator=fixed, dtype=torch.float64) + 0.5
+        shapes = {"hidden": (N, 12), "weight": (V, 12), "bias": (V,)} if linear else {"logits": (N, V)}
+        self.inputs = {
+            name: torch.randn(*shape, generator=rng, dtype=torch.float64)
+            .mul(0.4 if linear else 1.5)
+            .to(dtype)
+            for name, shape in shapes.items()
+        }
+
+    def formulas(self, dtype):
+        leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
+        log_p, o = scores_of(leaves).log_softmax(-1), self.objective
+        f, loss, end = functools.partial(WEIGHTS[type(o).__name__], o), log_p.new_zeros(()), 0
+        counts = [int(part.sum()) for part in self.mask.split(self.lengths)]
+        outer = {
+            "token_mean": sum(counts), "sequence_mean": sum(n > 0 for n in counts), "sum": 1.0,
+            "constant": sum(n > 0 for n in counts) * (o.aggregation_constant or 1.0),
+        }[o.aggregation]  # fmt: skip
+        for i, length in enumerate(self.lengths):
+            end += length
+            for t in range(end - length, end):
+                if not self.mask[t]:
+                    continue
+                share = 1.0 / outer / (counts[i] if o.aggregation == "sequence_mean" else 1.0)
+                advantage = self.advantages[t if self.packed else i].to(dtype)
+                logp, old = log_p[t, self.labels[t]], self.old[t].to(dtype)
+                p_label, q_label = logp.detach().exp(), old.exp()
+                if isinstance(o, gk.ABCGRPO):
+                    value = (p_label / q_label).clamp(1 - o.positive_low, 1 + o.positive_high)
+                    policy = value + f(p_label, q_label) * (logp - logp.detach())
+                elif isinstance(o, gk.PrimeIPO):
+                    policy = f(p_label, q_label) * (1 + logp - logp.detach())
+                else:
+                    policy = f(p_label, q_label) * logp
+                loss = loss - share * advantage * self.weights[t].to(dtype) * policy
+                first = {int(v): k for k, v in reversed(list(enumerate(self.ids[t]))) if v >= 0}
+                if not first:
+                    continue
+                ids = torch.tensor(list(first))
+                q, p = self.q[t, list(first.values())].to(dtype).exp(), log_p[t, ids].detach().exp()
+                rest = torch.ones_like(log_p[t], dtype=torch.bool).index_fill(0, ids, False)
+                left = (self.q[t, list(first.values())].exp().sum() - 1).neg().to(dtype)
+                alpha = left / log_p[t, rest].detach().exp().sum()
+                of_tail = alpha * weight_of_tail(o, torch.ones_like(alpha), alpha)
+                loss = loss + share * advantage * ((q * f(p, q) - of_tail * p) * log_p[t, ids]).sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        named = {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        return {"loss": loss.detach(), **named}
+
+    def arguments(self, device):
+        """Labels, terms and centering; what does not count may be anything."""
+
+        def tokens(values):
+            return (values if self.packed else values.view(2, 4, *values.shape[1:]))[self.part].to(device)
+
+        ids, q, old = self.ids.clone(), self.q.clone(), self.old.clone()
+        ids[~self.mask], q[~self.mask], old[~self.mask] = 10**6, math.nan, math.nan
+        q[self.ids < 0] = math.nan
+        terms = {
+            "old_logprobs": tokens(old), "advantages": self.advantages.to(device),
+            "loss_mask": tokens(self.mask), "rollout_weights": tokens(self.weights),
+            "centering": gk.ScoreCentering(tokens(ids), tokens(q)), "objective": self.objective,
+        }  # fmt: skip
+        if self.packed:
+            terms["cu_seqlens"] = self.cu_seqlens.to(device)
+        return tokens(self.labels), terms, tokens
+
+    def ours(self, backend, given=False, **options):
+        device = device_of(backend)
+        leaves = {name: value.clone().to(device).requires_grad_() for name, value in self.inputs.items()}
+        labels, terms, tokens = self.arguments(device)
+        rows = {
+            name: value if name in ("weight", "bias") else tokens(value) for name, value in leaves.items()
+        }
+        if given:
+            logprobs = gk.token_logprobs(rows["logits"], labels, backend=backend).logprobs
+            ids = tokens(self.ids)
+            selected = gk.selected_logprobs(rows["logits"], ids.masked_fill(ids == -1, -100), backend=backend)
+            out = gk.policy_loss(logprobs, **terms, selected_logprobs=selected)
+        elif self.linear:
+            out = gk.fused_linear_policy_loss(**rows, labels=labels, **terms, backend=backend, **options)
+        else:
+            out = gk.fused_policy_loss(**rows, labels=labels, **terms, backend=backend, **options)
+        grads = torch.autograd.grad(out.loss, list(leaves.values()))
+        named = {f"grad {name}": grad.cpu() for name, grad in zip(leaves, grads, strict=True)}
+        return {"loss": out.loss.detach().cpu(), **named}
+
+
+def check(objective, backend, *, K=5, dtype=torch.float32, options=None, **kind):
+    problems = [Problem(objective, K, dtype=dtype, draw=i, **kind) for i in range(3)]
+    draws = [(p.formulas, functools.partial(p.ours, backend, **(options or {}))) for p in problems]
+    assert_draws_as_exact(draws, dtype, compared=1 if backend == "triton" else None)
+
+
+@by_objective
+def test_equals_its_formula(objective, backend):
+    check(objective, backend)
+    check(objective, backend, packed=True, options={"given": True})
+    chunks = {"max_chunk_bytes": 3 * 61 * 4}
+    check(objective, backend, linear=True, packed=True, options={"schedule": "known"} | chunks)
+
+
+SERVED = [
+    *({"schedule": "two_pass"}, {"memory": "least"}, {"batch_invariant": True}),
+    *({"skip_inactive": "all"}, {"skip_inactive": "none", "schedule": "known"}),
+]
+
+
+@pytest.mark.parametrize("options", SERVED, ids=str)
+def test_schedules(options):
+    check(OBJECTIVES[1], "auto", linear=True, options=options)
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_dtypes(dtype, linear, backend):
+    check(OBJECTIVES[1], backend, dtype=dtype, linear=linear)
+
+
+def test_five_hundred_ids(backend):
+    check(OBJECTIVES[1], backend, K=512, V=1031)
+
+
+# --- what it is for
+
+
+def mean_score(objective, z, q, ids, kept=None, centred=True, backend="auto"):
+    """Return the mean under q of a policy gradient with the advantage 1, with respect to the logits z [V].
+
+    Every id is drawn once, as a token whose advantage is the id's q; ids with a q of 0 are not drawn.
+    """
+    V, device = len(z), device_of(backend)
+    leaf, log_q = z.to(device).requires_grad_(), q.log().to(device)
+    drawn = torch.where(q > 0, torch.arange(V), ids[0]).to(device)
+    centering = gk.ScoreCentering(*(x.expand(1, V, -1) for x in (ids.to(device), log_q[ids.to(device)])))
+    out = gk.fused_policy_loss(
+        leaf.expand(1, V, V), drawn.view(1, V), log_q[drawn].view(1, V), q.to(device).view(1, V),
+        objective=objective, normalizer=1.0, centering=centering if centred else None, backend=backend,
+        kept_mask=None if kept is None else kept.to(device).expand(1, V, -1),
+    )  # fmt: skip
+    return torch.autograd.grad(out.loss, leaf)[0].cpu()
+
+
+BY_TOKEN = [
+    gk.GPG(), gk.CISPO(0.6, 1.4), gk.CISPO(0.0, 1e300), gk.PrimeIPO(eps=0.05, max_ratio=1.2),
+    gk.ABCGRPO(positive_low=0.3, positive_high=0.5, negative_low=0.3, negative_high=0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", BY_TOKEN, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("support", ["whole", "mask", "tail"])
+def test_the_mean_score_under_the_sampler_is_zero(objective, support, backend):
+    """With all ids, with all of a sampling mask, and with K ids and others in the proportions of p."""
+    V, rng, kept = 23, generator(3), None
+    z, q = (torch.randn(V, generator=rng, dtype=torch.float64) for _ in range(2))
+    q, p = q.softmax(-1), z.softmax(-1)
+    ids = torch.randperm(V, generator=rng)
+    if support != "whole":
+        ids = ids[:9]
+        rest = torch.ones(V, dtype=torch.bool).index_fill(0, ids, False)
+        q[rest] = p[rest] * (q[rest].sum() / p[rest].sum()) if support == "tail" else 0.0
+        q = q / q.sum()
+    if support == "mask":
+        kept = gk.kept_mask(ids.view(1, -1), V)
+    centred = mean_score(objective, z, q, ids, kept, backend=backend)
+    drift = mean_score(objective, z, q, ids, kept, centred=False, backend=backend)
+    assert centred.abs().max() < 1e-15
+    # the ratio itself is on-policy already
+    assert objective == BY_TOKEN[2] or drift.abs().max() > 1e-3
+
+
+def test_nothing_is_left_beside_the_whole_support(backend):
+    """``alpha f(1 / alpha)`` is 0 there, for unbounded weights, too, where it would be 0 times infinity."""
+    V, device = 7, device_of(backend)
+    z = torch.linspace(-2, 1, V, device=device).double().expand(1, 2, V)
+    log_p, log_q = z.log_softmax(-1), z.flip(-1).log_softmax(-1)
+    ids, labels = torch.arange(V, device=device).expand(1, 2, V), torch.tensor([[1, 4]], device=device)
+    terms = {"advantages": torch.ones(1, device=device), "objective": gk.CISPO(0.0, 1e300, aggregation="sum")}
+    terms["old_logprobs"] = log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    own, centering = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), gk.ScoreCentering(ids, log_q)
+    expected = gk.policy_loss(own, **terms).loss + (log_p.exp() * log_p).sum()
+    of_all = gk.SelectedLogprobs(log_p, None)
+    for loss in (
+        gk.fused_policy_loss(z, labels, **terms, centering=centering, backend=backend).loss,
+        gk.policy_loss(own, **terms, centering=centering, selected_logprobs=of_all).loss,
+    ):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_small_tails(linear, backend):
+    """1 - P_H of a sure id is taken from the other ids: 1 - exp(log p) would be 0 in fp32.
+
+    With q's tail twice p's and f = 1, alpha is 2, and c = q - 2p is -1.
+    """
+    device, z = device_of(backend), torch.tensor([[26.0, 1.0, 0.0, -2.0], [25.0, 0.5, 2.0, 1.0]])
+    tail = (z.double()[:, 1:].logsumexp(-1) - z.double().logsumexp(-1)).exp()
+    ids = torch.zeros(1, 2, 1, dtype=torch.int64, device=device)
+    centering = gk.ScoreCentering(ids, torch.log1p(-2 * tail).view(1, 2, 1).to(device))
+    terms = {"advantages": torch.ones(1, device=device), "objective": gk.GPG(aggregation="sum")}
+    terms |= {"old_logprobs": None, "centering": centering, "backend": backend}
+    if linear:
+        leaf = z.T.contiguous().to(device).requires_grad_()
+        hidden = torch.eye(2, device=device).unsqueeze(0)
+        loss = gk.fused_linear_policy_loss(hidden, leaf, ids[..., 0], **terms).loss
+    else:
+        leaf = z.to(device).requires_grad_()
+        loss = gk.fused_policy_loss(leaf.unsqueeze(0), ids[..., 0], **terms).loss
+    (grad,) = torch.autograd.grad(loss, leaf)
+    grad = (grad.T if linear else grad).cpu()
+    torch.testing.assert_close(grad[:, 0].double(), -2 * tail, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(loss.cpu().double(), 2 * tail.sum(), rtol=1e-5, atol=0.0)
+
+
+# --- how it is computed
+
+
+def test_there_is_no_second_head_pass(monkeypatch):
+    """Each counted row is projected once, for loss and gradient together."""
+    projected, logits_of = [], Products.logits_of
+    monkeypatch.setattr(
+        Products, "logits_of", lambda self, chunk: projected.append(chunk.size) or logits_of(self, chunk)
+    )
+    problem = Problem(OBJECTIVES[1], linear=True, packed=True)
+    problem.ours("cpp", max_chunk_bytes=5 * 61 * 4)
+    assert sum(projected) == problem.mask.sum() and len(projected) > 1
+    labels, terms, _ = problem.arguments("cpu")
+    rows = {name: value.requires_grad_() for name, value in problem.inputs.items()}
+    plan = gk.explain_schedule(**rows, labels=labels, **terms)
+    assert plan.products == 3.0 and plan.schedule == "known"
+
+
+def test_no_bit_depends_on_other_rows_or_chunks():
+    problem = Problem(OBJECTIVES[1], linear=True)
+    labels, terms, tokens = problem.arguments("cpu")
+    weight, bias = problem.inputs["weight"], problem.inputs["bias"]
+    centering = terms.pop("centering")
+
+    def gradients(first, last, **options):
+        leaves = [tokens(problem.inputs["hidden"])[first:last].clone(), weight.clone(), bias.clone()]
+        hidden, head, own_bias = (leaf.requires_grad_() for leaf in leaves)
+        some = {name: x[first:last] if isinstance(x, torch.Tensor) else x for name, x in terms.items()}
+        out = gk.fused_linear_policy_loss(
+            hidden, head, labels[first:last], bias=own_bias, **some,
+            centering=gk.ScoreCentering(centering.ids[first:last], centering.logprobs[first:last]),
+            normalizer=2.0, batch_invariant=True, **options,
+        )  # fmt: skip
+        return torch.autograd.grad(out.loss, leaves, retain_graph=True), torch.autograd.grad(out.loss, leaves)
+
+    whole, again = gradients(0, 2)
+    assert all(map(torch.equal, whole, again))
+    assert torch.equal(gradients(1, 2)[0][0], whole[0][1:])
+    for options in ({"max_chunk_bytes": 2 * 61 * 4}, {"schedule": "two_pass"}, {"skip_inactive": "none"}):
+        assert all(map(torch.equal, gradients(0, 2, **options)[0], whole)), options
+
+
+def test_a_head_with_an_adapter():
+    problem = Problem(OBJECTIVES[1], linear=True, dtype=torch.float64)
+    weight, A, B = problem.inputs["weight"], torch.randn(3, 12).double(), torch.randn(61, 3).double()
+    labels, terms, tokens = problem.arguments("cpu")
+    results = []
+    for schedule in ("known", "two_pass"):
+        for lora in (False, True):
+            leaves = [tokens(problem.inputs["hidden"]).clone(), A.clone(), B.clone()]
+            hidden, a, b = (leaf.requires_grad_() for leaf in leaves)
+            head = gk.LoRAHead(weight, a, b, 0.5) if lora else weight + 0.5 * b @ a
+            out = gk.fused_linear_policy_loss(hidden, head, labels, **terms, schedule=schedule)
+            results.append([out.loss, *torch.autograd.grad(out.loss, leaves)])
+    for each in results[1:]:
+        torch.testing.assert_close(each, results[0], rtol=1e-10, atol=1e-12)
+
+
+# --- what is refused
+
+
+def test_what_cannot_be_meant_is_refused():
+    problem = Problem(OBJECTIVES[1], linear=True, packed=True)
+    labels, terms, _ = problem.arguments("cpu")
+    ids, q = terms["centering"].ids, terms["centering"].logprobs
+
+    def refuse(match, error=ValueError, **changes):
+        given = {**problem.inputs, "labels": labels, **terms, **changes}
+        with pytest.raises(error, match=match):
+            gk.fused_linear_policy_loss(**given)
+
+    by_sequence = "centering: GSPO can't be centred: its weight depends on the sequence"
+    refuse(by_sequence, objective=gk.GSPO(), advantages=torch.ones(3), rollout_weights=None)
+    refuse("GRPO can't be centred: .* the same for every advantage", objective=gk.GRPO())
+    refuse("ABCGRPO can't", objective=gk.ABCGRPO(positive_high=0.3))
+    refuse("PrimeIPO can't", objective=gk.PrimeIPO(kl_tau=0.1))
+    refuse("got dict, expected a ScoreCentering", TypeError, centering={})
+    other = gk.ScoreCentering(ids, q, gk.RatioWeight(high=2.0))
+    refuse(r"weight is .*high=2.0.*, expected .*high=1.3.*, the weight of CISPO", centering=other)
+    refuse("old_logprobs: got None, expected the sampler's", old_logprobs=None)
+    refuse("token_weights: got a tensor", token_weights=torch.ones(8))
+    refuse("computes no entropy", return_entropy=True)
+    refuse("computes no entropy", entropy_coef=0.1)
+    for schedule in ("aligned", "deferred", "frozen"):
+        refuse(f"{schedule}' is not exact here: with centering a row", schedule=schedule)
+    refuse("known' is not exact here", schedule="known", batch_invariant=True)
+    refuse(r"centering.ids: got shape \(7, 5\)", centering=gk.ScoreCentering(ids[:7], q[:7]))
+    refuse("centering.ids: got torch.float64", TypeError, centering=gk.ScoreCentering(q, q))
+    refuse("centering.logprobs: got shape", centering=gk.ScoreCentering(ids, q[:, :4]))
+    refuse("centering.ids: got -3", centering=gk.ScoreCentering(ids.masked_fill(ids == ids[1, 3], -3), q))
+    refuse("centering.ids: got 61", centering=gk.ScoreCentering(ids.masked_fill(ids == ids[1, 3], 61), q))
+    refuse("centering.logprobs: got NaN", centering=gk.ScoreCentering(ids, q * math.nan))
+    refuse("centering.logprobs: got 2 at", centering=gk.ScoreCentering(ids, torch.full_like(q, 2.0)))
+    for label in (-5, 61):
+        with pytest.raises(ValueError, match=f"labels: got {label} in a counted position"):
+            logits, wrong = torch.randn(8, 61), labels.masked_fill(problem.mask, label)
+            gk.fused_policy_loss(logits, wrong, **terms)
+    kept = gk.kept_mask(labels.unsqueeze(-1), 61)
+    refuse("centering.ids: got .* which the sampling mask there cuts", kept_mask=kept)
+    gk.fused_linear_policy_loss(
+        **problem.inputs,
+        labels=labels,
+        **terms | {"centering": gk.ScoreCentering(ids, q, gk.RatioWeight(0.7, 1.3))},
+    )
+
+    logprobs, given = problem.old.clone(), gk.SelectedLogprobs(problem.q, None)
+    for match, error, changes in (
+        ("selected_logprobs: got NoneType, expected the SelectedLogprobs", TypeError, {}),
+        (
+            "selected_logprobs: got a tensor, expected None",
+            ValueError,
+            {"centering": None, "selected_logprobs": given},
+        ),
+        (
+            "selected_logprobs.logprobs: got shape",
+            ValueError,
+            {"selected_logprobs": gk.SelectedLogprobs(problem.q[:, :4], None)},
+        ),
+        (
+            "selected_logprobs.tail: got shape",
+            ValueError,
+            {"selected_logprobs": gk.SelectedLogprobs(problem.q, problem.q)},
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            gk.policy_loss(logprobs, **terms | changes)
