@@ -87,29 +87,19 @@ class CenteringRows(NamedTuple):
         return self._replace(factors=centering_factors(tokens, terms, options, width))
 
 
-def weight_of(objective: Objective, centering: Any, terms: Terms) -> RatioWeight:
-    """Return f of an objective; refuse what can't be centred."""
-    name, own = type(objective).__name__, objective.ratio_weight()
-    if not isinstance(centering, ScoreCentering):
-        raise TypeError(f"centering: got {type(centering).__name__}, expected a ScoreCentering or None")
-    if own is None:
-        why = "its weight of a token is no function f(p / p_old) that is the same for every advantage"
-        if objective.coefficient_scope not in ("nothing", "token"):
-            why = f"its weight depends on the {objective.coefficient_scope}, so an id has none of its own"
-        raise ValueError(
-            f"centering: {name} can't be centred: {why}; expected GPG (f = 1), CISPO (truncated ratios), "
-            "ABCGRPO with the same bounds for both signs (masked ratios), PrimeIPO without kl_tau, or an "
-            "objective that declares its ratio_weight"
-        )
-    if centering.weight is not None and centering.weight != own:
-        raise ValueError(f"centering: weight is {centering.weight}, expected {own}, the weight of {name}")
-    if terms.old_logprobs is None and own.low != own.high:
-        raise ValueError(
-            f"old_logprobs: got None, expected the sampler's log-probs, for {name}'s ratio with centering"
-        )
-    if terms.token_weights is not None:
-        raise ValueError("token_weights: got a tensor, expected None with centering")
-    return own
+def require_weight(objective: Objective) -> RatioWeight:
+    """Return f of an objective; refuse those that can't be centred."""
+    name, weight = type(objective).__name__, objective.ratio_weight()
+    if weight is not None:
+        return weight
+    why = "its weight of a token is no function f(p / p_old) that is the same for every advantage"
+    if objective.coefficient_scope not in ("nothing", "token"):
+        why = f"its weight depends on the {objective.coefficient_scope}, so an id has none of its own"
+    raise ValueError(
+        f"centering: {name} can't be centred: {why}; expected GPG (f = 1), CISPO (truncated ratios), ABCGRPO "
+        "with the same bounds for both signs (masked ratios), PrimeIPO without kl_tau, or an objective that "
+        "declares its ratio_weight"
+    )
 
 
 def normalize(
@@ -132,7 +122,17 @@ def normalize(
         width: how many columns of logits this process has; 0: there are none.
         has_entropy: whether a pass over logits is asked for the entropy.
     """
-    weight = weight_of(objective, centering, terms)
+    if not isinstance(centering, ScoreCentering):
+        raise TypeError(f"centering: got {type(centering).__name__}, expected a ScoreCentering or None")
+    name, weight = type(objective).__name__, require_weight(objective)
+    if centering.weight not in (None, weight):
+        raise ValueError(f"centering: weight is {centering.weight}, expected {weight}, the weight of {name}")
+    if terms.old_logprobs is None and weight.low != weight.high:
+        raise ValueError(
+            f"old_logprobs: got None, expected the sampler's: centering needs {name}'s ratio to it"
+        )
+    if terms.token_weights is not None:
+        raise ValueError("token_weights: got a tensor, expected None with centering")
     if has_entropy:
         raise ValueError("return_entropy, entropy_coef: the pass that serves centering computes no entropy")
     packed, device = terms.cu_seqlens is not None, tokens.device

@@ -786,6 +786,52 @@ def test_the_page_s_loss_is_the_default_of_prime_rl():
         assert_same(prime_step(ours, given, PARTS, weights=weights)[1], want)
 
 
+def ipo_with_centering(inputs, eps=0.3, cap=1e4):
+    """prime-rl's ``ipo`` with ``score_centering``, after its main branch of November 2026."""
+    keep = inputs.loss_mask & ((inputs.trainer_logprobs.exp() - inputs.inference_logprobs.exp()).abs() <= eps)
+    ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
+    loss = -torch.where(keep, inputs.advantages * ratio * inputs.loss_weights, 0.0).sum()
+    log_p, log_q = inputs.trainer_mask_logprobs, inputs.inference_mask_logprobs
+    p, q = log_p.detach().exp(), log_q.exp()
+    inside = log_q.isfinite() & ((p - q).abs() <= eps)
+    centred = (torch.where(inside, torch.minimum(p, cap * q), 0.0) * log_p).sum(-1)
+    return loss + torch.where(inputs.loss_mask, inputs.advantages * inputs.loss_weights * centred, 0.0).sum()
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_prime_rl_s_score_centering(published):
+    """Over all ids of a sampling mask, for tokens whose own term IPO masks, too; times ``loss_weights``."""
+    given, rng, K = problem(), generator(9), 5
+    theirs = ipo_with_centering
+    if published:
+        helpers = ("_safe_mean", "_mismatch_kl_from_log_ratio", "_capped_importance_ratio")
+        code = prime_code("LossInputs", "LossOutputs", *helpers, "IPOLoss", math=math)
+        if not hasattr(code["IPOLoss"], "score_centering_loss"):
+            pytest.skip("this prime-rl has no score centering")
+        config = SimpleNamespace(eps=0.3, max_importance_ratio=1e4, adv_tau=1.0, score_centering=True)
+        theirs = lambda inputs: code["IPOLoss"](config).loss(inputs).loss  # noqa: E731
+    loss_fn = prime_rl.PolicyLoss(gk.PrimeIPO(eps=0.3, aggregation="token_mean"), score_centering=True)
+    none = torch.arange(K) >= torch.randint(2, K + 1, (7, 1), generator=rng)
+    for row in range(2):
+        z, other = (torch.randn(7, K, generator=rng, dtype=torch.float64) * 2 for _ in range(2))
+        q = other.masked_fill(none, -math.inf).log_softmax(-1)
+        grads = []
+        for each in (theirs, lambda inputs: loss_fn(inputs).loss):
+            leaves = z.clone().requires_grad_(), given.logprobs[row].clone().requires_grad_()
+            p = leaves[0].masked_fill(none, -math.inf).log_softmax(-1).masked_fill(none, 0.0)
+            inputs = (leaves[1], given.old[row] - 0.8, None, given.token_advantages[row], given.mask[row])
+            loss = each(LossInputs(*inputs, WEIGHTS[row], p, q))
+            grads.append(torch.autograd.grad(loss, leaves))
+        assert (grads[0][0] != 0).any()
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
+        alone, plain = loss_fn(LossInputs(*inputs, WEIGHTS[row])), prime_rl.PolicyLoss(loss_fn.objective)
+        assert_same(alone.loss, plain(LossInputs(*inputs, WEIGHTS[row])).loss)
+    with raises("GSPO can't be centred: its weight depends on the sequence"):
+        prime_rl.PolicyLoss(GSPO_OVER_TOKENS, score_centering=True)
+    with raises("score_centering: got True, but this prime-rl passes no log-probs"):
+        loss_fn(SimpleNamespace(**dict(zip(LossInputs._fields[:6], (*inputs, None), strict=True))))
+
+
 # ------------------------------------------------------ slime alone
 
 TOKENS = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.2}
