@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from gspo_kernels import checks
 from gspo_kernels.exact import exact, segment_reduce
-from gspo_kernels.layout import as_rows, from_rows, layout_of
+from gspo_kernels.layout import as_rows, from_rows, layout_of, queued
 from gspo_kernels.objectives.finite import difference
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.ops.value_checks import check_cu_seqlens, check_mask, checked_rows
@@ -205,7 +205,7 @@ def turn_normalized(
         turn_ids: [B, T], or [N] with ``cu_seqlens``, integers: which turn of its sequence, 0 to K - 1, a
             token belongs to; -1: none (prompts, tool output).
         group_size, group_ids, eps: as in ``group_normalized``.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; on the CPU or the others' device.
         scale: "group": divide by the std of the group's turn. "batch": divide by the std over all rewards.
             "mean": divide by the mean of the group's turn. "none": don't divide.
 
@@ -278,6 +278,7 @@ def reverse_kl(
         logprobs: [B, T] or [N], floating point, nats: the sampled tokens under the student that sampled them.
         teacher_logprobs: the same shape and device: the same tokens under the teacher.
         loss_mask: the same shape, bool or 0/1: tokens that count; others get 0, whatever their log-probs are.
+            It may lie on the CPU.
         coef: factor, positive.
 
     Returns:
@@ -290,10 +291,11 @@ def reverse_kl(
     shape, device = tuple(logprobs.shape), logprobs.device
     checks.floats("teacher_logprobs", teacher_logprobs, shape, "the shape of logprobs", device)
     coef = checks.number("coef", coef, positive=True)
+    mask, packed = torch.ones_like(logprobs, dtype=torch.bool), logprobs.ndim == 1
     if loss_mask is not None:
-        checks.tensor("loss_mask", loss_mask, shape, "the shape of logprobs", device)
-    mask, packed = check_mask(loss_mask), logprobs.ndim == 1
-    counted = as_rows(torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask, packed)
+        checks.tensor("loss_mask", loss_mask, shape, "the shape of logprobs", device, host=True)
+        mask = queued(check_mask(loss_mask), device, "loss_mask")
+    counted = as_rows(mask, packed)
     student, teacher = (
         checked_rows(as_rows(each.detach(), packed), counted, packed, name, True)
         for name, each in (("logprobs", logprobs), ("teacher_logprobs", teacher_logprobs))

@@ -135,7 +135,7 @@ def normalizer(
         objective: the loss; its ``aggregation`` decides whether sequences, tokens, prompts or pairs are
             counted.
         loss_mask: [B, T], or [N] with ``cu_seqlens``; bool or 0/1: the tokens that count.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; on the mask's device or the CPU.
         lengths: [B], |y_i| where it is not the number of counted tokens.
         advantages: [B]; only for objectives that count pairs.
         group_ids: [B], integers; only for objectives that count prompts or pairs. Groups on different ranks

@@ -29,10 +29,12 @@ def tensor(
     meaning: str,
     device: torch.device | None,
     dtypes: tuple[torch.dtype, ...] | None = None,
+    host: bool = False,
 ) -> Tensor:
     """Check that a value is a dense tensor; check shape, device and dtype, unless None allows any; return it.
 
-    Dtypes of None allow all dtypes of plain numbers: neither complex nor quantized ones.
+    Dtypes of None allow all dtypes of plain numbers: neither complex nor quantized ones. With ``host`` the
+    value may lie on the CPU, too, whatever the device.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {meaning}")
@@ -41,7 +43,7 @@ def tensor(
         raise TypeError(f"{name}: got a {kind} tensor, expected a dense one {meaning}")
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {meaning} = {shape}")
-    if device is not None and value.device != device:
+    if device is not None and value.device != device and not (host and value.is_cpu):
         raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")
     if dtypes is not None and value.dtype not in dtypes:
         names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
@@ -100,14 +102,17 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
-    """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets."""
+    """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets.
+
+    Offsets may lie on the CPU, whatever the tokens' device.
+    """
     if cu_seqlens is None:
         if tokens.ndim != 2:
             raise ValueError(
                 f"{name}: got shape {tuple(tokens.shape)}, expected [B, T] or, with cu_seqlens, packed [N]"
             )
         return None
-    offsets = tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", tokens.device, INTEGERS)
+    offsets = tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", tokens.device, INTEGERS, host=True)
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"cu_seqlens: got shape {tuple(offsets.shape)}, expected [B + 1]")
     if tokens.ndim != 1:

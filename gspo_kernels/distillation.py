@@ -10,7 +10,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.arguments import ProductOptions, check_inputs, check_teachers_head
+from gspo_kernels.linear.arguments import ProductOptions, check_inputs, check_teachers_head, from_host
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction
 from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, tokens_of
@@ -180,8 +180,9 @@ class DistillationArguments(NamedTuple):
             raise ValueError(
                 "logits or hidden: got a DTensor sharded over tokens, expected Replicate() over these ranks"
             )
-        cu_seqlens = checks.layout("loss_mask or the tokens", tokens, self.terms.cu_seqlens)
+        checks.layout("loss_mask or the tokens", tokens, self.terms.cu_seqlens)
         terms = normalize_terms(self.terms, tokens, objective)
+        cu_seqlens = terms.cu_seqlens
         rows = as_rows(tokens, cu_seqlens is not None)
         labels, terms = merge_mask(rows, terms, self.student.ignore_index)
         options = self.student.normalize(tokens, cu_seqlens, dtype, width, parallel)
@@ -430,7 +431,7 @@ def _normalize_hidden(
         Parallel.check(parallel, name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
         local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
         hidden, weight, bias, their_hidden, their_weight, their_bias = local
-        chunking = products.normalize(compact=True, parallel=parallel)
+        chunking = products.normalize(passed.terms.loss_mask is not None, parallel)
         if chunking.scattered:
             raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
         tokens = tokens_of("hidden", hidden, "H")
@@ -440,6 +441,8 @@ def _normalize_hidden(
             their_hidden, their_weight, their_bias, tokens, weight.shape[0], chunking
         )
         call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel, comparison)
+        if not tokens.is_cpu:
+            chunking = from_host(chunking, passed.terms, tokens, weight if base is None else base, parallel)
     packed = passed.terms.cu_seqlens is not None
     their_rows = None if their_rows is None else as_rows(their_rows, packed)
     hidden = as_rows(hidden, packed)

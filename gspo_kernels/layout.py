@@ -101,9 +101,14 @@ class Packed(Layout):
 
 
 def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
-    """Return the layout of a token tensor: [B, T] without ``cu_seqlens``, [1, N] with it."""
+    """Return the layout of a token tensor: [B, T] without ``cu_seqlens``, [1, N] with it.
+
+    Offsets may lie on the CPU, whatever the tokens' device.
+    """
     if cu_seqlens is None:
         return Padded(tokens.shape[0], tokens.shape[1])
+    if cu_seqlens.is_cpu:
+        cu_seqlens = queued(cu_seqlens, tokens.device, "cu_seqlens")
     return Packed(cu_seqlens.to(torch.int64), segment_ids(cu_seqlens, tokens.numel()))
 
 
@@ -115,6 +120,21 @@ def as_rows(tokens: Tensor, packed: bool) -> Tensor:
 def from_rows(tokens: Tensor, packed: bool) -> Tensor:
     """Remove the leading dimension of packed tokens: [1, N] -> [N]; padded tokens stay as they are."""
     return tokens.squeeze(0) if packed else tokens
+
+
+def queued(values: Tensor, device: torch.device, name: str = "values") -> Tensor:
+    """Return values on a device. Where they come from the CPU, the host doesn't wait for what the device has
+    still to do, and may change its own values at once.
+    """
+    if device.type != "cuda" or not values.is_cpu or torch.compiler.is_compiling():
+        return values.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            f"{name}: is on the CPU, expected {device} while a CUDA graph is captured: replays would read "
+            "that memory of the host, which others use by then"
+        )
+    pinned = values.clone() if values.is_pinned() else values
+    return pinned.pin_memory().to(device, non_blocking=True)
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:

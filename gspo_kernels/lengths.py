@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.exact import exact
-from gspo_kernels.layout import as_rows, layout_of
+from gspo_kernels.layout import as_rows, layout_of, queued
 
 
 class _Prefetched(NamedTuple):
@@ -67,7 +67,8 @@ def prefetch(
     if cu_seqlens is not None or not packed:  # log-probs of packed rows need no offsets
         checks.layout("labels", labels, cu_seqlens)
     if loss_mask is not None:
-        checks.tensor("loss_mask", loss_mask, tuple(labels.shape), "the labels' shape", labels.device)
+        shape = tuple(labels.shape)
+        checks.tensor("loss_mask", loss_mask, shape, "the labels' shape", labels.device, host=True)
     if advantages is not None:
         checks.tensor("advantages", advantages, None, "[B] or the labels' shape", labels.device)
         sequences = labels.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -81,7 +82,7 @@ def prefetch(
     tokens = as_rows(labels, packed)
     counted = tokens != ignore_index
     if loss_mask is not None:
-        counted = counted & (as_rows(loss_mask, packed) != 0)
+        counted = counted & (queued(as_rows(loss_mask, packed), labels.device, "loss_mask") != 0)
     layout = layout_of(tokens, cu_seqlens)
     counts = layout.sum(exact(counted))
     inactive = torch.zeros_like(counts)
@@ -123,6 +124,33 @@ def take_prefetched(
             return None
     entry.copied.synchronize()
     return entry.lengths
+
+
+def lengths_on_host(
+    tokens: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a mask and offsets on the CPU say of tokens [B, T] or [N] on another device.
+
+    Returns:
+        Lengths as ``take_prefetched`` returns them, except that no advantage is known to be 0, and the
+        positions of the tokens in the mask, int64 [n] on the CPU; None: of all tokens. Tokens in the mask
+        whose label is ``ignore_index`` are among them.
+    """
+    where = None
+    if loss_mask is None or not loss_mask.is_cpu:
+        full = torch.full((tokens.shape[0],), tokens.shape[-1], dtype=torch.int64, device="cpu")
+        counts = full if cu_seqlens is None else cu_seqlens.diff()
+    else:
+        mask = loss_mask != 0
+        before = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
+        ends = cu_seqlens
+        if ends is None:
+            ends = torch.arange(tokens.shape[0] + 1, dtype=torch.int64, device="cpu") * tokens.shape[1]
+        counts = before[ends.to(torch.int64)].diff()
+        if int(before[-1]) < tokens.numel():
+            where = mask.flatten().nonzero().squeeze(1)
+    counts = counts.to(torch.int64)
+    return torch.stack([counts, torch.zeros_like(counts)]), where
 
 
 def _version(tensor: Tensor) -> int:

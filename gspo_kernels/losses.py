@@ -10,7 +10,7 @@ from gspo_kernels.centering import CenteringRows, ScoreCentering, centering_loss
 from gspo_kernels.centering import normalize as normalize_centering
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.lengths import take_prefetched
-from gspo_kernels.linear.arguments import ProductOptions, check_inputs
+from gspo_kernels.linear.arguments import ProductOptions, check_inputs, from_host
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
@@ -78,7 +78,8 @@ def policy_loss(
         advantages: [B], or per token in the labels' shape where the objective takes them (packed with N == B:
             [B]).
         loss_mask: labels' shape, bool or 0/1: tokens that count, holes allowed. None: all.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences. Mask and offsets may lie on the CPU
+            beside tensors on a GPU, which saves the host a wait, see ``docs/losses.md``.
         ref_logprobs: labels' shape: log-probs under the reference policy, for the KL term and its metric.
         kl_beta: weight of the KL term; a number, or a tensor that broadcasts to the labels.
         kl_estimator: "k1", "k2" or "k3", of d = logp - ref: d, d^2/2, exp(-d) + d - 1.
@@ -302,7 +303,7 @@ def fused_policy_loss(
             check_inplace(logits, inplace_backward)
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
-        row_options = options.normalize(labels, cu_seqlens, logits.dtype, vocabulary, parallel)
+        row_options = options.normalize(labels, terms.cu_seqlens, logits.dtype, vocabulary, parallel)
         rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
         ratio_clip = ratio_clip_of(terms, row_options.backend)
         # In fp16 a loss scale decides what is representable, and only the backward knows it.
@@ -470,7 +471,8 @@ def fused_linear_policy_loss(
     if labels.is_cuda and skip_inactive == "backward":
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
         if on_host is not None:
-            operands = operands._replace(chunking=operands.chunking._replace(lengths=on_host))
+            chunking = operands.chunking._replace(compact=True, lengths=on_host, where=None)
+            operands = operands._replace(chunking=chunking)
     if centered is not None:
         centered = centered.weighted(operands.labels, terms, operands.options, len(operands.weight))
     if plan.schedule == "two_pass" and centered is not None:
@@ -540,7 +542,7 @@ def explain_schedule(
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
             at all; their log-probs are NaN, and metrics cover the other sequences. "none": nothing is left
             out, and nothing is read from the device, except that "aligned", "deferred" and "frozen", chosen
-            by name, read the lengths of packed sequences.
+            by name, read the lengths of packed sequences whose offsets aren't on the CPU.
 
     Raises:
         TypeError, ValueError: as the loss itself.
@@ -601,7 +603,7 @@ def _normalize_linear(
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
         checks.layout("labels", labels, passed.cu_seqlens)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
-        row_options = options.normalize(labels, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
+        row_options = options.normalize(labels, terms.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     assert isinstance(weight, Tensor)
     packed = passed.cu_seqlens is not None
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
@@ -613,6 +615,9 @@ def _normalize_linear(
         centered = normalize_centering(
             centering, row_labels, terms, objective, row_options, len(weight), with_entropy
         )
+    known = chunking
+    if not labels.is_cpu and skip_inactive != "all":  # which leaves out tokens that a mask counts
+        known = from_host(chunking, passed, labels, weight if base is None else base, parallel)
     if decided is None:
         learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
         needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
@@ -628,10 +633,10 @@ def _normalize_linear(
         if centered is not None:
             others = ("aligned", "deferred", "frozen", *(("known",) if chunking.batch_invariant else ()))
             reasons |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
-        lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
+        lengths_known = plan.leaves_out or not packed or not hidden.is_cuda or known.lengths is not None
         name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
         defers = 0 if "deferred" in reasons else DEFERRED_ROWS["cpu" if hidden.is_cpu else "cuda"]
         plan = plan._replace(schedule=name, defers=defers)
         keep(key, (chunking, row_options, plan, reason))
-    operands = LinearOperands(rows, weight, bias, row_labels, row_options, chunking, base)
+    operands = LinearOperands(rows, weight, bias, row_labels, row_options, known, base)
     return operands, terms, plan, reason, centered

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.exact import exact
-from gspo_kernels.layout import Layout, as_rows, layout_of
+from gspo_kernels.layout import Layout, as_rows, layout_of, queued
 from gspo_kernels.objective_loss import kl_penalty
 from gspo_kernels.objectives import finite
 from gspo_kernels.ops.value_checks import check_cu_seqlens, check_mask, checked_rows
@@ -62,7 +62,8 @@ def rollout_weights(
         old_logprobs: [B, T], or [N] with ``cu_seqlens``: log-probs by the trainer, nats.
         rollout_logprobs: the same shape: log-probs by the engine that sampled.
         loss_mask: the same shape: tokens that count; None: all.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; like the mask
+            it may lie on the CPU, whatever the other tensors' device.
         level: "token": one weight per token. "sequence": one per sequence. The modes "icepop" and
             "sequence_mask" need "token".
         reduce: how the tokens of a sequence become one number: "mean", "sum" or "max". Only for
@@ -212,7 +213,8 @@ def off_policy_mask(
             dropped one by one, by their own advantage and their sequence's mean.
         delta: how far off policy a sequence may be, in nats per token.
         loss_mask: the shape of ``logprobs``: tokens that count; None: all.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; like the mask
+            it may lie on the CPU, whatever the other tensors' device.
 
     Returns:
         The shape of ``advantages``, 0.0 or 1.0 in fp32 (fp64 for fp64 log-probs), without gradient; 1.0 where
@@ -292,8 +294,9 @@ def _log_ratio(
     checks.floats(other_name, other, tuple(tokens.shape), f"the shape of {name}", tokens.device)
     if loss_mask is None:
         loss_mask = torch.ones_like(tokens, dtype=torch.bool)
-    checks.tensor("loss_mask", loss_mask, tuple(tokens.shape), f"the shape of {name}", tokens.device)
-    packed = cu_seqlens is not None
+    shape, device = tuple(tokens.shape), tokens.device
+    checks.tensor("loss_mask", loss_mask, shape, f"the shape of {name}", device, host=True)
+    packed, loss_mask = cu_seqlens is not None, queued(check_mask(loss_mask), device, "loss_mask")
     counted, layout = _counted(loss_mask, cu_seqlens)
     first, second = (
         checked_rows(as_rows(value.detach(), packed), counted, packed, each, True)
@@ -307,8 +310,7 @@ def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Layo
     checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
     checks.layout("loss_mask", loss_mask, cu_seqlens)
     check_cu_seqlens(cu_seqlens, loss_mask)
-    check_mask(loss_mask)
-    counted = as_rows(loss_mask.detach() != 0, cu_seqlens is not None)
+    counted = as_rows(check_mask(loss_mask.detach()), cu_seqlens is not None)
     return counted, layout_of(counted, cu_seqlens)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.exact import exact
-from gspo_kernels.layout import Layout, layout_of
+from gspo_kernels.layout import Layout, layout_of, queued
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops import value_checks
 from gspo_kernels.ops.library import checked_values
@@ -44,10 +44,12 @@ class ArgSpec:
         shape: "tokens" (the labels' shape), "sequences" ([B]), "either", "broadcast" (a number, or what
             broadcasts to the labels), "number" (or a 0-d tensor) or "offsets" ([B + 1]).
         dtypes: allowed dtypes; None: any but complex.
+        host: whether the tensor may lie on the CPU, whatever the labels' device.
     """
 
     shape: Literal["tokens", "sequences", "either", "broadcast", "number", "offsets"]
     dtypes: tuple[torch.dtype, ...] | None = checks.FLOATS
+    host: bool = False
 
     def check(self, name: str, value: Any, call: CallShape, only: str = "") -> None:
         """Check a value.
@@ -68,12 +70,13 @@ class ArgSpec:
             checks.scalar(name, value)
             return
         if self.shape == "offsets":
-            checks.tensor(name, value, None, "[B + 1]", call.device)
+            checks.tensor(name, value, None, "[B + 1]", call.device, host=self.host)
             return
         per_sequence = (call.sequences,)
         by_shape = call.shape if self.shape == "tokens" else None
         expected = per_sequence if self.shape == "sequences" else by_shape
-        tensor = checks.tensor(name, value, expected, _MEANINGS[self.shape], call.device, self.dtypes)
+        meaning = _MEANINGS[self.shape]
+        tensor = checks.tensor(name, value, expected, meaning, call.device, self.dtypes, self.host)
         shape = tuple(tensor.shape)
         if self.shape == "either" and shape != per_sequence:
             if shape != call.shape:
@@ -108,8 +111,8 @@ class Terms(NamedTuple):
 
     old_logprobs: Annotated[Tensor | None, TOKENS] = None  # None: on-policy
     advantages: Annotated[Tensor | None, EITHER] = None
-    loss_mask: Annotated[Tensor | None, ArgSpec("tokens", None)] = None
-    cu_seqlens: Annotated[Tensor | None, ArgSpec("offsets", checks.INTEGERS)] = None
+    loss_mask: Annotated[Tensor | None, ArgSpec("tokens", None, host=True)] = None
+    cu_seqlens: Annotated[Tensor | None, ArgSpec("offsets", checks.INTEGERS, host=True)] = None
     ref_logprobs: Annotated[Tensor | None, TOKENS] = None
     kl_beta: Annotated[PassedNumber, BROADCAST] = None
     entropy_coef: Annotated[PassedNumber, BROADCAST] = None
@@ -209,7 +212,20 @@ def normalize_terms(
         normalized.append(value)
     group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
     fields: Any = (*normalized, passed.kl_estimator, passed.kl_ratio_weighted, group, objective.spec)
-    return Terms(*fields)
+    return Terms(*fields) if tokens.is_cpu else _from_host(Terms(*fields), tokens)
+
+
+def _from_host(terms: Terms, tokens: Tensor) -> Terms:
+    """Check a mask and offsets that lie on the CPU there, and move them to the tokens' device."""
+    mask, offsets, checked = terms.loss_mask, terms.cu_seqlens, not torch.compiler.is_compiling()
+    if offsets is not None and offsets.is_cpu:
+        if checked:
+            value_checks.check_cu_seqlens(offsets, tokens)
+        terms = terms._replace(cu_seqlens=queued(offsets, tokens.device, "cu_seqlens"))
+    if mask is not None and mask.is_cpu:
+        mask = value_checks.check_mask(mask) if checked else mask != 0
+        terms = terms._replace(loss_mask=queued(mask, tokens.device, "loss_mask"))
+    return terms
 
 
 def validate_terms(

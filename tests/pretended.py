@@ -67,6 +67,7 @@ class PretendedGpu:
         context.setattr(Tensor, "is_cpu", property(_on_host), raising=False)
         context.setattr(torch.cuda, "is_available", lambda: True)
         context.setattr(torch.cuda, "current_stream", lambda _: None)
+        context.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         context.setattr(torch.cuda, "Event", _Event)
         self._interpret(context)
         self._modes = (_Asked(self), _Launched(self))
@@ -101,6 +102,10 @@ class PretendedGpu:
                 return run(executor, *args, **keywords)
 
         context.setattr(interpreter.GridExecutor, "__call__", counted)
+
+    def host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor that is on the host."""
+        return _host(tensor.clone())
 
     def made(self, tensor: Tensor) -> None:
         """Count a tensor's memory until nothing refers to it any more."""

@@ -10,11 +10,12 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import lengths
+from gspo_kernels.integrations import hooks
 from gspo_kernels.linear.products import products_of, pytorch
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import LogitTransform, RowOptions
-from tests.cases import generator, make_case, run
+from tests.cases import HEAD, LAYOUTS, Result, call, generator, make_case, poisoned, run
 from tests.judging import assert_equals_oracle
 from tests.pretended import PretendedGpu
 
@@ -347,6 +348,101 @@ def test_prefetched_lengths_serve_one_call_of_the_same_tensors(gpu):
         gk.prefetch(labels, mask[:1])
     with pytest.raises(ValueError, match="advantages: got shape"):
         gk.prefetch(labels, mask, advantages[1:])
+
+
+# --- masks and offsets that the caller has on the host
+
+HOST = ("loss_mask", "cu_seqlens")
+
+
+@pytest.mark.parametrize("skip", ["backward", "none"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "two_pass", "known"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mask_and_offsets_on_the_host_leave_nothing_to_look_at(gpu, layout, schedule, skip):
+    """The host can't see that a label in the mask is ``ignore_index``. The loss is the oracle's."""
+    case = make_case("linear", layout, "on_policy" if schedule == "known" else "holes")
+    labels = case.labels.clone()
+    labels.view(-1)[labels.numel() // 2] = case.ignore_index
+    case = replace(case, labels=labels)
+    frozen = HEAD if schedule == "frozen" else ()
+    here = poisoned(case).each(lambda name, value: gpu.host(value) if name in HOST else value)
+    leaves = {name: value.clone().requires_grad_(name not in frozen) for name, value in here.inputs.items()}
+    options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 8 * ROW}
+    with gpu:
+        out = call(here, leaves, ENTRY, gk.GSPO(), "triton", **options)
+        out.loss.backward()
+        assert not gpu.looks
+    grads = {name: leaf.grad for name, leaf in leaves.items() if name not in frozen}
+    got = Result(out.loss.detach(), out.logprobs, grads, metrics=out.metrics, frozen=frozen)
+    assert_equals_oracle(got, case, gk.GSPO())
+
+
+def test_without_a_mask_on_the_host_a_look_may_pay(gpu, large):
+    """Which labels count lies on the device, so a large call looks."""
+    leaves, labels, old, _ = problem(torch.bfloat16)
+    leaves[0] = leaves[0].detach().flatten(0, 1).requires_grad_()
+    with gpu:
+        for mask, looks in ((None, 1), (HOLES.flatten(), 1), (gpu.host(HOLES.flatten()), 0)):
+            gpu.looks.clear()
+            terms = {"loss_mask": mask, "cu_seqlens": gpu.host(LENGTHS), "max_chunk_bytes": 4 * ROW}
+            with torch.no_grad():
+                gk.fused_linear_policy_loss(*leaves, labels.flatten(), old.flatten(), ADVANTAGES, **terms)
+            assert gpu.looks.total() == looks
+
+
+def with_terms(**terms):
+    """Call the other public functions that take a mask and offsets; return what they return."""
+    (hidden, weight), labels, old, advantages = problem(torch.float32)
+    logits = (hidden @ weight.t()).detach()
+    if terms["cu_seqlens"] is not None:
+        hidden, logits, labels, old = (x.detach().flatten(0, 1) for x in (hidden, logits, labels, old))
+        advantages = ADVANTAGES
+    given, chunk = (old, advantages), {"max_chunk_bytes": 4 * ROW}
+    mask, offsets = terms["loss_mask"], terms["cu_seqlens"]
+    yield gk.policy_loss(old + 0.1, *given, **terms).loss
+    yield gk.policy_coefficients(old + 0.1, *given, objective=gk.GRPO(), **terms)
+    yield gk.fused_policy_loss(logits, labels, *given, temperature=torch.ones_like(advantages), **terms).loss
+    yield gk.distillation_loss(logits, logits * 2, **terms).loss
+    leaf = hidden.requires_grad_()
+    yield gk.fused_linear_distillation_loss(leaf, weight, hidden * 2, weight, **chunk, **terms).loss
+    yield gk.normalizer(gk.GSPO(), old != 0, cu_seqlens=offsets)
+    yield gk.rollout_weights(old, old + 0.1, high=2.0, level="sequence", **terms)
+    yield hooks.fitting_advantages(gk.GSPO(), old, mask, offsets, average=True)
+    yield gk.advantages.reverse_kl(old, old - 0.1, loss_mask=mask)
+    gk.prefetch(labels, advantages=advantages, **terms)
+    yield gk.fused_linear_policy_loss(leaf, weight, labels, *given, **chunk, **terms).loss
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_function_takes_a_mask_and_offsets_on_the_host(gpu, layout, dtype):
+    mask, offsets = HOLES.to(dtype), None
+    if layout == "packed":
+        mask, offsets = mask.flatten(), LENGTHS
+    with gpu:
+        wanted = list(with_terms(loss_mask=mask, cu_seqlens=offsets))
+        gpu.looks.clear()
+        host = {"loss_mask": gpu.host(mask), "cu_seqlens": offsets if offsets is None else gpu.host(offsets)}
+        got = list(with_terms(**host))
+        assert not gpu.looks
+    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+
+
+def test_what_the_host_may_not_hold_is_refused(gpu, monkeypatch):
+    """Values of a mask and offsets are checked there. A graph would read the host's memory."""
+    *_, old, advantages = problem(torch.float32)
+    flat = (old.flatten() + 0.1, old.flatten(), ADVANTAGES)
+    with gpu:
+        with pytest.raises(ValueError, match="loss_mask"):
+            gk.policy_loss(old + 0.1, old, advantages, loss_mask=gpu.host(torch.full((B, 2), 0.5)))
+        with pytest.raises(ValueError, match="cu_seqlens: starts at 2"):
+            gk.policy_loss(*flat, cu_seqlens=gpu.host(LENGTHS + 2))
+        with pytest.raises(ValueError, match="advantages: is on cpu, expected cuda:0"):
+            gk.policy_loss(old + 0.1, old, gpu.host(advantages))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ValueError, match="cu_seqlens: is on the CPU, expected cuda:0 while a CUDA graph"):
+            gk.policy_loss(*flat, cu_seqlens=gpu.host(LENGTHS))
+    assert not gpu.looks
 
 
 # --- rows that stay on the chip, of vocabularies that come in 16-byte pieces

@@ -19,7 +19,7 @@ from torch import Tensor
 from gspo_kernels import checks, objectives
 from gspo_kernels.exact import exact
 from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.layout import layout_of
+from gspo_kernels.layout import layout_of, queued
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.off_policy import rollout_weights
 
@@ -94,7 +94,8 @@ def fitting_advantages(
     packed = cu_seqlens is not None
     values = advantages.detach().unsqueeze(0) if packed else advantages.detach()
     layout = layout_of(values, cu_seqlens)
-    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else (mask != 0).view(values.shape)
+    counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
+    counts = queued(counted, values.device).view(values.shape)
     counted = torch.where(counts, exact(values), 0.0)
     means = layout.sum(counted) / layout.sum(exact(counts)).clamp(min=1.0)
     if not average:

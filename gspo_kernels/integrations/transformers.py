@@ -33,7 +33,7 @@ from gspo_kernels.integrations.lm_head import (
     weight_of,
 )
 from gspo_kernels.integrations.rope import VaryingRope, own_frequencies, varying_ropes
-from gspo_kernels.layout import segment_ids
+from gspo_kernels.layout import queued, segment_ids
 from gspo_kernels.lengths import prefetch
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
@@ -359,7 +359,7 @@ def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Te
     shifted[:, -1:] = ignore_index
     if cu_seqlens is not None and labels.shape[1]:
         # an empty first sequence gives index -1, the last position of the row, which is ignored anyway
-        shifted[0, cu_seqlens[1:].long() - 1] = ignore_index
+        shifted[0, queued(cu_seqlens, labels.device)[1:].long() - 1] = ignore_index
     return shifted
 
 
@@ -430,7 +430,7 @@ def _lay_out_packed(
     If ranks share sequences, attention spans ranks, and the caller must keep sequences apart. Scoring takes
     no ``cu_seqlens``, so a temperature per sequence becomes one per token.
     """
-    cu_seqlens, temperature = options["cu_seqlens"], options.get("temperature")
+    cu_seqlens, temperature = queued(options["cu_seqlens"], labels.device), options.get("temperature")
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise IntegrationError(
             f"cu_seqlens: {type(model).__name__} takes no position_ids, so it can't keep packed sequences "

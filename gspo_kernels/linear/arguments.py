@@ -10,12 +10,15 @@ from torch.autograd.function import once_differentiable
 
 from gspo_kernels import checks
 from gspo_kernels.invariance import in_force
+from gspo_kernels.layout import queued
+from gspo_kernels.lengths import lengths_on_host
 from gspo_kernels.linear.call import Chunking
-from gspo_kernels.linear.products import fixed_unavailable
+from gspo_kernels.linear.products import fixed_unavailable, pytorch
 from gspo_kernels.linear.schedule import LEAST_BYTES, MEMORY
 from gspo_kernels.logit_options import check_scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.parallel.groups import Parallel
+from gspo_kernels.terms import Terms
 from gspo_kernels.types import LoRAHead, stats_dtype
 
 LOGITS_DTYPES = ("float32", "input")
@@ -49,6 +52,35 @@ class ProductOptions(NamedTuple):
         invariant = in_force(self.batch_invariant)
         # segments consist of counted tokens, so masked tokens must have no part in products
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
+
+
+def from_host(chunking: Chunking, terms: Terms, tokens: Tensor, head: Tensor, parallel: Parallel) -> Chunking:
+    """Return how logits are made where the caller has the mask, or the offsets, on the CPU, and the tokens on
+    another device: the host then knows lengths without a look at the device.
+
+    Which labels are ``ignore_index`` it doesn't know. Such rows get logits, but no gradient, if they are in
+    the mask; without a mask on the CPU they do where leaving them out isn't worth a look. A batch-invariant
+    call looks, because its segments consist of counted tokens, and so does one whose ranks must agree.
+
+    Args:
+        chunking: of the call.
+        terms: as the caller passed them; checked.
+        tokens: labels, or any tensor of their shape, [B, T] or [N], and device.
+        head: the weight [V, H].
+        parallel: which ranks share the vocabulary.
+    """
+    mask, offsets = terms.loss_mask, terms.cu_seqlens
+    masked = mask is not None and mask.is_cpu
+    if not (masked or (offsets is not None and offsets.is_cpu)):
+        return chunking
+    if chunking.batch_invariant or parallel.tp_group is not None or torch.compiler.is_compiling():
+        return chunking
+    few = tokens.numel() * head.numel() < pytorch.WORTH_A_LOOK
+    if (offsets is not None and not offsets.is_cpu) or (chunking.compact and not masked and not few):
+        return chunking
+    lengths, where = lengths_on_host(tokens, mask if chunking.compact else None, offsets)
+    where = None if where is None else queued(where, tokens.device)
+    return chunking._replace(compact=False, lengths=lengths, where=where)
 
 
 def check_inputs(

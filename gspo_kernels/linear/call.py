@@ -31,6 +31,7 @@ class Chunking(NamedTuple):
         scattered: each of these ranks has the hidden states of some tokens.
         batch_invariant: no result depends on what is computed along with it, see ``invariance``.
         lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None: they lie on the device.
+        where: int64 [n], the rows that get logits, if a mask on the CPU says so; see ``arguments.from_host``.
     """
 
     logits_dtype: str
@@ -40,6 +41,7 @@ class Chunking(NamedTuple):
     scattered: bool = False
     batch_invariant: bool = False
     lengths: Tensor | None = None
+    where: Tensor | None = None
 
 
 class LinearOperands(NamedTuple):
@@ -117,12 +119,12 @@ class Call:
         return self.index(None if all_rows else self.counted, count)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
-        """Return the positions of the rows where ``keep`` holds; None: of all rows.
+        """Return the positions of the rows where ``keep`` holds; None: of all rows, or of ``chunking.where``.
 
         This reads one number from the device, or nothing if ``count``, the number of these rows, is passed.
         """
         if keep is None:
-            return slice(0, self.labels.numel())
+            return slice(0, self.labels.numel()) if self.chunking.where is None else self.chunking.where
         count = int(keep.sum()) if count is None else count
         if count == keep.numel():
             return slice(0, count)

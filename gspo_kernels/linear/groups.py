@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.exact import exact_dtype
+from gspo_kernels.layout import queued
 from gspo_kernels.linear.call import Call
 from gspo_kernels.linear.chunk import as_index, rows_at
 from gspo_kernels.linear.schedule import Part
@@ -168,10 +169,9 @@ class CoefficientGroups:
         for first, last in ranges:
             numbers += [end - ends[first] for end in ends[first : last + 1]]
         table = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-        # pinned, so that the host doesn't wait for the copy
-        pinned = table.pin_memory() if labels.is_cuda else table
-        sizes = [last - first + 1 for first, last in ranges]
-        order, *offsets = pinned.to(labels.device, non_blocking=True).split([len(self._sequences), *sizes])
+        if not labels.is_cpu:
+            table = queued(table, labels.device)
+        order, *offsets = table.split([len(self._sequences), *(last - first + 1 for first, last in ranges)])
         # [B] or [1, n]
         ordered = {
             name: value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)

@@ -44,12 +44,13 @@ def refuse_lengths(cu_seqlens: Tensor | None) -> None:
         )
 
 
-def check_mask(loss_mask: Tensor | None) -> Tensor | None:
-    """Return the mask as bool; a mask of numbers must hold only 0 and 1."""
-    if loss_mask is None or loss_mask.dtype == torch.bool:
+def check_mask(loss_mask: Tensor) -> Tensor:
+    """Return the mask, [B, T] or [N], as bool; a mask of numbers must hold only 0 and 1."""
+    if loss_mask.dtype == torch.bool:
         return loss_mask
-    counted, _ = _merged(loss_mask, None, 0)
-    return counted
+    rows = loss_mask if loss_mask.ndim == 2 else loss_mask.unsqueeze(0)
+    counted, _ = _merged(rows, None, 0)
+    return counted.view(loss_mask.shape)
 
 
 def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.integrations.lm_head import causal_lm_of
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
+from gspo_kernels.layout import queued
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.rewards import Rewards, differing
 from gspo_kernels.trainer.rollout import Completion, SamplingMask
@@ -424,11 +425,6 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device |
     firsts = torch.tensor(starts, dtype=torch.int64, device="cpu") - (sizes.cumsum(0) - sizes)
     found = torch.arange(sum(lengths), device="cpu") + firsts.repeat_interleave(sizes)
     return queued(found, torch.device(device))
-
-
-def queued(values: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU to a device without waiting for what the device has still to do."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def offsets_on(lengths: Sequence[int], device: torch.device) -> Tensor:

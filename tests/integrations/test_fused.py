@@ -16,6 +16,7 @@ from gspo_kernels.parallel.groups import Parallel
 from tests import oracle
 from tests.draws import shifted_seed
 from tests.integrations.tiny_models import MODELS, largest_allocation, tiny
+from tests.pretended import PretendedGpu
 from tests.trainer.conftest import (
     LIMIT,
     ROPES,
@@ -367,6 +368,24 @@ def test_packed_rows_equal_padded_ones(name, attention):
         torch.testing.assert_close(of_packed.loss, of_padded.loss)
         grads = [gradients(model, each.loss) for each in (of_packed, of_padded)]
         torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is pretended where there is none")
+def test_a_packed_row_s_mask_and_offsets_may_lie_on_the_host(monkeypatch):
+    pytest.importorskip("triton")
+    gpu, model = PretendedGpu(monkeypatch), fuse_lm_head(tiny("Qwen3"))
+    ids, cu_seqlens, *_ = packed_batch()
+    given = {"loss_mask": (ids % 3 != 0).float(), "cu_seqlens": cu_seqlens}
+    terms = {"old_logprobs": None, "advantages": torch.tensor([1.0, -0.7, 0.5, -1.2])}
+    terms |= {"input_ids": ids, "shift_labels": ids, "max_chunk_bytes": 2**20}
+    with gpu:
+        want = model(**terms, **given)  # the first call checks how the model packs
+        gpu.looks.clear()
+        looks = [model(**terms, **given), dict(gpu.looks)][1]
+        gpu.looks.clear()
+        got = model(**terms, **{name: gpu.host(value) for name, value in given.items()})
+    assert gpu.looks == looks
+    assert torch.equal(got.loss, want.loss) and torch.equal(got.logprobs, want.logprobs)
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL"])
