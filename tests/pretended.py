@@ -168,6 +168,10 @@ class _Asked(TorchFunctionMode):
             ones = torch.ones_like(loss)
             with self:
                 return _engine_run_backward((loss,), (ones,), False, False, (), accumulate_grad=True)
+        if func is torch.autograd.grad and not kwargs["materialize_grads"]:  # not that of an objective
+            (loss,), leaves = args
+            with self:
+                return _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, leaves, False)
         there = [tensor for tensor in _tensors(args, kwargs) if not _on_host(tensor)]
         if name == "pin_memory":
             pinned = _host(args[0].clone())

@@ -16,6 +16,7 @@ from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import LogitTransform, RowOptions
 from tests.cases import HEAD, LAYOUTS, Result, call, generator, make_case, poisoned, run
+from tests.gpu.calls import CAPTURED, Scale, inputs_of, step
 from tests.judging import assert_equals_oracle
 from tests.pretended import PretendedGpu
 
@@ -443,6 +444,55 @@ def test_what_the_host_may_not_hold_is_refused(gpu, monkeypatch):
         with pytest.raises(ValueError, match="cu_seqlens: is on the CPU, expected cuda:0 while a CUDA graph"):
             gk.policy_loss(*flat, cu_seqlens=gpu.host(LENGTHS))
     assert not gpu.looks
+
+
+# --- what a CUDA graph can capture
+
+STEP = Scale(16, 64, 16, 1)
+
+
+def launched(gpu, kind, values, **options):
+    """Return how often a step launches each kernel and operation; refuse copies and looks."""
+    gpu.kernels.clear(), gpu.small.clear(), gpu.products.clear()
+    with gpu:
+        results = step(kind, values, **options)
+    assert not gpu.looks and "copy of pinned memory" not in gpu.small
+    return dict(gpu.kernels), dict(gpu.small), list(gpu.products), [one.shape for one in results]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("kind", "options"), CAPTURED)
+def test_a_step_that_a_graph_captures_launches_the_same_whatever_the_values(gpu, kind, options, packed):
+    """What replays do, ``tests.gpu.test_gpu`` shows on a GPU."""
+    if kind == "hidden":
+        options = {"max_chunk_bytes": 8 * 64 * 4} | options
+        options |= {"max_chunk_bytes": None} if "memory" in options else {}
+    first, second = (inputs_of("cpu", STEP, kind, packed, seed) for seed in (0, 1))
+    assert launched(gpu, kind, first, **options) == launched(gpu, kind, second, **options)
+
+
+LOOK = {
+    "item": lambda values: values.sum().item(),
+    "tolist": lambda values: values.tolist(),
+    "cpu": lambda values: values.cpu(),
+    "bool": lambda values: bool(values.sum() > 0),
+    "as many as there are": lambda values: values[values > 0],
+    "from the host": lambda values: torch.tensor(1.0, device=values.device),
+}
+
+
+@pytest.mark.parametrize("name", LOOK)
+def test_a_look_that_hinders_a_capture_is_found(gpu, name):
+    class Looking(gk.GRPO):
+        def evaluate(self, batch):
+            LOOK[name](batch.advantages)
+            return super().evaluate(batch)
+
+        def ratio_form(self):
+            return None
+
+    with pytest.raises(AssertionError, match="looks"):
+        launched(gpu, "logprobs", inputs_of("cpu", STEP, "logprobs", False, 0), objective=Looking())
 
 
 # --- rows that stay on the chip, of vocabularies that come in 16-byte pieces

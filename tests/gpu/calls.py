@@ -130,6 +130,61 @@ CALLS = {
 }
 
 
+# --- steps that a CUDA graph can capture: of tensors alone, none of them on the host, without a look
+
+
+def inputs_of(device, scale, kind, packed, seed):
+    """Draw the tensors of a step; every seed has other masks, and packed sequences of other lengths."""
+    scores, labels, old, advantages = problem(
+        device, scale.tokens, scale.vocabulary, scale.width if kind == "hidden" else 0, seed=seed
+    )
+    mask = torch.arange(labels.numel(), device=device).view(labels.shape) % 3 != seed % 3
+    values = {"labels": labels, "old": old, "advantages": advantages.roll(seed), "loss_mask": mask}
+    values |= dict(zip(("hidden", "weight"), scores, strict=True)) if kind == "hidden" else {"logits": scores}
+    values["logprobs"] = old + 3e-4
+    if packed:
+        values = {
+            name: value if name in ("weight", "advantages") else value.flatten(0, 1)
+            for name, value in values.items()
+        }
+        n = labels.numel()
+        ends = [[0, n // 2, n // 2, n - 1, n], [0, 1, n // 3, n // 3, n]][seed % 2]
+        values["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=device)
+    return values
+
+
+def step(kind, values, **options):
+    """Run forward and backward of a call on these tensors; return loss, other outputs, and gradients."""
+    terms = {name: values[name] for name in ("loss_mask", "cu_seqlens") if name in values}
+    labels, old, advantages = (values[name] for name in ("labels", "old", "advantages"))
+    old = None if options.pop("on_policy", False) else old
+    if kind == "logprobs":
+        leaves = [values["logprobs"].requires_grad_()]
+        return results(gk.policy_loss(*leaves, old, advantages, **terms, **options), leaves)
+    if kind == "hidden":
+        leaves = [values[name].requires_grad_() for name in ("hidden", "weight")]
+        options |= {"skip_inactive": "none", "backend": "triton"}
+        out = gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **terms, **options)
+        return results(out, leaves)
+    leaves = [values["logits"].requires_grad_()]
+    return results(gk.fused_policy_loss(*leaves, labels, old, advantages, **terms, **options), leaves)
+
+
+CAPTURED = [
+    ("logprobs", {}),
+    ("logprobs", {"objective": gk.GRPO()}),
+    ("logits", {}),
+    ("logits", {"on_policy": True}),
+    ("logits", {"objective": gk.GSPOToken(), "return_entropy": True}),
+    ("hidden", {}),
+    ("hidden", {"on_policy": True}),
+    ("hidden", {"objective": gk.GRPO()}),
+    ("hidden", {"schedule": "two_pass", "return_entropy": True}),
+    ("hidden", {"memory": "least"}),
+]
+"""What a step starts from, and its options; padded and packed."""
+
+
 if __name__ == "__main__":
     for chosen in sys.argv[1:]:
         CALLS[chosen](torch.device("cuda"), Scale(8, 1000, 64, 1))

@@ -14,7 +14,7 @@ import torch
 
 import gspo_kernels as gk
 from tests.draws import shifted_seed
-from tests.gpu.calls import CALLS, Scale, problem
+from tests.gpu.calls import CALLS, CAPTURED, Scale, chunk, inputs_of, problem, step
 from tests.kernels.row_calls import Rows, chunk_of
 
 kernels = pytest.importorskip("gspo_kernels.kernels", reason="needs Triton")
@@ -136,31 +136,41 @@ def test_more_rows_than_a_grid_dimension_takes(device):
     assert (got - want).abs().max() <= budget
 
 
-def test_a_captured_graph_replays_the_loss(device, scale):
-    """A step from logits reads nothing from the device, so a graph can capture it. Replays see new logits."""
+def captured(run, device):
+    """Capture a step in a graph; return its outputs, and what replays it. A rehearsal runs the step again."""
     if device.type != "cuda":
-        pytest.skip("graphs are CUDA's")
-    logits, labels, old, advantages = problem(device, scale.tokens, scale.vocabulary)
-    other, *_ = problem(device, scale.tokens, scale.vocabulary, seed=1)
-    static = logits.clone().requires_grad_()
-
-    def step():
-        loss = gk.fused_policy_loss(static, labels, old, advantages, backend="triton").loss
-        return loss.detach(), torch.autograd.grad(loss, static)[0]
-
+        outputs = run()
+        return outputs, lambda: [one.copy_(new) for one, new in zip(outputs, run(), strict=True)]
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()
+        run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss, grad = step()
-    for values in (logits, other):
+        outputs = run()
+    return outputs, graph.replay
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize(("kind", "options"), CAPTURED)
+def test_a_captured_graph_replays_forward_and_backward(kind, options, packed, device, scale):
+    """A step that reads nothing from the device can be captured. Replays see other logits, labels, old
+    log-probs, advantages, masks and lengths, and give the bits of a call.
+    """
+    if kind == "hidden":
+        scale = scale._replace(vocabulary=min(scale.vocabulary, 32000))
+        options = options | ({} if "memory" in options else chunk(scale))
+    static = inputs_of(device, scale, kind, packed, 0)
+    outputs, replay = captured(lambda: step(kind, static, **options), device)
+    for seed in (0, 1, 2):
+        values = inputs_of(device, scale, kind, packed, seed)
         with torch.no_grad():
-            static.copy_(values)
-        graph.replay()
-        want_loss, want_grad = step()
-        assert torch.equal(loss, want_loss) and torch.equal(grad, want_grad)
+            for name, value in static.items():
+                value.copy_(values[name])
+        replay()
+        for got, want in zip(outputs, step(kind, values, **options), strict=True):
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("schedule", ("auto", "aligned", "deferred", "two_pass"))
