@@ -13,20 +13,35 @@ from gspo_kernels.exact import exact
 from gspo_kernels.layout import as_rows, layout_of, queued
 
 
+class Read:
+    """Numbers on their way to the host, which may queue more work before it waits for them."""
+
+    def __init__(self, numbers: Tensor):
+        self._numbers, self._copied = numbers, None
+        if numbers.is_cuda:
+            self._numbers = numbers.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> Tensor:
+        """Return the numbers on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers
+
+
 class _Prefetched(NamedTuple):
     """A copy on its way to the host.
 
     Attributes:
         inputs: labels, mask, advantages and offsets, and their versions.
         ignore_index: of the labels.
-        lengths: int64 [2, B] in pinned memory: counted tokens, and whether all advantages are 0.
-        copied: the event after the copy.
+        lengths: int64 [2, B]: counted tokens, and whether all advantages are 0.
     """
 
     inputs: list[tuple[weakref.ref[Tensor], int] | None]
     ignore_index: int
-    lengths: Tensor
-    copied: torch.cuda.Event
+    lengths: Read
 
 
 _PREFETCHED: dict[int, _Prefetched] = {}
@@ -90,13 +105,11 @@ def prefetch(
         inactive = exact(advantages == 0)
     elif advantages is not None:
         inactive = exact(layout.sum(exact(counted & (as_rows(advantages, packed) != 0))) == 0)
-    lengths = torch.stack([counts, inactive]).to(torch.int64).to("cpu", non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(labels.device))
+    lengths = Read(torch.stack([counts, inactive]).to(torch.int64))
     key = id(labels)
     tensors = (labels, loss_mask, advantages, cu_seqlens)
     inputs = [None if x is None else (weakref.ref(x), _version(x)) for x in tensors]
-    _PREFETCHED[key] = _Prefetched(inputs, ignore_index, lengths, copied)
+    _PREFETCHED[key] = _Prefetched(inputs, ignore_index, lengths)
     weakref.finalize(labels, _PREFETCHED.pop, key, None).atexit = False
 
 
@@ -122,8 +135,7 @@ def take_prefetched(
             same = seen[0]() is tensor and seen[1] == _version(tensor)
         if not same:
             return None
-    entry.copied.synchronize()
-    return entry.lengths
+    return entry.lengths.wait()
 
 
 def lengths_on_host(

@@ -45,6 +45,7 @@ class PretendedGpu:
         kernels: launches of the package's kernels, by name.
         small: launches of anything else, by operation: at least one kernel each.
         looks: operations that the host had to wait for, by name.
+        waits: for each copy to the host, how many products and kernels were queued before the host waited.
         peak: the most bytes alive at once, of tensors made inside.
     """
 
@@ -54,6 +55,7 @@ class PretendedGpu:
         self.kernels: Counter[str] = Counter()
         self.small: Counter[str] = Counter()
         self.looks: Counter[str] = Counter()
+        self.waits: list[int] = []
         self.alive = self.peak = 0
         self._monkeypatch, self._storages = monkeypatch, {}
 
@@ -68,7 +70,7 @@ class PretendedGpu:
         context.setattr(torch.cuda, "is_available", lambda: True)
         context.setattr(torch.cuda, "current_stream", lambda _: None)
         context.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        context.setattr(torch.cuda, "Event", _Event)
+        context.setattr(torch.cuda, "Event", lambda: _Event(self))
         self._interpret(context)
         self._modes = (_Asked(self), _Launched(self))
         for mode in self._modes:
@@ -122,13 +124,21 @@ class PretendedGpu:
 
 
 class _Event:
-    """An event of a device that has done its work as soon as it is asked."""
+    """An event of a device, for which the host waits while the device does what was queued after it."""
+
+    def __init__(self, gpu: PretendedGpu):
+        self._gpu = gpu
 
     def record(self, stream: Any) -> None:
-        """Do nothing."""
+        """Remember what is queued."""
+        self._before = self._queued()
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Remember how much was queued meanwhile."""
+        self._gpu.waits.append(self._queued() - self._before)
+
+    def _queued(self) -> int:
+        return len(self._gpu.products) + self._gpu.kernels.total()
 
 
 def _on_host(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import lengths
 from gspo_kernels.integrations import hooks
-from gspo_kernels.linear.products import products_of, pytorch
+from gspo_kernels.linear.products import exponentials, products_of, pytorch
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import LogitTransform, RowOptions
@@ -71,14 +71,18 @@ def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
     assert gpu.products == [logits, hidden, first] + (B // 2 - 1) * [logits, hidden, others]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("dtype", "schedule"), IN_16_BITS)
-def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule):
+def test_peak_memory_is_what_the_plan_says(gpu, monkeypatch, dtype, schedule, ahead):
     """The plan counts all memory but a few numbers per token. Rows p - onehot in 16 bits lie over their own
-    fp32 logits, whose memory is kept.
+    fp32 logits, whose memory is kept. ``ahead``: two rows of the next chunk are there, too.
     """
     width, vocabulary, length = 24, 8192, 4
     leaves, *given = problem(dtype, width, vocabulary, length)
-    options = {"schedule": schedule, "skip_inactive": "none", "max_chunk_bytes": 2 * length * vocabulary * 4}
+    options = {"schedule": schedule, "max_chunk_bytes": 4 * length * vocabulary * 4}
+    options |= {"skip_inactive": "backward" if ahead else "none", "objective": gk.GSPO(0.999, 1e9)}
+    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 4.0 * vocabulary * width)
+    monkeypatch.setattr(pytorch, "AHEAD", 0.5)
     with gpu:
         plan = gk.explain_schedule(*leaves, *given, **options)
         loss = gk.fused_linear_policy_loss(*leaves, *given, **options).loss
@@ -254,7 +258,7 @@ def test_from_hidden_states_few_launches_and_no_look_that_need_not_be(gpu, sched
         gk.fused_linear_policy_loss(*leaves, labels, **terms, **options).loss.backward()
     small, kernels, looks = most
     assert gpu.products and not gpu.inexact
-    assert gpu.looks.total() == looks
+    assert gpu.looks.total() + len(gpu.waits) == looks
     assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
 
 
@@ -281,6 +285,26 @@ def test_a_look_pays_from_a_millisecond_of_products_on():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         assert 2000 < rows(151936, 4096) < 4096 < rows(151936, 1024)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "terms"),
+    [(torch.float32, "holes"), *((NARROW[1], terms) for terms in ("holes", "entropy_tensor", "epilogue"))],
+)
+@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()])
+def test_rows_of_the_next_chunk_are_queued_before_a_look(gpu, monkeypatch, objective, dtype, terms):
+    """Only before the last look the device has nothing to do. "epilogue": a product takes exponentials."""
+    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 3.0 * V * 16)
+    monkeypatch.setattr(pytorch, "AHEAD", 0.7)
+    if terms == "epilogue":
+        monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
+        terms = "entropy_tensor"
+    case = make_case("linear", "packed", terms, dtype=dtype, lengths=(3, 2, 4, 4, 0, 1, 3, 4, 2, 3))
+    options = {"schedule": "aligned" if objective == gk.GSPO() else "known", "max_chunk_bytes": 5 * ROW}
+    with gpu:
+        got = run(case, ENTRY, objective, "triton", **options)
+    assert len(gpu.waits) > 2 and min(gpu.waits[:-1]) > 0
+    assert_equals_oracle(got, case, objective)
 
 
 LENGTHS = torch.tensor([0, 2, 2, 7, 16], dtype=torch.int32)

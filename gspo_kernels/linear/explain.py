@@ -88,6 +88,11 @@ def memory_of(call: Call, plan: Plan, parts: Sequence[Part]) -> tuple[int, int]:
     of_weight = trained * products.trained.element_size()
     count = sum(part.rows for part in parts)
     rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
+    chunks = [part.rows for part in parts if part.schedule == "aligned"]
+    if parts and parts[0].schedule == "known" and plan.depends_on == "token":
+        ends = products.cut(count, call.chunk_rows)
+        chunks = ends[:1] * len(ends)
+    call.look_ahead(plan.leaves_out, chunks)
     scores = products.statistics_bytes(rows)
     if not any(needs):
         return scores, 0
@@ -106,7 +111,8 @@ def memory_of(call: Call, plan: Plan, parts: Sequence[Part]) -> tuple[int, int]:
         at_work = chunk + count * row + of_weight
         at_the_end = count * (row - operand) + of_hidden + of_weight
     else:
-        chunk, sums = rows * products.row_bytes, trained * wide
+        chunk, sums = (rows + products.ahead) * products.row_bytes, trained * wide
+        chunk += rows * H * narrow if products.ahead and not in_place else 0
         at_the_end = of_hidden + sums + (of_weight if of_weight < sums else 0)
         if any(part.schedule == "deferred" for part in parts):
             kept, sums = [sums], 2 * sums  # those of one sequence, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -91,7 +92,13 @@ class Gradients:
         self.one = torch.ones((), dtype=self.dtype, device=device)
 
     def add(
-        self, projected: Projected, chunk: Chunk, grad: Tensor, grad_entropy: Tensor | None, skip: bool
+        self,
+        projected: Projected,
+        chunk: Chunk,
+        grad: Tensor,
+        grad_entropy: Tensor | None,
+        skip: bool,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Add the gradients of a chunk, from its coefficients; overwrites its logits.
 
@@ -100,10 +107,11 @@ class Gradients:
             chunk: the rows.
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
+            meanwhile: with ``skip``, queues other work before the host waits for how many rows these are.
         """
         active = is_active(grad, grad_entropy) if skip or grad_entropy is not None else None
         invariant = self.call.chunking.batch_invariant
-        kept = compacted(active, invariant) if active is not None and skip else None
+        kept = compacted(active, invariant, meanwhile) if active is not None and skip else None
         if active is not None and kept is not None:
             rows, gaps = kept
             if not rows.numel():

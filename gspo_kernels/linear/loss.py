@@ -7,7 +7,9 @@ beforehand from masks and lengths alone.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -188,7 +190,20 @@ class Run:
         in_one_launch = ratio_clip != NO_RATIO
         if in_one_launch:
             per_token, ratio_clip = sum_over_tokens(per_token, ratio_clip)
-        for chunk in call.chunks(where):
+        if call.labels.is_cuda:
+            ends = call.products.cut(where.stop if isinstance(where, slice) else len(where), call.chunk_rows)
+            call.look_ahead(self.plan.leaves_out, ends[:1] * len(ends))
+        chunks = call.chunks(where)
+        begun = list(itertools.islice(chunks, 1))
+
+        def begin() -> None:
+            for following in itertools.islice(chunks, 1):
+                begun.append(following)
+                call.products.begin(following, self.plan.entropy)
+
+        meanwhile = begin if call.products.ahead else None
+        while begun:
+            chunk = begun.pop()
             skip = self.leaves_out_from <= chunk.size
             projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
             self.scores.keep(chunk, projected.stats)
@@ -204,8 +219,9 @@ class Run:
                 entropy = None if entropy is None else entropy.t()
                 step = evaluate(logprobs.t(), entropy, chunk_terms, want_metrics=False)
             grad_entropy = step.grad_entropy.flatten() if step.grad_entropy.numel() else None
-            self.gradients.add(projected, chunk, step.grad_logprobs.flatten(), grad_entropy, skip)
+            self.gradients.add(projected, chunk, step.grad_logprobs.flatten(), grad_entropy, skip, meanwhile)
             del projected
+            begun = begun or list(itertools.islice(chunks, 1))
 
     def by_parts(self) -> None:
         """Cut the batch into parts, and work through each by its schedule."""
@@ -222,11 +238,23 @@ class Run:
         if len(parts) == 1 and not call.chunking.batch_invariant:
             # the evaluation of the call is that of its part; sums of a part would have an order of their own
             self.at_once = True
-        for part, where, labels, terms in groups.prepare(parts, self.terms, self.at_once):
+        if call.labels.is_cuda:
+            call.look_ahead(plan.leaves_out, [part.rows for part in parts if part.schedule == "aligned"])
+        items, begun = list(groups.prepare(parts, self.terms, self.at_once)), list[Chunk]()
+        items.reverse()
+
+        def begin() -> None:
+            if items and items[-1][0].schedule == "aligned":
+                begun.append(call.chunk(*items[-1][1:3]))
+                call.products.begin(begun[0], plan.entropy)
+
+        meanwhile = begin if call.products.ahead else None
+        while items:
+            part, where, labels, terms = items.pop()
             if part.schedule == "forward":
                 self.scores.forward(where)
             elif part.schedule == "aligned":
-                self.aligned(call.chunk(where, labels), terms)
+                self.aligned(begun.pop() if begun else call.chunk(where, labels), terms, meanwhile)
             elif part.schedule == "deferred":
                 self.deferred(where, terms)
             elif part.schedule == "frozen":
@@ -234,13 +262,16 @@ class Run:
             else:
                 self.two_pass(where, terms)
 
-    def aligned(self, chunk: Chunk, terms: Terms) -> None:
-        """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits."""
+    def aligned(self, chunk: Chunk, terms: Terms, meanwhile: Callable[[], None] | None) -> None:
+        """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits.
+
+        ``meanwhile`` queues rows of the next chunk, before the host waits for this one.
+        """
         skip = self.leaves_out_from <= chunk.size
         projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
         self.scores.keep(chunk, projected.stats)
         grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
-        self.gradients.add(projected, chunk, grad, grad_entropy, skip)
+        self.gradients.add(projected, chunk, grad, grad_entropy, skip, meanwhile)
 
     def deferred(self, where: slice | Tensor, terms: Terms) -> None:
         """Serve a sequence in chunks: its one coefficient multiplies the sequence's sums at its end."""
