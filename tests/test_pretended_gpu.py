@@ -163,7 +163,10 @@ def test_log_probs_are_two_launches_and_a_look_for_masked_rows_of_products(gpu, 
         logprobs.sum().backward()
         assert gpu.kernels.total() == 2 and not gpu.looks
         gk.linear_token_logprobs(hidden, weight, labels, max_chunk_bytes=4 * ROW)
-    assert gpu.looks.total() == 1
+        assert gpu.looks.total() == 1
+        ids = torch.stack([labels, torch.full_like(labels, -100)], -1)
+        gk.linear_selected_logprobs(hidden, weight, ids, max_chunk_bytes=4 * ROW).logprobs.sum().backward()
+    assert gpu.looks.total() == 2
 
 
 @pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()])

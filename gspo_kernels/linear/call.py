@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gspo_kernels.invariance import refuse_backend
@@ -64,6 +65,15 @@ class LinearOperands(NamedTuple):
     def scattered(self) -> int | None:
         """How many tokens of each row have their hidden states on this rank; None if not scattered."""
         return self.hidden.shape[1] if self.chunking.scattered else None
+
+    def with_count(self) -> LinearOperands:
+        """Return the operands with the number of rows that count: one look serves forward and backward."""
+        chunking = self.chunking
+        if not chunking.compact or chunking.lengths is not None or torch.compiler.is_compiling():
+            return self
+        count = int((self.labels != self.options.ignore_index).sum())
+        lengths = torch.tensor([[count], [0]], dtype=torch.int64, device="cpu")
+        return self._replace(chunking=chunking._replace(lengths=lengths))
 
 
 class Call:

@@ -72,17 +72,8 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         operands, (entropy, skip) = LinearOperands(*arguments[:7]), arguments[7:]
-        labels, options, chunking = operands[3:6]
-        if (
-            chunking.compact
-            and chunking.lengths is None
-            and labels.is_cuda
-            and not torch.compiler.is_compiling()
-        ):
-            # one look at the device serves forward and backward
-            count = int((labels != options.ignore_index).sum())
-            lengths = torch.tensor([[count], [0]], dtype=torch.int64, device="cpu")
-            operands = operands._replace(chunking=chunking._replace(lengths=lengths))
+        if operands.labels.is_cuda:
+            operands = operands.with_count()
         scored = linear_logprobs_forward(operands, entropy)
         save_rows(ctx, operands.options, *operands[:4], operands.base, *scored)
         ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, operands.chunking

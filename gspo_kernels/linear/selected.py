@@ -82,6 +82,8 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         operands, (ids, within) = LinearOperands(*arguments[:7]), arguments[7:]
+        if operands.labels.is_cuda:
+            operands = operands.with_count()
         rows = linear_selected_forward(operands, ids, within)
         save_rows(ctx, operands.options, *operands[:4], operands.base, ids, *rows)
         ctx.chunking, ctx.within = operands.chunking, within
