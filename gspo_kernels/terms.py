@@ -75,8 +75,9 @@ class ArgSpec:
         per_sequence = (call.sequences,)
         by_shape = call.shape if self.shape == "tokens" else None
         expected = per_sequence if self.shape == "sequences" else by_shape
-        meaning = _MEANINGS[self.shape]
-        tensor = checks.tensor(name, value, expected, meaning, call.device, self.dtypes, self.host)
+        tensor = checks.tensor(
+            name, value, expected, _MEANINGS[self.shape], call.device, self.dtypes, self.host
+        )
         shape = tuple(tensor.shape)
         if self.shape == "either" and shape != per_sequence:
             if shape != call.shape:
@@ -212,7 +213,9 @@ def normalize_terms(
         normalized.append(value)
     group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
     fields: Any = (*normalized, passed.kl_estimator, passed.kl_ratio_weighted, group, objective.spec)
-    return Terms(*fields) if tokens.is_cpu else _from_host(Terms(*fields), tokens)
+    terms, mask, offsets = Terms(*fields), passed.loss_mask, passed.cu_seqlens
+    on_host = (mask is not None and mask.is_cpu) or (offsets is not None and offsets.is_cpu)
+    return _from_host(terms, tokens) if on_host and not tokens.is_cpu else terms
 
 
 def _from_host(terms: Terms, tokens: Tensor) -> Terms:
