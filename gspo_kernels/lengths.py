@@ -141,7 +141,7 @@ def take_prefetched(
 def lengths_on_host(
     tokens: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what a mask and offsets on the CPU say of tokens [B, T] or [N] on another device.
+    """Return what a mask or offsets on the CPU say of tokens [B, T] or [N] on another device.
 
     Returns:
         Lengths as ``take_prefetched`` returns them, except that no advantage is known to be 0, and the
@@ -149,19 +149,17 @@ def lengths_on_host(
         whose label is ``ignore_index`` are among them.
     """
     where = None
-    if loss_mask is None or not loss_mask.is_cpu:
-        full = torch.full((tokens.shape[0],), tokens.shape[-1], dtype=torch.int64, device="cpu")
-        counts = full if cu_seqlens is None else cu_seqlens.diff()
+    if loss_mask is None:
+        assert cu_seqlens is not None
+        counts = cu_seqlens.diff().to(torch.int64)
     else:
-        mask = loss_mask != 0
-        before = torch.nn.functional.pad(mask.flatten().cumsum(0), (1, 0))
-        ends = cu_seqlens
+        mask, ends = loss_mask.flatten() != 0, cu_seqlens
         if ends is None:
             ends = torch.arange(tokens.shape[0] + 1, dtype=torch.int64, device="cpu") * tokens.shape[1]
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
         counts = before[ends.to(torch.int64)].diff()
         if int(before[-1]) < tokens.numel():
-            where = mask.flatten().nonzero().squeeze(1)
-    counts = counts.to(torch.int64)
+            where = mask.nonzero().squeeze(1)
     return torch.stack([counts, torch.zeros_like(counts)]), where
 
 

@@ -69,7 +69,7 @@ def from_host(chunking: Chunking, terms: Terms, tokens: Tensor, head: Tensor, pa
         head: the weight [V, H].
         parallel: which ranks share the vocabulary.
     """
-    mask, offsets = terms.loss_mask, terms.cu_seqlens
+    mask, offsets = terms.loss_mask if chunking.compact else None, terms.cu_seqlens
     masked = mask is not None and mask.is_cpu
     if not (masked or (offsets is not None and offsets.is_cpu)):
         return chunking
@@ -78,7 +78,7 @@ def from_host(chunking: Chunking, terms: Terms, tokens: Tensor, head: Tensor, pa
     few = tokens.numel() * head.numel() < pytorch.WORTH_A_LOOK
     if (offsets is not None and not offsets.is_cpu) or (chunking.compact and not masked and not few):
         return chunking
-    lengths, where = lengths_on_host(tokens, mask if chunking.compact else None, offsets)
+    lengths, where = lengths_on_host(tokens, mask if masked else None, offsets)
     where = None if where is None else queued(where, tokens.device)
     return chunking._replace(compact=False, lengths=lengths, where=where)
 
