@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
 from gspo_kernels.exact import exact
-from gspo_kernels.trainer.batch import Batch, micro_batches, offsets_on, queued
+from gspo_kernels.layout import queued
+from gspo_kernels.trainer.batch import Batch, micro_batches, offsets_on
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import (
     InputError,
