@@ -1,10 +1,13 @@
 """Calls over hidden states whose product takes exponentials, in Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.linear import products
+from gspo_kernels import kernels
+from gspo_kernels.linear import gradients, products
 from gspo_kernels.linear.products import exponentials, products_of, pytorch
 from gspo_kernels.ops.backends import why_not
 from gspo_kernels.types import LogitTransform, RowOptions, Shard
@@ -85,6 +88,63 @@ def test_losses_equal_the_oracle(here, schedule, terms, logit_options, skip):
     assert_equals_oracle(got, case, gk.GSPO())
 
 
+@pytest.mark.parametrize("terms", ["holes", "holes+entropy"])
+@pytest.mark.parametrize("logit_options", ["default", "together"])
+def test_two_passes_take_exponentials_of_some_columns(here, monkeypatch, terms, logit_options):
+    """No pass over logits follows; skipped rows and hidden states of masked ones may be anything."""
+    monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 24})
+    monkeypatch.setattr(kernels, "logprobs_backward", None)
+    blocks, exponentials_of = [], kernels.exponentials.KnownRows.exponentials
+
+    def recorded(self, out, first):
+        blocks.append((first, *out.shape))
+        exponentials_of(self, out, first)
+
+    monkeypatch.setattr(kernels.exponentials.KnownRows, "exponentials", recorded)
+    advantages = (0.0, -0.4, 1.0, 0.0, -0.5, 0.0)
+    case = make_case(
+        "linear", "packed", terms, dtype=BF16, logit_options=logit_options, advantages=advantages
+    )
+    options = {"schedule": "two_pass", "max_chunk_bytes": 6 * 2 * 64}
+    result = run(case, "fused_linear_policy_loss", gk.GSPO(), "triton", **options)
+    assert_equals_oracle(result, case, gk.GSPO())
+    active = (result.grads["hidden"] != 0).any(-1).sum()
+    V = case.inputs["weight"].shape[0]
+    assert blocks == [(first, active, min(24, V - first)) for first in (0, 24, 48)]
+    poison = torch.where(case.counted.unsqueeze(-1), case.inputs["hidden"], torch.nan)
+    results = [
+        run(each, "fused_linear_policy_loss", gk.GSPO(), "triton", skip_inactive="none", **options)
+        for each in (case, replace(case, inputs=case.inputs | {"hidden": poison}))
+    ]
+    assert all(map(torch.equal, *(each.grads.values() for each in results)))
+
+
+@pytest.mark.parametrize("columns", [16384, 96])
+def test_the_rounding_of_the_labels_elements_is_put_back(here, monkeypatch, columns):
+    """It would show in dBias where the shares of two tokens with one label nearly cancel, and in dHidden where
+    the rows of the weight have much in common, which then cancels.
+    """
+    monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": columns})
+    errors, sizes, H, V = [], [], 16, 250
+    for seed in range(8):
+        rng = generator(seed)
+        hidden = 0.25 * torch.randn(1, 1, H, generator=rng) * torch.tensor([[[1.0], [1.25]]])
+        weight, bias = 16 + torch.randn(V, H, generator=rng), torch.zeros(V)
+        hidden[..., -1] -= hidden.sum(-1)  # what the rows have in common is in no logit, up to rounding
+        given = [each.to(BF16) for each in (hidden, weight, bias)]
+        labels = torch.randint(V, (1, 1), generator=rng).expand(1, 2)
+        exact, ours = ([each.to(dtype).requires_grad_() for each in given] for dtype in (torch.float64, BF16))
+        (exact[0] @ exact[1].t() + exact[2]).log_softmax(-1)[0, :, labels[0, 0]].diff().backward()
+        gk.linear_token_logprobs(
+            *ours[:2], labels, bias=ours[2], backend="triton", max_chunk_bytes=2 * 2 * 256
+        ).logprobs[0].diff().backward()
+        grads = [(one[0].grad.double(), one[2].grad[labels[0, 0]].double()) for one in (ours, exact)]
+        errors.append([(a - b).square().mean() for a, b in zip(*grads, strict=True)])
+        sizes.append([torch.tensor(16.0).square(), grads[1][1].square()])
+    hidden, bias = (torch.tensor(errors).sum(0) / torch.tensor(sizes).sum(0)).sqrt()
+    assert hidden < 2.0**-12 and bias < 2.0**-8, (hidden, bias)
+
+
 @pytest.mark.parametrize("terms", ["loss_mask", "entropy"])
 def test_log_probs_and_their_gradient_equal_the_oracle(here, terms):
     case = make_case("linear", "padded", terms, dtype=BF16, logit_options="temperature per sequence")
@@ -123,10 +183,12 @@ def test_ratios_of_equal_weights_are_exactly_1(here):
     assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1
 
 
-def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch):
+@pytest.mark.parametrize("schedule", ["aligned", "two_pass"])
+def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch, schedule):
     """Over many draws with sampled labels errors are at most a tenth above those of fp32 logits that become
     rows in bf16, as on other GPUs.
     """
+    monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 128})
     errors = {True: [], False: []}
     for seed in range(6):
         hidden, weight, _, advantages = drawn(seed=seed, T=16, V=256)
@@ -145,7 +207,7 @@ def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch):
                             products, name, lambda *given: pytorch.Products(*given[:3], False, given[4])
                         )
                 gk.fused_linear_policy_loss(
-                    *leaves, labels, old, advantages, logit_scale=1.5, backend="triton", schedule="aligned"
+                    *leaves, labels, old, advantages, logit_scale=1.5, backend="triton", schedule=schedule
                 ).loss.backward()
             grads[served] = [leaf.grad.double() for leaf in leaves]
         for served, found in errors.items():
@@ -178,9 +240,7 @@ def test_the_host_does_not_wait_for_rows_that_are_computed_again(monkeypatch, si
 
 def test_its_first_use_on_a_device_compares_it_with_pytorch(here, monkeypatch):
     """A wrong factor of one row shows; so does a row whose bits depend on what is stored."""
-    from gspo_kernels.kernels import exponentials as kernels
-
-    plain, device = kernels.exponentials, torch.device("cpu")
+    plain, device = kernels.exponentials.exponentials, torch.device("cpu")
     assert exponentials.agrees(device)
 
     for fault in (lambda head: head.factors, lambda head: head.stats.logprobs[0]):
@@ -191,7 +251,7 @@ def test_its_first_use_on_a_device_compares_it_with_pytorch(here, monkeypatch):
                 fault(head)[16] *= 1.02
             return head
 
-        monkeypatch.setattr(kernels, "exponentials", wrong)
+        monkeypatch.setattr(kernels.exponentials, "exponentials", wrong)
         assert not exponentials.agrees(device)
 
 

@@ -14,6 +14,9 @@ Rows whose sums leave [2^-100, 2^90] (the label lies below some -68 nats, or is 
 infinities) are flagged on the device. Three more launches, which end at once if nothing is flagged, find
 their maxima and compute their tiles again with these as offsets, so that the host never looks.
 
+Where the statistics are known, the log-sum-exp itself is the offset, no row can be flagged, and any columns
+can be computed by themselves; see ``KnownRows``.
+
 A row's bits depend on its hidden state, weight and label alone: tiles and orders of sums are fixed by V, and
 variants of the kernel (with or without storing e, with or without the entropy) do the same arithmetic.
 """
@@ -122,6 +125,24 @@ def _exp2(x, PLATFORM: tl.constexpr):
     return tl.exp2(x)
 
 
+@triton.jit
+def _store_powers(powers_ptr, n, count, slopes, mask, ROW: tl.constexpr):
+    """Store what multiplies the logits of rows in the exponent, as a sum of two numbers."""
+    steepness = slopes[2] if ROW.SOFTCAP else slopes[0]
+    exact = (steepness[0].to(tl.float64) + steepness[1].to(tl.float64)) * _LOG2_E
+    power, lower = _split_factor(exact, tl.float32)
+    tl.store(powers_ptr + n, power, mask=mask)
+    tl.store(powers_ptr + count + n, lower, mask=mask)
+
+
+@triton.jit
+def _bent(z, slopes):
+    """Return the slope of the softcap at logits z, in fp64."""
+    outer = slopes[2][0].to(tl.float64) + slopes[2][1].to(tl.float64)
+    bent = z / outer
+    return (1.0 - bent) * (1.0 + bent)
+
+
 @row_kernel
 def label_offsets_kernel(
     hidden_ptr,
@@ -165,11 +186,7 @@ def label_offsets_kernel(
     # Comparisons with NaN are false. Other rows and labels at infinity begin at 0.
     tl.store(offsets_ptr + n, _key(tl.where(tl.abs(offset) < HUGE, offset, 0.0)))
     if powers_ptr is not None:
-        steepness = slopes[2] if ROW.SOFTCAP else slopes[0]
-        exact = (steepness[0].to(tl.float64) + steepness[1].to(tl.float64)) * _LOG2_E
-        power, lower = _split_factor(exact, tl.float32)
-        tl.store(powers_ptr + n, power)
-        tl.store(powers_ptr + count + n, lower)
+        _store_powers(powers_ptr, n, count, slopes, None, ROW)
     if n == 0:
         tl.store(count_ptr, 0)
 
@@ -180,11 +197,13 @@ class HeadNumbers(NamedTuple):
     Attributes:
         H: the width of hidden states.
         programs: how many programs walk over the tiles.
+        first: the column with which the tiles begin; they end with ``RowNumbers.V``.
         hidden, weight, out: how far their rows lie apart.
     """
 
     H: int
     programs: int
+    first: int
     hidden: int
     weight: int
     out: int
@@ -229,6 +248,7 @@ def _take_exponentials(
     inner,
     out,
     label_ptr,
+    first,
     V,
     marks,
     PIECES_BEFORE: tl.constexpr,
@@ -243,11 +263,11 @@ def _take_exponentials(
         HALF: tl.constexpr = COLUMNS // 2
         x0, x1 = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
         total, spread = _take_exponentials(
-            x0, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V,
+            x0, left, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V,
             marks, PIECES_BEFORE, ENTROPY, HEAD,
         )  # fmt: skip
         total1, spread1 = _take_exponentials(
-            x1, left + HALF, top, rows, inside, place, offset, power, inner, out, label_ptr, V,
+            x1, left + HALF, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V,
             marks, PIECES_BEFORE + HALF // HEAD.PIECE, ENTROPY, HEAD,
         )  # fmt: skip
         if HEAD.PASS == "peaks":
@@ -261,7 +281,7 @@ def _take_exponentials(
             total = both
     else:
         total, spread = _take_piece(
-            x, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V,
+            x, left, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V,
             marks, PIECES_BEFORE, ENTROPY, HEAD,
         )  # fmt: skip
     return total, spread
@@ -280,6 +300,7 @@ def _take_piece(
     inner,
     out,
     label_ptr,
+    first,
     V,
     marks,
     PIECES_BEFORE: tl.constexpr,
@@ -317,7 +338,7 @@ def _take_piece(
                 # From the exponent, as the compiler for Blackwell fails where more of ``x`` is needed here.
                 bent = tl.maximum((d + offset[:, None]) * (1.0 / power[0])[:, None], -1.0)
                 e *= (1.0 - bent) * (1.0 + bent)
-            out.store([top, left], narrowed(e, out.dtype, PLATFORM))
+            out.store([top, left - first], narrowed(e, out.dtype, PLATFORM))
     return total, spread
 
 
@@ -338,6 +359,7 @@ def _compute_tile(
     label_ptr,
     inner,
     N,
+    first,
     V,
     H,
     HEAD: tl.constexpr,
@@ -346,7 +368,7 @@ def _compute_tile(
     ROWS: tl.constexpr = HEAD.ROWS
     COLUMNS: tl.constexpr = HEAD.COLUMNS
     PLATFORM: tl.constexpr = HEAD.PLATFORM
-    left = column * COLUMNS
+    left = first + column * COLUMNS
     rows = top + tl.arange(0, ROWS)
     inside = rows < N
     place = tl.load(places_ptr + rows, mask=inside, other=-1)
@@ -378,8 +400,9 @@ def _compute_tile(
             acc = tl.dot(a, b.T, acc)
     ENTROPY: tl.constexpr = spreads_ptr is not None
     total, spread = _take_exponentials(
-        acc, left, top, rows, inside, place, offset, power, inner, out, label_ptr, V, marks, 0, ENTROPY, HEAD
-    )
+        acc, left, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V, marks, 0,
+        ENTROPY, HEAD,
+    )  # fmt: skip
     at = column.to(tl.int64) * N + rows
     if HEAD.PASS == "peaks":
         flagged = tl.load(flags_ptr + rows, mask=inside, other=0) != 0
@@ -421,8 +444,9 @@ def exponentials_kernel(
     N = decode(rows.T)
     V = decode(rows.V)
     H = decode(head.H)
+    first = decode(head.first)
     height = tl.cdiv(N, ROWS)
-    width = tl.cdiv(V, HEAD.COLUMNS)
+    width = tl.cdiv(V - first, HEAD.COLUMNS)
     tiles = height * width
     if HEAD.PASS != "first":
         tiles = tl.where(tl.load(count_ptr) > 0, tiles, 0)
@@ -438,14 +462,14 @@ def exponentials_kernel(
         if HEAD.PASS == "first":
             _compute_tile(
                 top, column, hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr, flags_ptr,
-                sums_ptr, spreads_ptr, label_ptr, inner, N, V, H, HEAD,
+                sums_ptr, spreads_ptr, label_ptr, inner, N, first, V, H, HEAD,
             )  # fmt: skip
         else:
             numbers = top + tl.arange(0, ROWS)
             if tl.max(tl.load(flags_ptr + numbers, mask=numbers < N, other=0), axis=0) != 0:
                 _compute_tile(
                     top, column, hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr,
-                    flags_ptr, sums_ptr, spreads_ptr, label_ptr, inner, N, V, H, HEAD,
+                    flags_ptr, sums_ptr, spreads_ptr, label_ptr, inner, N, first, V, H, HEAD,
                 )  # fmt: skip
 
 
@@ -541,15 +565,90 @@ def row_statistics_kernel(
         tl.store(factors_ptr + row, tl.where(labelled, factor, 0.0).to(tl.float32), mask=inside)
         value = -total
         if ROW.SOFTCAP:
-            outer = slopes[2][0].to(tl.float64) + slopes[2][1].to(tl.float64)
-            bent = (own + offset.to(tl.float64) * _LN_2) / outer
-            value *= (1.0 - bent) * (1.0 + bent)
+            value *= _bent(own + offset.to(tl.float64) * _LN_2, slopes)
         value = value.to(tl.float32)
         rounded = narrowed(value, out_ptr.dtype.element_ty, PLATFORM)
         at = row.to(tl.int64) * decode(head.out) + place
         tl.store(out_ptr + at, rounded, mask=labelled)
         rest_of_label = tl.where(labelled, value - rounded.to(tl.float32), 0.0)
         tl.store(rests_ptr + row, rest_of_label, mask=inside)
+
+
+@row_kernel
+def known_rows_kernel(
+    labels_ptr,
+    row_temperature_ptr,
+    active_ptr,
+    coefficients_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    places_ptr,
+    offsets_ptr,
+    powers_ptr,
+    factors_ptr,
+    elements_ptr,
+    rests_ptr,
+    rows,
+    MANY: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Write what the exponentials of MANY rows with known statistics need. With coefficients these are in the
+    offsets, and signs in the factors; without them the offset is a whole power of two. ``rows`` is a
+    ``RowNumbers``, ROW a ``RowConstants``.
+    """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    N = decode(rows.T)
+    row = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    inside = row < N
+    # beyond the last row the last one is read again
+    b, t, label, counted = row_label(tl.minimum(row, N - 1), labels_ptr, rows)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, tl.float32)
+    logp = tl.load(logprobs_ptr + row, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0).to(tl.float64)
+    # Comparisons with NaN are false.
+    finite = tl.abs(lse) < HUGE
+    labelled = counted & (label >= 0) & (label < decode(rows.V))
+    # NaN and infinities in a row without gradient must not meet the zeros of its other operand.
+    inert = (tl.load(active_ptr + row, mask=inside, other=0) == 0) & (finite == 0)
+    place = tl.where(labelled, label, -1)
+    place = tl.where(counted & (inert == 0), place, -2)
+    tl.store(places_ptr + row, place.to(tl.int32), mask=inside)
+    if powers_ptr is not None:
+        _store_powers(powers_ptr, row, N, slopes, inside, ROW)
+    slope = slopes[0][0].to(tl.float64) + slopes[0][1].to(tl.float64)
+    if coefficients_ptr is not None:
+        slope *= tl.load(coefficients_ptr + row, mask=inside, other=0.0)
+        size = tl.abs(slope)
+        # A coefficient of 0 gives an offset at infinity.
+        offset = ((lse - tl.log(size)) * _LOG2_E).to(tl.float32)
+        factor = tl.where(slope > 0, -1.0, 1.0)
+    else:
+        offset = tl.floor(lse * _LOG2_E + 0.5).to(tl.float32)
+        whole = tl.where(finite, lse - offset.to(tl.float64) * _LN_2, 0.0)
+        size = tl.exp(whole)
+        factor = -slope / size
+    tl.store(offsets_ptr + row, _key(offset), mask=inside)
+    factor = tl.where(logp == logp, factor, float("nan"))
+    tl.store(factors_ptr + row, tl.where(place >= 0, factor, 0.0).to(tl.float32), mask=inside)
+    value = -one_minus_exp(logp, tl.float32, PLATFORM).to(tl.float64) * size
+    if ROW.SOFTCAP:
+        value *= _bent(lse + logp, slopes)
+    value = tl.where(place >= 0, value, 0.0).to(tl.float32)
+    rounded = narrowed(value, tl.bfloat16, PLATFORM)
+    tl.store(elements_ptr + row, rounded, mask=inside)
+    tl.store(rests_ptr + row, value - rounded.to(tl.float32), mask=inside)
+
+
+@row_kernel
+def label_elements_kernel(places_ptr, elements_ptr, out_ptr, rows, head, MANY: tl.constexpr):
+    """Write the elements of MANY rows at their labels, where these lie among the columns of ``out``."""
+    row = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    inside = row < decode(rows.T)
+    place = tl.load(places_ptr + row, mask=inside, other=-1)
+    column = place - decode(head.first)
+    here = (place >= 0) & (column >= 0) & (place < decode(rows.V))
+    element = tl.load(elements_ptr + row, mask=inside, other=0.0)
+    tl.store(out_ptr + row.to(tl.int64) * decode(head.out) + column, element, mask=here)
 
 
 def capability(device: torch.device) -> int:
@@ -579,6 +678,64 @@ class HeadRows(NamedTuple):
     rests: Tensor | None
 
 
+class _Product:
+    """The product of hidden states [n, H] with a weight [V, H], whose epilogue takes exponentials.
+
+    Attributes:
+        row, rows: constants and numbers of the rows for kernels.
+        places, offsets, flags, count, powers, label: what kernels know of each row.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        transform: LogitTransform,
+        ignore_index: int,
+    ):
+        n, self.device = len(hidden), hidden.device
+        self.hidden, self.weight, self.bias, self.tile = hidden, weight, bias, _tile(transform, self.device)
+        self.row = RowConstants.of(hidden.unsqueeze(0), transform, _LINE)
+        rows = RowNumbers.of(hidden.unsqueeze(0), labels, transform, ignore_index)
+        self.rows = rows._replace(V=encode(weight.shape[0]), logits=None)
+        numbers = torch.empty(3 * n + 1, dtype=torch.int32, device=self.device)
+        self.places, self.offsets, self.flags, self.count = numbers.split([n, n, n, 1])
+        scaled = self.row.SCALED or self.row.SOFTCAP
+        self.powers = torch.empty(2, n, dtype=torch.float32, device=self.device) if scaled else None
+        self.label = torch.empty(n, dtype=torch.float32, device=self.device)
+
+    def take(self, out: Tensor | None, first: int, last: int) -> None:
+        """Choose the columns that are multiplied, and where their exponentials go."""
+        hidden, weight, tile = self.hidden, self.weight, self.tile
+        width = triton.cdiv(last - first, tile.columns)
+        programs = min(triton.cdiv(len(hidden), tile.rows) * width, _multiprocessors(self.device))
+        lines = (hidden, weight, hidden if out is None else out)
+        strides = (encode(each.stride(0)) for each in lines)
+        self.programs, self.rows = programs, self.rows._replace(V=encode(last))
+        self.head = HeadNumbers(encode(hidden.shape[1]), encode(programs), encode(first), *strides)
+        self.sums = torch.empty(width, len(hidden), dtype=torch.float32, device=self.device)
+        self.operands = (
+            TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
+            TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+            None if out is None else TensorDescriptor.from_tensor(out, [tile.rows, tile.piece]),
+        )
+
+    def multiply(self, name: str, spreads: Tensor | None, bent: bool) -> None:
+        """Launch a pass; see ``HeadConstants`` and ``exponentials``."""
+        row, tile, peaks = self.row, self.tile, name == "peaks"
+        launch(
+            exponentials_kernel, self.programs, self.device, Tile(tile.columns, tile.warps, tile.stages),
+            *self.operands[:2], None if peaks else self.operands[2], self.bias, self.places, self.offsets,
+            self.powers, self.flags, self.count, self.sums, None if peaks else spreads, self.label,
+            self.rows, self.head,
+            HEAD=HeadConstants(
+                name, row.SCALED, row.SOFTCAP, row.SOFTCAP and bent, *tile[:4], _GROUP, platform()
+            ),
+        )  # fmt: skip
+
+
 def exponentials(
     hidden: Tensor,
     weight: Tensor,
@@ -603,57 +760,89 @@ def exponentials(
         entropy: whether to compute the entropy.
         bent: whether the slope of a softcap multiplies the exponentials.
     """
-    (n, H), V, device = hidden.shape, weight.shape[0], hidden.device
-    tile = _tile(transform, device)
-    width = triton.cdiv(V, tile.columns)
-    tiles = triton.cdiv(n, tile.rows) * width
-    programs = min(tiles, _multiprocessors(device))
-    row = RowConstants.of(hidden.unsqueeze(0), transform, _LINE)
-    rows = RowNumbers.of(hidden.unsqueeze(0), labels, transform, ignore_index)
-    rows = rows._replace(V=encode(V), logits=None)
-    lines = (hidden, weight, hidden if out is None else out)
-    head = HeadNumbers(encode(H), encode(programs), *(encode(each.stride(0)) for each in lines))
-    numbers = torch.empty(3 * n + 1, dtype=torch.int32, device=device)
-    places, offsets, flags, count = numbers.split([n, n, n, 1])
-    floats = torch.empty(2, n, dtype=torch.float32, device=device)
-    powers = torch.empty_like(floats) if row.SCALED or row.SOFTCAP else None
-    label = torch.empty(n, dtype=torch.float32, device=device)
-    sums = torch.empty(width, n, dtype=torch.float32, device=device)
-    spreads = torch.empty_like(sums) if entropy else None
+    n, device = len(hidden), hidden.device
+    product = _Product(hidden, weight, bias, labels, transform, ignore_index)
+    product.take(out, 0, weight.shape[0])
+    spreads = torch.empty_like(product.sums) if entropy else None
     stats = RowStats(
         torch.empty(1, n, dtype=torch.float32, device=device),
         torch.empty(1, n, dtype=torch.float64, device=device),
         torch.empty(1, n, dtype=torch.float32, device=device) if entropy else None,
     )
-    factors, rests = (None, None) if out is None else floats
+    factors = rests = None
+    if out is not None:
+        factors, rests = torch.empty(2, n, dtype=torch.float32, device=device)
     launch(
         label_offsets_kernel, n, device, _LINE,
-        hidden, weight, bias, labels, transform.row_temperature, places, offsets, powers, count, rows, head,
-        BLOCK=_LINE.block, ROW=row,
+        hidden, weight, bias, labels, transform.row_temperature, product.places, product.offsets,
+        product.powers, product.count, product.rows, product.head,
+        BLOCK=_LINE.block, ROW=product.row,
     )  # fmt: skip
-    operands = (
-        TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
-        None if out is None else TensorDescriptor.from_tensor(out, [tile.rows, tile.piece]),
-    )
     for passes in (("first",), ("peaks", "again")):
         for name in passes:
-            peaks = name == "peaks"
-            launch(
-                exponentials_kernel, programs, device, Tile(tile.columns, tile.warps, tile.stages),
-                *operands[:2], None if peaks else operands[2], bias, places, offsets, powers, flags, count,
-                sums, None if peaks else spreads, label, rows, head,
-                HEAD=HeadConstants(
-                    name, row.SCALED, row.SOFTCAP, row.SOFTCAP and bent, *tile[:4], _GROUP, platform()
-                ),
-            )  # fmt: skip
+            product.multiply(name, spreads, bent)
         launch(
             row_statistics_kernel, triton.cdiv(n, _MANY), device, _LINE,
-            places, offsets, flags, count, sums, spreads, label, transform.row_temperature,
-            *stats, out, factors, rests, rows, head,
-            COLUMNS=tile.columns, AGAIN=name == "again", MANY=_MANY, TILES=_TILES, ROW=row,
+            product.places, product.offsets, product.flags, product.count, product.sums, spreads,
+            product.label, transform.row_temperature, *stats, out, factors, rests, product.rows, product.head,
+            COLUMNS=product.tile.columns, AGAIN=name == "again", MANY=_MANY, TILES=_TILES, ROW=product.row,
         )  # fmt: skip
     return HeadRows(stats, factors, rests)
+
+
+class KnownRows:
+    """Rows whose statistics are known, from an earlier pass: some columns of their exponentials at a time.
+
+    The kernel is that of ``exponentials``. Its offset is the log-sum-exp, less the logarithm of the row's
+    coefficient: so what multiplies hidden states for dWeight is a power of two, and is not rounded.
+
+    Attributes:
+        head: statistics, factors and rests of the rows.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        transform: LogitTransform,
+        ignore_index: int,
+        stats: RowStats,
+        coefficients: Tensor | None,
+        active: Tensor,
+    ):
+        """Find offsets and elements at the labels.
+
+        Args:
+            hidden, weight, bias, labels, transform, ignore_index: as in ``exponentials``.
+            stats: [1, n] each, contiguous.
+            coefficients: [n] fp32, what log-probs are multiplied by, between 2^-30 and 2^30 or 0; None: the
+                rows are for ``entropy_rows_``.
+            active: [n], bool: rows with a gradient.
+        """
+        self._product = _Product(hidden, weight, bias, labels, transform, ignore_index)
+        self._bent = coefficients is not None
+        known = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        factors, rests, self._elements = known
+        self.head = HeadRows(stats, factors, rests)
+        launch(
+            known_rows_kernel, triton.cdiv(len(hidden), _MANY), hidden.device, _LINE,
+            labels, transform.row_temperature, active, coefficients, stats.logprobs, stats.lse,
+            self._product.places, self._product.offsets, self._product.powers, factors, self._elements, rests,
+            self._product.rows, MANY=_MANY, ROW=self._product.row,
+        )  # fmt: skip
+
+    def exponentials(self, out: Tensor, first: int) -> None:
+        """Write the columns from ``first`` on into ``out`` [n, k]."""
+        product = self._product
+        product.take(out, first, first + out.shape[1])
+        product.multiply("first", None, self._bent)
+        if self._bent:
+            launch(
+                label_elements_kernel, triton.cdiv(len(out), _MANY), out.device, _LINE,
+                product.places, self._elements, out, product.rows, product.head, MANY=_MANY,
+            )  # fmt: skip
 
 
 @row_kernel
@@ -723,6 +912,6 @@ def entropy_rows_(
     launch(
         entropy_rows_kernel, n * triton.cdiv(V, _LINE.block), values.device, _LINE,
         values, labels, transform.row_temperature, head.factors, *head.stats, of_logprobs, of_entropy,
-        rows, HeadNumbers(encode(0), encode(0), encode(0), encode(0), encode(values.stride(0))),
+        rows, HeadNumbers(*[encode(0)] * 5, encode(values.stride(0))),
         BLOCK=_LINE.block, ROW=RowConstants.of(values.unsqueeze(0), transform, _LINE),
     )  # fmt: skip

@@ -251,31 +251,38 @@ class Gradients:
             width: how many columns at a time.
         """
         products, V = self.call.products, self.call.products.vocabulary
-        backend, start = load(self.call.options.backend), columns_of(self.call.options.shard, V)[0]
+        start = columns_of(self.call.options.shard, V)[0]
         # without a label in the vocabulary the log-prob is NaN and depends on no logit
         grad = grad.masked_fill((stats.logprobs.isnan() & stats.lse.isfinite()).squeeze(0), 0.0)
         grads, powers = self._normalised(grad, grad_entropy)
+        active = is_active(grad, grad_entropy)
+        known, factors, rests = products.known_rows(chunk, stats, grads, active), None, None
+        if known is not None and grad_entropy is None:
+            factors, rests = known.head.factors, known.head.rests
         operands: tuple[Tensor, ...] = ()
         if self.needs.weight or self.needs.bias:
-            operands = self.sums.operands(chunk.hidden, powers, None, is_active(grad, grad_entropy))
+            operands = self.sums.operands(chunk.hidden, powers, factors, active)
         # on the CPU rows whose distance is a power of two would share a few cache lines
-        shape = torch.Size((chunk.size, width + 16 if chunk.hidden.is_cpu else width))
-        memory = used_memory(shape, products.dtype, chunk.hidden.device)
+        stride = width + 16 if chunk.hidden.is_cpu else width
+        shape = torch.Size((chunk.size, stride + -stride % 8))
+        memory = used_memory(shape, products.block_dtype, chunk.hidden.device)
         total: Tensor | None = None
         for first in range(0, V, width):
             last = min(first + width, V)
             block = products.columns(first, last)
-            logits = block.logits(chunk.hidden, memory[:, : last - first])
-            values, rows = block.rows_memory(logits), chunk.columns(first, last, start + first).rows(logits)
-            backend.logprobs_backward(rows, stats, grads, values.unsqueeze(0), sharded=True)
+            part = chunk.columns(first, last, start + first)
+            values = block.column_rows(memory[:, : last - first], part, stats, grads, known)
             if self.needs.hidden:
                 total = block.grad_hidden(values, total)
             if operands:
                 self.sums.add((values, *operands), None, block, first)
-            del logits, values, rows
-        del memory, operands
+            del values
+        if operands and rests is not None:
+            self.sums.add_rests(rests, chunk.labels.squeeze(0), (memory, *operands))
+        del memory, operands, known
         if total is not None:
-            self.add_rows(GradientRows(total, powers), chunk, of_hidden=total)
+            rows = GradientRows(total, powers, factors, None, rests)
+            self.add_rows(rows, chunk, of_hidden=total)
 
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
         """Multiply rows of dHidden, at some positions, by coefficients that were not known before."""
@@ -317,10 +324,8 @@ def block_width(call: Call, rows: int) -> int:
     V = call.products.vocabulary
     if not rows or not call.products.by_columns:
         return 0
-    # logits of a row, where gradient rows may take less than those
-    row = min(V, call.products.row_bytes // call.products.dtype.itemsize)
     most = BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"]
-    columns = min(most, max(1, call.chunk_rows * row // rows))
+    columns = min(most, max(1, call.chunk_rows * V // rows))
     if columns > 64:
         columns -= columns % 64
     return min(columns, V) if columns < V or call.options.shard.group else 0

@@ -117,9 +117,11 @@ class HeadSums:
                 self._power = self._wide = None  # dWeight is rounded, and not in units
 
     def add_rests(self, rests: Tensor, labels: Tensor, parts: tuple[Tensor, ...]) -> None:
-        """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order."""
+        """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order. It is
+        less than a sum of 16 bits could show.
+        """
         at = labels.clamp(0, self._products.vocabulary - 1)
-        if self._weight is not None:
+        if self._weight is not None and self._weight.dtype == self._dtype:
             self._weight.index_put_((at,), parts[1] * rests.unsqueeze(1), accumulate=True)
         if self._bias is not None:
             self._bias.index_put_((at,), parts[2] * rests, accumulate=True)

@@ -59,7 +59,7 @@ def formulas_of(hidden, weight, bias, labels, transform, mix=None):
         entropy = -(logp.exp() * logp).sum(-1)
         a, b = (torch.ones_like(logprobs), 0 * logprobs) if mix is None else mix.to(dtype)
         (grad,) = torch.autograd.grad((a * logprobs + b * entropy).sum(), raw)
-        values = {"logprobs": logprobs, "entropy": entropy, "grad": grad}
+        values = {"logprobs": logprobs, "entropy": entropy, "grad": grad, "by columns": grad}
         return {name: value.detach() for name, value in values.items()}
 
     return formulas
@@ -77,6 +77,28 @@ def run(functions, hidden, weight, bias, labels, transform, *, out=None, **optio
     return module.exponentials(hidden, weight, bias, labels, transform, IGNORE, out, **options)
 
 
+def columns_of(
+    functions, hidden, weight, bias, labels, transform, stats, *, width=48, coefficient=-0.75, mix=None
+):
+    """Return the same rows from known statistics, ``width`` columns at a time; with ``mix`` those that also
+    have the entropy's gradient.
+    """
+    module, device = functions
+    hidden, weight, labels = (each.to(device) for each in (hidden, weight, labels))
+    bias, transform = None if bias is None else bias.to(device), transform.rows(lambda row: row.to(device))
+    out, (n, V) = torch.empty(len(hidden), len(weight), dtype=BF16), (len(hidden), len(weight))
+    coefficients = torch.full((n,), coefficient, device=device) if mix is None else None
+    active = torch.full((n,), coefficient != 0, device=device)
+    known = module.KnownRows(hidden, weight, bias, labels, transform, IGNORE, stats, coefficients, active)
+    for first in range(0, V, width):
+        part = memory(n, min(width, V - first), device)
+        known.exponentials(part, first)
+        if mix is not None:
+            module.entropy_rows_(part, labels - first, transform, IGNORE - first, known.head, *mix.to(device))
+        out[:, first : first + width] = part.cpu()
+    return rows_of(known.head, out, labels.cpu()) / (coefficient or 1) if mix is None else out
+
+
 def rows_of(head, out, labels):
     """Return d logprob/dlogits of the rows, in fp64."""
     rows = out.cpu().double()
@@ -88,7 +110,9 @@ def rows_of(head, out, labels):
 @pytest.mark.parametrize("mixed", [False, True], ids=["logprobs", "entropy too"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_values(functions, name, mixed):
-    """Statistics, rows of the gradient of log-probs, and those of log-probs and entropy."""
+    """Statistics, rows of the gradient of log-probs, and those of log-probs and entropy, at once and from the
+    statistics some columns at a time.
+    """
     module, device = functions
     transform, n, V = TRANSFORMS[name], 21, 131
 
@@ -110,7 +134,13 @@ def test_values(functions, name, mixed):
                 logprobs, lse, entropy = (each.squeeze(0).cpu() for each in head.stats)
                 exact = logits_of(*given[:3], transform, torch.float64).logsumexp(-1)
                 torch.testing.assert_close(lse, exact, rtol=1e-6, atol=1e-5)
-                return {"logprobs": logprobs, "entropy": entropy, "grad": grad.to(BF16)}
+                columns = columns_of(functions, *given, head.stats, mix=mix).to(BF16)
+                return {
+                    "logprobs": logprobs,
+                    "entropy": entropy,
+                    "grad": grad.to(BF16),
+                    "by columns": columns,
+                }
 
             yield formulas_of(hidden, weight, bias, labels, transform, mix), ours
 
@@ -138,6 +168,9 @@ def test_edges_of_tiles_and_rows_that_do_not_count(functions, n, V, H):
     torch.testing.assert_close(stats.logprobs[counted].double(), want[counted], rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(stats.lse[~ignored], z.logsumexp(-1)[~ignored], rtol=1e-6, atol=1e-5)
     assert (rows[~counted] == 0).all() and (out.cpu()[ignored] == 0).all() and not out.isnan().any()
+    columns = columns_of(functions, hidden, weight, bias, labels, PLAIN, head.stats)
+    assert (columns[~counted] == 0).all()
+    torch.testing.assert_close(columns, rows, rtol=2.0**-7, atol=1e-7)
     exact = torch.nn.functional.one_hot(place, V) - z.softmax(-1)
     torch.testing.assert_close(rows[counted], exact[counted], rtol=2.0**-8, atol=1e-7)
 
@@ -198,6 +231,8 @@ def test_labels_far_from_the_other_logits(functions, nats):
     exact = (-p).scatter(1, labels, (1 - logp.exp()).unsqueeze(1))
     slack = 2.0**-8 + 2.0**-21 * float(z.abs().max())
     torch.testing.assert_close(rows, exact, rtol=slack, atol=1e-16)
+    columns = columns_of(functions, hidden, weight, None, labels, PLAIN, head.stats)
+    torch.testing.assert_close(columns, exact, rtol=slack, atol=1e-16)
 
 
 @pytest.mark.parametrize("at_label", [True, False])
@@ -219,4 +254,8 @@ def test_special_values_end_as_in_rows_of_logits(functions, value, at_label):
     exact = torch.empty(1, 1, 70, device=device)
     backend.logprobs_backward(rows, want, RowGradients(torch.ones(1, 1, device=device)), exact)
     got = rows_of(head, out, labels.cpu())
-    torch.testing.assert_close(got, exact[0].cpu().double(), rtol=2.0**-8, atol=1e-7, equal_nan=True)
+    close = {"rtol": 2.0**-8, "atol": 1e-7, "equal_nan": True}
+    torch.testing.assert_close(got, exact[0].cpu().double(), **close)
+    given = (functions, hidden, weight, None, labels.cpu(), PLAIN, head.stats)
+    torch.testing.assert_close(columns_of(*given), exact[0].cpu().double(), **close)
+    assert (columns_of(*given, coefficient=0.0) == 0).all()

@@ -34,8 +34,10 @@ class ExponentialProducts(Products):
 
         self._stride = -(-self.vocabulary // ALIGNED) * ALIGNED
         self.row_bytes = self._stride * self.rows_dtype.itemsize
+        self.block_dtype = self.rows_dtype
         self._rows: Tensor | None = None
         self._early: Any = None
+        self._first = 0
 
     def statistics_rows(self, rows: int) -> int:
         """Return more rows than may be stored."""
@@ -87,24 +89,58 @@ class ExponentialProducts(Products):
     def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
         from gspo_kernels.kernels.exponentials import exponentials
 
+        return exponentials(*self._operands(chunk), out, entropy=entropy, bent=not entropy)
+
+    def _operands(self, chunk: Chunk) -> tuple[Any, ...]:
         hidden, bias = chunk.hidden.contiguous(), self.bias
-        return exponentials(
+        return (
             hidden if hidden.data_ptr() % 16 == 0 else hidden.clone(), self.weight,
             None if bias is None else bias.contiguous(), chunk.labels, chunk.options.transform,
-            chunk.options.ignore_index, out, entropy=entropy, bent=not entropy,
+            chunk.options.ignore_index,
         )  # fmt: skip
+
+    def columns(self, first: int, last: int) -> Products:
+        """Return the products of some columns, which know where these begin."""
+        block = super().columns(first, last)
+        assert isinstance(block, ExponentialProducts)
+        block._first = first
+        return block
+
+    def known_rows(self, chunk: Chunk, stats: RowStats, grads: RowGradients, active: Tensor) -> Any:
+        """Return the rows with their log-sum-exp as offset."""
+        from gspo_kernels.kernels.exponentials import KnownRows
+
+        stats, coefficients = stats.each(lambda stat: stat.contiguous()), None
+        if grads.grad_entropy is None:
+            coefficients = grads.grad_logprobs.to(stats.logprobs.dtype).flatten().contiguous()
+        return KnownRows(*self._operands(chunk), stats, coefficients, active)
+
+    def column_rows(
+        self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
+    ) -> Tensor:
+        """Return exponentials, which a pass follows only beside the entropy's gradient."""
+        known.exponentials(memory, self._first)
+        if grads.grad_entropy is not None:
+            self._add_entropy(memory, known.head, chunk, grads)
+        return memory
 
     def add_entropy(self, projected: Projected, chunk: Chunk, grads: RowGradients) -> None:
         """Turn exponentials into the gradient of log-probs and entropy, in place."""
-        from gspo_kernels.kernels.exponentials import HeadRows, entropy_rows_
+        from gspo_kernels.kernels.exponentials import HeadRows
 
         head = HeadRows(projected.stats, projected.factors, projected.rests)
-        dtype, zeros = projected.stats.logprobs.dtype, torch.zeros_like(projected.stats.logprobs)
+        self._add_entropy(projected.values, head, chunk, grads)
+
+    @staticmethod
+    def _add_entropy(values: Tensor, head: Any, chunk: Chunk, grads: RowGradients) -> None:
+        from gspo_kernels.kernels.exponentials import entropy_rows_
+
+        dtype, zeros = head.stats.logprobs.dtype, torch.zeros_like(head.stats.logprobs)
         both = (grads.grad_logprobs, zeros if grads.grad_entropy is None else grads.grad_entropy)
         of_logprobs, of_entropy = (each.to(dtype).flatten().contiguous() for each in both)
         options = chunk.options
         entropy_rows_(
-            projected.values,
+            values,
             chunk.labels,
             options.transform,
             options.ignore_index,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Products:
             may then differ, which shows with weights of more than 16 bits.
         by_columns: whether logits that are projected again come some columns at a time, see
             ``gradients.add_by_columns``.
+        block_dtype: the dtype of the memory of such columns.
         operand_dtype: the dtype of the hidden states that are multiplied for dWeight.
         first_column: the first column of hidden states that ``trained`` multiplies.
         max_rows: how many rows of logits to make room for.
@@ -91,6 +92,7 @@ class Products:
         self.rows_dtype = stats_dtype(weight.dtype) if converts else weight.dtype
         extra = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
         self.row_bytes = self.vocabulary * (self.dtype.itemsize + extra)
+        self.block_dtype = self.dtype
         self.operand_dtype, self.first_column = self.rows_dtype, 0
         self.rows_worth_a_look = WORTH_A_LOOK / weight.numel() if weight.is_cuda else 0.0
         self.max_rows = self.ahead = 0
@@ -206,6 +208,31 @@ class Products:
         if logits.element_size() > dtype.itemsize:
             return logits.view(dtype)[:, : logits.shape[1]]
         return torch.empty(logits.shape, dtype=dtype, device=logits.device)
+
+    # --- some columns of rows with known statistics
+
+    def known_rows(self, chunk: Chunk, stats: RowStats, grads: RowGradients, active: Tensor) -> Any:
+        """Return what ``column_rows`` needs to know of all columns, or None; the rows' factors and rests are
+        in its ``head``.
+
+        Args:
+            chunk: the rows.
+            stats: their statistics, [1, n] each.
+            grads: their coefficients, [1, n] each.
+            active: [n], bool: rows with a gradient.
+        """
+        return None
+
+    def column_rows(
+        self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
+    ) -> Tensor:
+        """Return the gradient rows, with their coefficients, in ``memory`` [n, k] of the ``block_dtype``,
+        where this product and the chunk have some columns only.
+        """
+        logits = self.logits(chunk.hidden, memory)
+        values = self.rows_memory(logits)
+        self.backend.logprobs_backward(chunk.rows(logits), stats, grads, values.unsqueeze(0), sharded=True)
+        return values
 
     # --- gradient products
 
