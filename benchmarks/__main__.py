@@ -17,7 +17,7 @@ import torch
 from benchmarks.measure import DeviceBroken, machine, print_peaks
 from benchmarks.registry import SUITES, Options
 
-for _module in ("contestants", "suites", "fidelity", "static", "trl_memory", "host", "products"):
+for _module in ("contestants", "suites", "fidelity", "static", "trl_memory", "host", "products", "quack"):
     importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
 
 DEVICE_BROKEN = 3

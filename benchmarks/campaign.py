@@ -2,10 +2,10 @@
 
 Every stage is a process with a share of the time, the most important first. If a stage fails, hangs or loses
 the device, that is recorded and the next one starts; a contestant that breaks the device is left out of a
-second try; a stage whose test or kernel does not exist is skipped. Time that a stage does not use goes to the
-next ones; no stage gets the time of those after it, so the report is always written. DIR then holds a JSON
-file per suite, what tests measured, reports of pytest, the page, its plots, and ``campaign.json`` with all
-outcomes. With ``--device cpu`` the same stages rehearse on tiny shapes.
+second try; a stage whose test, kernel or package does not exist is skipped. Time that a stage does not use
+goes to the next ones; no stage gets the time of those after it, so the report is always written. DIR then
+holds a JSON file per suite, what tests measured, reports of pytest, the page, its plots, and
+``campaign.json`` with all outcomes. With ``--device cpu`` the same stages rehearse on tiny shapes.
 
 A rented machine often has PyTorch and transformers, but no network. Prepare the tree on a machine with the
 same processor and a glibc that is not newer:
@@ -25,6 +25,7 @@ is skipped. datasets and math-verify are not used.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -50,7 +51,7 @@ class Stage:
         seconds: its share of nine minutes, in a shorter campaign proportionally less; with 0 it runs if the
             stages before it leave ``SPARE`` seconds.
         arguments: after ``pytest``, or after ``python -m benchmarks run NAME``.
-        needs: a file of the tree that it tests or measures; "" if this always exists.
+        needs: a file of the tree that it tests or measures, or a package; "" if this always exists.
         status: "waiting", "done", "failed", "out of time", or "skipped": what it needs is not here.
     """
 
@@ -65,6 +66,14 @@ class Stage:
     tests: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     without: dict[str, str] = field(default_factory=dict)
+
+    def lacks(self) -> str:
+        """Return why what it needs is not here, or nothing."""
+        if not self.needs or (ROOT / self.needs).exists():
+            return ""
+        if "/" in self.needs:
+            return f"{self.needs} does not exist yet"
+        return "" if importlib.util.find_spec(self.needs) else f"{self.needs} is not installed"
 
     def file(self, kind: str) -> str:
         """Return the name of its log or report."""
@@ -95,12 +104,13 @@ def stages() -> list[Stage]:
         Stage("trainer", "tests", 60, ("tests/gpu/test_trainer.py",)),
         Stage("profile", "suite", 45),
         Stage("host", "suite", 60),
-        Stage("exponentials", "suite", 120, needs="gspo_kernels/linear/products/exponentials.py"),
-        Stage("hidden", "suite", 95, _OURS),
+        Stage("exponentials", "suite", 90, needs="gspo_kernels/linear/products/exponentials.py"),
+        Stage("quack", "suite", 30, needs="quack"),
+        Stage("hidden", "suite", 100, _OURS),
         Stage("fixed", "suite", 40),
         Stage("logits", "suite", 25),
         Stage("step", "suite", 20),
-        Stage("memory", "suite", 20),
+        Stage("memory", "suite", 15),
         Stage("sanitizer", "tests", 0, ("tests/gpu", "-k", "sanitizer", PARALLEL)),
         Stage("tests on the device", "tests", 0, (*_ON_DEVICE, "-k", "not cpp and not reference", PARALLEL)),
         Stage("report", "report", 15),
@@ -214,8 +224,8 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
     end = time.perf_counter() + 60 * minutes
     for index, stage in enumerate(plan):
         limit = limit_of(plan, index, end - time.perf_counter(), minutes)
-        if stage.needs and not (ROOT / stage.needs).exists():
-            stage.status, stage.reason = "skipped", f"{stage.needs} does not exist yet"
+        if lacks := stage.lacks():
+            stage.status, stage.reason = "skipped", lacks
         elif limit < (1 if stage.seconds else SPARE):
             stage.status, stage.reason = "out of time", "left out: no time left"
         else:

@@ -100,6 +100,7 @@ _our_hidden = functools.partial(_our_loss, gk.fused_linear_policy_loss, task="hi
 _our_hidden("auto")
 for _schedule in SCHEDULES:
     _our_hidden(_schedule, schedule=_schedule)
+_our_hidden("least memory", memory="least")
 _our_hidden("auto, skip all", skip_inactive="all")
 _our_hidden("auto, skip none", skip_inactive="none")
 _our_hidden("auto, 16-bit logits", about=ROUNDED, logits_dtype="input")

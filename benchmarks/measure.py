@@ -130,6 +130,16 @@ class Clock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
 
+def peak_of(call: Call, device: torch.device) -> tuple[Any, int | None]:
+    """Return what a call returns, and its peak bytes beyond what was allocated; None on a CPU."""
+    if device.type != "cuda":
+        return call(), None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    return call(), torch.cuda.max_memory_allocated(device) - before
+
+
 def probes(problem: Problem, floor: dict[str, float]) -> dict[str, Call]:
     """Return the bare operations that a floor consists of; they write to preallocated memory.
 
@@ -228,14 +238,7 @@ class Entrant:
             return
         with self.refusal(device):
             self.problem = self.problem.layout(self.contestant.layout)
-            before = 0
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
-                before = torch.cuda.memory_allocated(device)
-            *seconds, results = self.once(device)
-            if device.type == "cuda" and options.memory:
-                self.record["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+            (*seconds, results), peak = peak_of(lambda: self.once(device), device)
             verdict = judge.verdict(self.contestant, *results)
             del results
             self.record["errors"] = {name: _finite(error) for name, error in verdict.errors.items()}
@@ -244,11 +247,13 @@ class Entrant:
             if verdict.complaint:
                 self.record.update(status="wrong", reason=verdict.complaint)
                 return
-            # The first call warmed up and may have compiled. A second one tells how long a call takes, unless
-            # the first was long and compiled nothing.
+            # The first call warmed up and may have compiled and tuned. A second one tells the time and memory
+            # of a call, unless the first was long and compiled nothing.
             compiles = "compile" in name or device.type == "cuda"
-            if case.repeats and (sum(seconds) < 0.5 or compiles):
-                *seconds, _ = self.once(device)
+            if (case.repeats or peak is not None) and (sum(seconds) < 0.5 or compiles):
+                (*seconds, _), peak = peak_of(lambda: self.once(device), device)
+            if peak is not None and options.memory:
+                self.record["peak_bytes"] = peak
             took = max(sum(seconds), 1e-6)
             self.warm = took < 0.5
             self.inner = max(1, min(200, math.ceil(_LEAST / took)))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SITUATIONS = ("all active", "half inactive", "frozen head", "on-policy")
+SITUATIONS = ("all active", "half inactive", "10% clipped", "frozen head", "on-policy")
 _DISTANCE = 0.05
 _GROUP = 4
 
@@ -59,10 +59,16 @@ class Problem:
         return self.inputs[-1].shape[-1 if self.task == "logits" else 0]
 
     def situation(self, name: str) -> Problem:
-        """Return the problem with every second advantage zero, with a head without gradient, or on-policy."""
+        """Return the problem with every second advantage zero, with every tenth sequence clipped, with a head
+        without gradient, or on-policy.
+        """
         if name == "half inactive":
             odd = torch.arange(len(self.advantages), device=self.advantages.device) % 2
             return replace(self, advantages=self.advantages * odd)
+        if name == "10% clipped" and self.old_logprobs is not None:
+            tenth = torch.arange(len(self.advantages), device=self.advantages.device) % 10 == 9
+            other_side = (2 * self.logprobs - self.old_logprobs).float()
+            return replace(self, old_logprobs=torch.where(tenth[:, None], other_side, self.old_logprobs))
         if name == "frozen head":
             return replace(self, trains_weight=False)
         return replace(self, old_logprobs=None) if name == "on-policy" else self

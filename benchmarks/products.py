@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import time_probe
+from benchmarks.measure import peak_of, time_probe
 from benchmarks.registry import Missing, Options, suite
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.linear.products.fixed import fixed_product
@@ -43,7 +43,7 @@ def in_turns(calls: Mapping[str, Call], options: Options) -> dict[str, list[floa
 
 def product_table(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return a table with a row per product."""
-    rows: list[Row] = [["", "ms", "TFLOP/s", "error / allowed"]]
+    rows: list[Row] = [["", "ms", "TFLOP/s", "peak MiB", "error / allowed"]]
     for line in lines:
         if line["reason"]:
             rows.append([line["name"], line["reason"]])
@@ -51,7 +51,9 @@ def product_table(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         seconds = statistics.median(line["seconds"]) if "seconds" in line else None
         rate = line["operations"] / seconds / 1e12 if seconds and "operations" in line else None
         milliseconds = None if seconds is None else 1e3 * seconds
-        rows.append([line["name"], number(milliseconds), number(rate), number(line.get("share"), 2)])
+        peak = None if line.get("peak_bytes") is None else line["peak_bytes"] / 2**20
+        cells = (number(milliseconds), number(rate), number(peak), number(line.get("share"), 2))
+        rows.append([line["name"], *cells])
     return rows
 
 
@@ -70,7 +72,8 @@ class Lines:
         """Time calls in turns; ``operations`` are floating-point operations of a call."""
         about = {} if operations is None else {"operations": operations}
         for name, seconds in in_turns(calls, self.options).items():
-            self.add(f"{shape}: {name}", seconds=seconds, **about)
+            peak = peak_of(calls[name], self.options.device)[1]
+            self.add(f"{shape}: {name}", seconds=seconds, peak_bytes=peak, **about)
 
     def record(self) -> dict[str, Any]:
         """Return the record."""

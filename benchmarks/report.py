@@ -48,8 +48,12 @@ round, error and version. `make bench` measures this machine in ten minutes, and
 OTHER_GPUS = """No other GPU than the one below has been measured. The tests compile every kernel for sm_80,
 sm_90, sm_100, sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the
 machine code. AMD GPUs need Triton 3.9: 3.6 and 3.7 leave out a wait in packed sequence ratios on gfx942.
-No GPU has run the product with exponentials, which serves bf16 heads on Hopper and B200 by default now:
-the times from hidden states are older.
+No GPU was there when these were written, so nothing says yet how fast they are: the product with
+exponentials, which serves bf16 heads on Hopper and B200 by default now (the times from hidden states are
+older), its blocks of columns in two passes, `memory="least"`, V=248,320, and QuACK 0.6.5. QuACK's 16-bit
+cross-entropy is `wrong` at V=151,936 for a reason in its source, in 0.6.0 and 0.6.5: it cuts a row of more
+than 131,072 logits into 16 parts of 10,240, the last of which has no column there. Its maximum is -inf, and
+-inf less -inf is NaN. 248,320 logits, fp32 and its chunked losses do not meet this.
 """
 TABLES = {
     "Loss and gradient from logits": ("logits",),
@@ -61,12 +65,14 @@ TABLES = {
     "Kernels and idle gaps": ("profile",),
     "Time of the host, and graphs": ("host",),
     "The product with exponentials in its epilogue": ("exponentials",),
+    "The product with exponentials by QuACK": ("quack",),
     "Products in a fixed order, and fp32 gradients of logits": ("fixed",),
 }
 """The tables of a section by title, and the suites of each."""
 NOTES = {
     "logits": "from logits; in place, the gradient overwrites them.",
-    "hidden": "from hidden states; half inactive: every second advantage is 0.",
+    "hidden": "from hidden states; half inactive: every second advantage is 0; 10% clipped: every tenth "
+    "sequence. V=248,320 is Qwen3.5's vocabulary; no machine has run this case and the clipped one yet.",
     "realistic": "padded, with log-normal lengths around a third of the longest "
     "([source](https://arxiv.org/abs/2605.30859)); 40% of the groups have no reward variance "
     "([source](https://deepchokshi.in/blog/grpo-reward-variance-filtering)); sequences with 15% of the "
@@ -82,6 +88,7 @@ NOTES = {
     "queued calls; replays of a CUDA graph; not measured on a GPU yet.",
     "exponentials": "the product whose epilogue takes exponentials, judged against fp64 and timed beside "
     "`torch.mm`; not measured on a GPU yet.",
+    "quack": "that product by QuACK's epilogues, beside ours; not measured on a GPU yet.",
     "fixed": "products of batch-invariant mode beside `torch.mm`, and gradients of fp32 logits beside a "
     "copy; not measured on a GPU yet.",
 }

@@ -82,20 +82,26 @@ def logits(options: Options) -> dict[str, Any]:
 
 @suite("hidden", "Loss and gradients from hidden states")
 def hidden(options: Options) -> dict[str, Any]:
-    """Every schedule; half of the sequences inactive; a frozen head; on-policy; bf16; a tiny shape."""
+    """Every schedule; half of the sequences inactive; a tenth clipped; a frozen head; on-policy; bf16; a
+    larger vocabulary; a tiny shape.
+    """
     sizes = (4, 128, 32000, 512), (16, 1024, 151936, 4096), (2, 8, 300, 16)
     size, dtype, on_gpu = _choose(options, *sizes)
-    schedules = r"ours, (auto|aligned|deferred|two_pass)(, 16-bit logits)?"
+    schedules = r"ours, (auto|aligned|deferred|two_pass|least memory)(, 16-bit logits)?"
+    of_20 = (20, max(2, size[0] * size[1] // 20), *size[2:])
     cases = [
         _from_hidden("all active", size, dtype, (OTHERS, schedules)),
         _from_hidden("batch-invariant", size, dtype, (r"ours, auto(, batch-invariant)?", PLAIN)),
         _from_hidden("half inactive", size, dtype, SKIP, "half inactive"),
-        _from_hidden("frozen head", size, dtype, (r"ours, (auto|frozen)", PLAIN), "frozen head"),
+        _from_hidden("10% clipped", of_20, dtype, (r"ours, auto(, skip none)?", PLAIN), "10% clipped"),
+        _from_hidden("frozen head", size, dtype, (r"ours, (auto|frozen|least memory)", PLAIN), "frozen head"),
         _from_hidden("on-policy", size, dtype, (r"ours, (auto|known)", PLAIN), "on-policy"),
     ]
     if on_gpu:
-        cases.append(_from_hidden("all active, H=2048", (*size[:3], 2048), dtype, (OTHERS, "ours, auto")))
-        cases.append(_from_hidden("all active, H=1024", (8, *size[1:3], 1024), dtype, (OTHERS, schedules)))
+        shapes = {"H=2048": (16, 151936, 2048), "H=1024": (8, 151936, 1024), "V=248,320": (16, 248320, 2048)}
+        for words, (B, V, H) in shapes.items():
+            every = (OTHERS, schedules)
+            cases.append(_from_hidden(f"all active, {words}", (B, size[1], V, H), dtype, every))
     elif dtype == "fp32":
         for words, V in (("large", 32000), ("small", 1000)):
             long = size if options.tiny else (4, 512, V, 512)
@@ -155,7 +161,7 @@ def memory(options: Options) -> dict[str, Any]:
     sizes = (4, 64, 151936, 64), (8, 1024, 151936, 1024), (2, 8, 300, 16)
     size, dtype, on_gpu = _choose(options, *sizes)
     rows = (*size[:3], 0) if on_gpu or options.tiny else (2, 64, 151936, 0)
-    every = (OTHERS, AUTO, r"ours, (deferred|two_pass)")
+    every = (OTHERS, AUTO, r"ours, (deferred|two_pass|least memory)")
     cases = [
         _case("hidden", "from hidden states", size, dtype, every, repeats=0),
         _case("logits", "from logits", rows, dtype, (OTHERS, ROWS), repeats=0),

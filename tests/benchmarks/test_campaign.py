@@ -31,6 +31,7 @@ def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
     plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
     plan.append(campaign.Stage("waits", "suite", 5.0, needs="no/such/kernel.py"))
+    plan.append(campaign.Stage("needs more", "suite", 5.0, needs="no_such_package"))
     plan.append(campaign.Stage("left out", "suite", 0))
     start = time.perf_counter()
     assert campaign.main(tmp_path, "cpu", 0.3, plan) == 0
@@ -40,10 +41,11 @@ def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     found = {stage["name"]: stage for stage in record["stages"]}
     assert {name: stage["status"] for name, stage in found.items()} == {
         "fails": "failed", "hangs": "out of time", "passes": "done", "waits": "skipped",
-        "left out": "out of time",
+        "needs more": "skipped", "left out": "out of time",
     }  # fmt: skip
     assert "the reason" in found["fails"]["reason"]
     assert found["waits"]["reason"] == "no/such/kernel.py does not exist yet"
+    assert found["needs more"]["reason"] == "no_such_package is not installed"
     rows = report.campaign_table(tmp_path).splitlines()
     assert [row.split(" | ")[0].strip("| ") for row in rows[2:]] == [stage.name for stage in plan]
     assert "failed" in rows[3] and "the reason" in rows[3]

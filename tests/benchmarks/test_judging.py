@@ -62,6 +62,9 @@ def test_problems_are_what_their_names_say():
     assert bool((gspo.coefficients(problem, problem.logprobs)[1] != 0).all())
     half = problem.situation("half inactive")
     assert gspo.coefficients(half, half.logprobs)[1].count_nonzero() == SHAPE[0] // 2
+    twenty = gspo.draw("hidden", 40, 50, 8, 20, torch.float32).situation("10% clipped")
+    clipped = (gspo.coefficients(twenty, twenty.logprobs)[1] == 0).all(1)
+    assert clipped.nonzero().flatten().tolist() == [9, 19] and bool((twenty.advantages != 0).all())
     with pytest.raises(ValueError, match="equal length"):
         gspo.draw("hidden", 10, 20, 4, 3, torch.float32)
     problem = gspo.realistic("hidden", 64, 64, 50, 8, torch.float32)
