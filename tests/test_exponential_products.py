@@ -121,14 +121,14 @@ def test_two_passes_take_exponentials_of_some_columns(here, monkeypatch, terms, 
 
 @pytest.mark.parametrize("columns", [16384, 96])
 def test_the_rounding_of_the_labels_elements_is_put_back(here, monkeypatch, columns):
-    """It would show in dBias where the shares of two tokens with one label nearly cancel, and in dHidden where
-    the rows of the weight have much in common, which then cancels.
+    """It would show in dBias where the shares of two tokens with one label nearly cancel, and in dHidden
+    where the rows of the weight have much in common.
     """
     monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": columns})
     errors, sizes, H, V = [], [], 16, 250
     for seed in range(8):
         rng = generator(seed)
-        hidden = 0.25 * torch.randn(1, 1, H, generator=rng) * torch.tensor([[[1.0], [1.25]]])
+        hidden = 0.1 * torch.randn(1, 1, H, generator=rng) * torch.tensor([[[1.0], [1.25]]])
         weight, bias = 16 + torch.randn(V, H, generator=rng), torch.zeros(V)
         hidden[..., -1] -= hidden.sum(-1)  # what the rows have in common is in no logit, up to rounding
         given = [each.to(BF16) for each in (hidden, weight, bias)]
@@ -142,7 +142,7 @@ def test_the_rounding_of_the_labels_elements_is_put_back(here, monkeypatch, colu
         errors.append([(a - b).square().mean() for a, b in zip(*grads, strict=True)])
         sizes.append([torch.tensor(16.0).square(), grads[1][1].square()])
     hidden, bias = (torch.tensor(errors).sum(0) / torch.tensor(sizes).sum(0)).sqrt()
-    assert hidden < 2.0**-12 and bias < 2.0**-8, (hidden, bias)
+    assert hidden < 2.0**-11 and bias < 2.0**-6, (hidden, bias)
 
 
 @pytest.mark.parametrize("terms", ["loss_mask", "entropy"])
@@ -186,7 +186,7 @@ def test_ratios_of_equal_weights_are_exactly_1(here):
 @pytest.mark.parametrize("schedule", ["aligned", "two_pass"])
 def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch, schedule):
     """Over many draws with sampled labels errors are at most a tenth above those of fp32 logits that become
-    rows in bf16, as on other GPUs.
+    rows in bf16, as on other GPUs. Coefficients are no powers of two, which no product would round.
     """
     monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 128})
     errors = {True: [], False: []}
@@ -207,7 +207,13 @@ def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch, schedul
                             products, name, lambda *given: pytorch.Products(*given[:3], False, given[4])
                         )
                 gk.fused_linear_policy_loss(
-                    *leaves, labels, old, advantages, logit_scale=1.5, backend="triton", schedule=schedule
+                    *leaves,
+                    labels,
+                    old,
+                    1.37 * advantages,
+                    logit_scale=1.5,
+                    backend="triton",
+                    schedule=schedule,
                 ).loss.backward()
             grads[served] = [leaf.grad.double() for leaf in leaves]
         for served, found in errors.items():

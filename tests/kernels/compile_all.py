@@ -173,6 +173,11 @@ def project(target: str, transform: LogitTransform, everything: bool) -> None:
     labels, floats = torch.zeros(1, n, dtype=torch.int64), torch.zeros(n)
     bias = torch.empty(V, dtype=torch.bfloat16) if everything else None
     head = exponentials.exponentials(hidden, weight, bias, labels, transform, -100, out, entropy=everything)
+    coefficients = None if everything else floats
+    known = exponentials.KnownRows(
+        hidden, weight, bias, labels, transform, -100, head.stats, coefficients, floats == 0
+    )
+    known.exponentials(out, 0)
     if everything:
         exponentials.entropy_rows_(out, labels, transform, -100, head, floats, floats)
 
@@ -247,6 +252,7 @@ def is_read(name: str) -> bool:
         (
             *("ratio_step", "merge_mask", "lengths", "scale_", "sum_unit", "fixed_product"),
             *("exponentials_kernel", "label_offsets", "row_statistics", "entropy_rows"),
+            *("known_rows", "label_elements"),
         )
     )
 

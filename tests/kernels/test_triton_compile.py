@@ -21,7 +21,10 @@ KERNELS = """logprobs_forward_kernel logprobs_backward_kernel logprobs_and_grad_
 divergence_kernel lengths_kernel merge_mask_kernel sequence_ratio_kernel ratio_step_kernel scale_kernel
 fixed_product_kernel product_operand_kernel scale_rows_kernel store_hidden_kernel sum_unit_kernel"""
 # their product loads and stores by tensor maps
-HOPPER_AND_B200 = "exponentials_kernel label_offsets_kernel row_statistics_kernel entropy_rows_kernel"
+HOPPER_AND_B200 = (
+    "exponentials_kernel label_offsets_kernel row_statistics_kernel entropy_rows_kernel known_rows_kernel "
+    "label_elements_kernel"
+)
 
 
 def run_without_interpreter(request, name):
