@@ -907,11 +907,11 @@ def entropy_rows_(
     """Turn exponentials [n, V], stored with ``bent=False``, in place into rows d/dlogits of
     ``sum(of_logprobs * logprobs + of_entropy * entropy)``; both factors are contiguous fp32 [n].
     """
-    n, V = values.shape
+    (n, V), zero = values.shape, encode(0)
     rows = RowNumbers.of(values.unsqueeze(0), labels, transform, ignore_index)
     launch(
         entropy_rows_kernel, n * triton.cdiv(V, _LINE.block), values.device, _LINE,
         values, labels, transform.row_temperature, head.factors, *head.stats, of_logprobs, of_entropy,
-        rows, HeadNumbers(*[encode(0)] * 5, encode(values.stride(0))),
+        rows, HeadNumbers(zero, zero, zero, zero, zero, encode(values.stride(0))),
         BLOCK=_LINE.block, ROW=RowConstants.of(values.unsqueeze(0), transform, _LINE),
     )  # fmt: skip

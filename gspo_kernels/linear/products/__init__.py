@@ -47,7 +47,8 @@ def products_of(
     The choice depends on the weight alone, so that a token's logits come from one library however many rows
     are projected together: log-probs from an earlier call remain comparable. For the same reason
     ``ExponentialProducts`` serve losses and log-probs alike, but not ``whole_logits``, ``logits_dtype`` of
-    "input", sampling masks, a vocabulary that ranks share, and adapters: their calls see logits.
+    "input", sampling masks, a vocabulary that ranks share, and adapters: their calls see logits. Compiled for
+    sm_80 the kernel spills registers with either of its tiles, and loads nothing ahead.
 
     Args:
         weight: [V, H], or the low-rank adapter's [V, r] where ``base`` [V, H] is the frozen weight.

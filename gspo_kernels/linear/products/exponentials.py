@@ -89,15 +89,18 @@ class ExponentialProducts(Products):
     def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
         from gspo_kernels.kernels.exponentials import exponentials
 
-        return exponentials(*self._operands(chunk), out, entropy=entropy, bent=not entropy)
+        return exponentials(**self._operands(chunk), out=out, entropy=entropy, bent=not entropy)
 
-    def _operands(self, chunk: Chunk) -> tuple[Any, ...]:
-        hidden, bias = chunk.hidden.contiguous(), self.bias
-        return (
-            hidden if hidden.data_ptr() % 16 == 0 else hidden.clone(), self.weight,
-            None if bias is None else bias.contiguous(), chunk.labels, chunk.options.transform,
-            chunk.options.ignore_index,
-        )  # fmt: skip
+    def _operands(self, chunk: Chunk) -> dict[str, Any]:
+        hidden, bias, options = chunk.hidden.contiguous(), self.bias, chunk.options
+        return {
+            "hidden": hidden if hidden.data_ptr() % 16 == 0 else hidden.clone(),
+            "weight": self.weight,
+            "bias": None if bias is None else bias.contiguous(),
+            "labels": chunk.labels,
+            "transform": options.transform,
+            "ignore_index": options.ignore_index,
+        }
 
     def columns(self, first: int, last: int) -> Products:
         """Return the products of some columns, which know where these begin."""
@@ -113,7 +116,7 @@ class ExponentialProducts(Products):
         stats, coefficients = stats.each(lambda stat: stat.contiguous()), None
         if grads.grad_entropy is None:
             coefficients = grads.grad_logprobs.to(stats.logprobs.dtype).flatten().contiguous()
-        return KnownRows(*self._operands(chunk), stats, coefficients, active)
+        return KnownRows(**self._operands(chunk), stats=stats, coefficients=coefficients, active=active)
 
     def column_rows(
         self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
