@@ -1,13 +1,14 @@
 """The suites for a GPU say what is right, wrong, idle and missing; planted faults are found."""
 
 import functools
+import re
 
 import pytest
 import torch
 
 import benchmarks.__main__  # noqa: F401  it registers contestants and suites
-from benchmarks import host, products
-from benchmarks.registry import SUITES, Missing, Options
+from benchmarks import host, products, quack
+from benchmarks.registry import SUITES, Options
 
 TINY = Options(torch.device("cpu"), "tiny", repeats=1)
 
@@ -70,9 +71,27 @@ def test_the_product_with_exponentials_is_judged_before_it_is_timed(fault, monke
     assert any(word in judged["reason"] for word in FAULTS[fault].split("|"))
 
 
-def test_without_a_gpu_the_product_with_exponentials_is_missing():
-    with pytest.raises(Missing, match="tensor maps"):
-        products.Exponentials(torch.device("cpu"))
+@pytest.mark.parametrize(("name", "reason"), [("exponentials", "tensor maps"), ("quack", "quack|GPU")])
+def test_without_a_gpu_the_product_with_exponentials_is_missing(name, reason):
+    (line,) = SUITES[name].run(TINY)["lines"]
+    assert re.match(f"skipped: .*({reason})", line["reason"])
+
+
+def test_quacks_product_is_judged():
+    """Exact values pass, beside what a ragged last tile adds to the sum; each fault is named."""
+    operands = hidden, weight, labels = products.head(20, 300, 32, TINY.device)
+    offsets, logits = quack.offsets_of(*operands), hidden.double() @ weight.double().t()
+    e = torch.exp2(logits * quack.LOG2_E - offsets[:, None])
+    sums = torch.stack([e[:, :192].sum(1), e[:, 192:].sum(1) + 84 * torch.exp2(-offsets)], 1)
+    right = {
+        "D": e.bfloat16(),
+        "sums": sums.float(),
+        "logit": logits.gather(1, labels[:, None])[:, 0].float(),
+    }
+    assert quack.fault(right, *operands, offsets, 192) == ""
+    for name, words in {"D": "exponentials", "sums": "sums", "logit": "logits of labels"}.items():
+        wrong = right | {name: right[name] * 1.01}
+        assert quack.fault(wrong, *operands, offsets, 192).startswith(f"{words} are off")
 
 
 def test_products_in_a_fixed_order_are_compared(monkeypatch):
