@@ -1,19 +1,21 @@
 """Matrix products whose sums have a fixed order: an element's bits depend on its row and its column alone.
 
 Libraries choose tiles, and how they split K, by the shapes of a product. Here tiles are the same for every
-number of rows and columns. K is cut into segments of fixed length. A tile sums up each segment from zero and
-adds the segments from the first to the last; so products that are accumulated one after the other equal one
-product along the longer K. A few programs walk over all tiles.
+number of rows and columns, and K is summed from its first value to its last, a step at a time. The sum of a
+product that is added to ``out`` begins with what ``out`` holds. To store fp32 sums and to load them again
+changes no bit; so products that are accumulated one after the other equal one product along the longer K, if
+K is cut at whole steps. A few programs walk over all tiles.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels.kernels.columns import decode, decode_wide
 from gspo_kernels.kernels.launch import (
@@ -28,31 +30,33 @@ from gspo_kernels.kernels.launch import (
 )
 from gspo_kernels.kernels.rows import narrowed
 
-SEGMENT = 128
-"""Values along K in a segment, which is summed up from zero before it is added to the total."""
+STEP = 64
+"""Products may be cut along K at multiples of this: the most values that a tile takes at a time."""
 _VECTOR_BYTES = 16
 # Row tiles that are computed side by side: they share the columns of `b` that the L2 cache holds.
 _GROUP = 8
 
 
 class _ProductTile(NamedTuple):
-    """The rows and columns of a tile, the depth of a step along K, warps, and stages of the pipeline."""
+    """The rows and columns of a tile, the depth of a step along K, the columns that are stored at a time,
+    warps, and stages of the pipeline.
+    """
 
     rows: int
     columns: int
     depth: int
+    piece: int
     warps: int
     stages: int
 
 
-# Registers hold two sums of a tile: that of the segment, and that of all segments before it. Operands that
-# come in 16-byte pieces are loaded a segment or two ahead. Other operands also pass through registers and
-# have a pointer for each element; masks at the end of K take registers as well.
-_LARGE = _ProductTile(128, 128, 64, 8, 3)
-_WIDE = {2: _ProductTile(128, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 3)}
-_MASKED = {2: _ProductTile(64, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 3)}
-_NARROW = {2: _ProductTile(32, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 2)}
-_INTERPRETED = _ProductTile(32, 64, 64, 1, 1)
+# Registers hold the sums of a tile. On Hopper and B200 tensor maps bring 16-bit operands to shared memory, if
+# they come in 16-byte pieces, and take no registers. Elsewhere each piece has an address. Operands that don't
+# come in pieces have one for each element and pass through registers; masks at the end of K take some, too.
+_BULK = _ProductTile(128, 256, 64, 32, 8, 4)
+_WIDE = {2: _ProductTile(128, 128, 32, 32, 8, 4), 4: _ProductTile(64, 64, 16, 32, 8, 3)}
+_NARROW = {2: _ProductTile(64, 64, 32, 32, 8, 2), 4: _ProductTile(32, 32, 16, 32, 4, 2)}
+_INTERPRETED = _ProductTile(32, 64, 64, 32, 1, 1)
 
 
 @triton.jit
@@ -100,11 +104,13 @@ class ProductConstants(NamedTuple):
 
     Attributes:
         A_ALONG_K, B_ALONG_K: whether an operand is contiguous along K, or along its other dimension.
-        A_VECTOR, B_VECTOR: elements of a 16-byte piece, or 1 if the operand doesn't come in such pieces.
-        WHOLE: whether K is a multiple of LENGTH.
+        A_VECTOR, B_VECTOR, OUT_VECTOR: elements of a 16-byte piece, or 1 if the matrix doesn't come in such
+            pieces.
+        BULK: whether ``a`` and ``b`` are tensor descriptors.
+        WHOLE: whether K consists of whole steps.
         ACCUMULATE: whether the product is added to ``out``.
         ROWS, COLUMNS, DEPTH: rows and columns of a tile, and the depth of a step along K.
-        LENGTH: values along K in a segment.
+        PIECE: columns that are loaded or stored at a time.
         GROUP: tiles of rows that are computed side by side.
         PLATFORM: see ``launch.platform``.
     """
@@ -113,20 +119,77 @@ class ProductConstants(NamedTuple):
     B_ALONG_K: bool
     A_VECTOR: int
     B_VECTOR: int
+    OUT_VECTOR: int
+    BULK: bool
     WHOLE: bool
     ACCUMULATE: bool
     ROWS: int
     COLUMNS: int
     DEPTH: int
-    LENGTH: int
+    PIECE: int
     GROUP: int
     PLATFORM: str
 
 
+@triton.jit
+def _load_sums(out_ptr, top, left, M, N, stride, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr):
+    """Return what ``out`` holds of a tile, loaded PIECE columns at a time."""
+    ROWS: tl.constexpr = PRODUCT.ROWS
+    PLATFORM: tl.constexpr = PRODUCT.PLATFORM
+    VECTOR: tl.constexpr = PRODUCT.OUT_VECTOR
+    if COLUMNS > PRODUCT.PIECE:
+        HALF: tl.constexpr = COLUMNS // 2
+        x0 = _load_sums(out_ptr, top, left, M, N, stride, HALF, PRODUCT)
+        x1 = _load_sums(out_ptr, top, left + HALF, M, N, stride, HALF, PRODUCT)
+        x = tl.reshape(tl.permute(tl.join(x0, x1), [0, 2, 1]), [ROWS, COLUMNS])
+    else:
+        rows = _anew(top, PLATFORM) + tl.arange(0, ROWS)
+        columns = _anew(left, PLATFORM) + tl.arange(0, COLUMNS)
+        columns = tl.max_contiguous(tl.multiple_of(columns, COLUMNS), COLUMNS)
+        lines = tl.multiple_of(out_ptr + rows.to(tl.int64) * stride, 16 if VECTOR > 1 else 1)
+        inside = (rows < M)[:, None] & (columns < N // VECTOR * VECTOR)[None, :]
+        x = tl.load(lines[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _store_sums(x, out_ptr, top, left, M, N, stride, PRODUCT: tl.constexpr):
+    """Store a tile PIECE columns at a time, so that few addresses are in registers."""
+    ROWS: tl.constexpr = PRODUCT.ROWS
+    PLATFORM: tl.constexpr = PRODUCT.PLATFORM
+    VECTOR: tl.constexpr = PRODUCT.OUT_VECTOR
+    COLUMNS: tl.constexpr = x.shape[1]
+    if COLUMNS > PRODUCT.PIECE:
+        HALF: tl.constexpr = COLUMNS // 2
+        x0, x1 = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
+        _store_sums(x0, out_ptr, top, left, M, N, stride, PRODUCT)
+        _store_sums(x1, out_ptr, top, left + HALF, M, N, stride, PRODUCT)
+    else:
+        rows = _anew(top, PLATFORM) + tl.arange(0, ROWS)
+        columns = _anew(left, PLATFORM) + tl.arange(0, COLUMNS)
+        columns = tl.max_contiguous(tl.multiple_of(columns, COLUMNS), COLUMNS)
+        lines = tl.multiple_of(out_ptr + rows.to(tl.int64) * stride, 16 if VECTOR > 1 else 1)
+        inside = (rows < M)[:, None] & (columns < N // VECTOR * VECTOR)[None, :]
+        x = narrowed(x, out_ptr.dtype.element_ty, PLATFORM)
+        tl.store(lines[:, None] + columns[None, :], x, mask=inside)
+
+
+@triton.jit
+def _add_product(sums, x, y, PLATFORM: tl.constexpr):
+    """Return sums + x @ y."""
+    if PLATFORM == "interpreter":
+        # There tl.dot is NumPy's product: it takes bf16 bits for integers, and on some processors rounds an
+        # element by its place in the tile.
+        sums += tl.sum(x.to(tl.float32)[:, :, None] * y.to(tl.float32)[None, :, :], axis=1)
+    else:
+        sums = tl.dot(x, y, sums, input_precision="ieee")
+    return sums
+
+
 @row_kernel
-def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr):
-    """Compute every ``programs``-th tile of out (+)= a @ b + bias. ``product`` is a ``ProductNumbers``,
-    PRODUCT a ``ProductConstants``.
+def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr):
+    """Compute every ``programs``-th tile of out (+)= a @ b + bias. ``a`` and ``b`` are tensor descriptors or
+    addresses, ``product`` is a ``ProductNumbers``, PRODUCT a ``ProductConstants``.
     """
     PLATFORM: tl.constexpr = PRODUCT.PLATFORM
     ROWS: tl.constexpr = PRODUCT.ROWS
@@ -140,8 +203,7 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
     M = decode(product.M)
     N = decode(product.N)
     K = decode(product.K)
-    programs = decode(product.programs)
-    out_stride_m = decode_wide(product.out[0])
+    out_stride = decode_wide(product.out[0])
     height = tl.cdiv(M, ROWS)
     width = tl.cdiv(N, COLUMNS)
     a_stride_m = decode_wide(product.a[0])
@@ -159,58 +221,47 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
     else:
         b_stride_n = 1
         b_stride_k = b_stride_k // B_VECTOR * B_VECTOR
-    depths = tl.arange(0, DEPTH).to(tl.int64)
-    for tile in range(tl.program_id(0), height * width, programs):
+    for tile in range(tl.program_id(0), height * width, decode(product.programs)):
         group = tile // (GROUP * width) * GROUP
         members = tl.minimum(height - group, GROUP)
         within = tile % (GROUP * width)
         top = (group + within % members) * ROWS
         left = within // members * COLUMNS
-        a_lines = a_ptr + _lines(top, ROWS, M, 1 if A_ALONG_K else A_VECTOR) * a_stride_m
-        b_lines = b_ptr + _lines(left, COLUMNS, N, 1 if B_ALONG_K else B_VECTOR) * b_stride_n
-        if A_VECTOR > 1:
-            a_lines = tl.max_contiguous(tl.multiple_of(a_lines, 16), 1 if A_ALONG_K else A_VECTOR)
-        if B_VECTOR > 1:
-            b_lines = tl.max_contiguous(tl.multiple_of(b_lines, 16), 1 if B_ALONG_K else B_VECTOR)
-        a_pointers = a_lines[:, None] + (depths * a_stride_k)[None, :]
-        b_pointers = b_lines[None, :] + (depths * b_stride_k)[:, None]
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
         if PRODUCT.ACCUMULATE:
-            rows = top + tl.arange(0, ROWS)
-            columns = left + tl.arange(0, COLUMNS)
-            out_pointers = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
-            inside = (rows < M)[:, None] & (columns < N)[None, :]
-            total += tl.load(out_pointers, mask=inside, other=0.0).to(tl.float32)
-        for start in range(0, K, PRODUCT.LENGTH):
+            sums = _load_sums(out_ptr, top, left, M, N, out_stride, COLUMNS, PRODUCT)
+        else:
             sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-            # unrolled, so that the next segment's operands are loaded while this one's are multiplied
-            for step in tl.static_range(PRODUCT.LENGTH // DEPTH):
+            if bias_ptr is not None:
+                columns = left + tl.arange(0, COLUMNS)
+                places = bias_ptr + columns.to(tl.int64) * decode_wide(product.bias[0])
+                sums += tl.load(places, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        if PRODUCT.BULK:
+            for k in range(0, K, DEPTH):
+                x = a.load([top, k]) if A_ALONG_K else a.load([k, top]).T
+                y = b.load([left, k]).T if B_ALONG_K else b.load([k, left])
+                sums = _add_product(sums, x, y, PLATFORM)
+        else:
+            depths = tl.arange(0, DEPTH).to(tl.int64)
+            a_lines = a + _lines(top, ROWS, M, 1 if A_ALONG_K else A_VECTOR) * a_stride_m
+            b_lines = b + _lines(left, COLUMNS, N, 1 if B_ALONG_K else B_VECTOR) * b_stride_n
+            if A_VECTOR > 1:
+                a_lines = tl.max_contiguous(tl.multiple_of(a_lines, 16), 1 if A_ALONG_K else A_VECTOR)
+            if B_VECTOR > 1:
+                b_lines = tl.max_contiguous(tl.multiple_of(b_lines, 16), 1 if B_ALONG_K else B_VECTOR)
+            a_pointers = a_lines[:, None] + (depths * a_stride_k)[None, :]
+            b_pointers = b_lines[None, :] + (depths * b_stride_k)[:, None]
+            for k in range(0, K, DEPTH):
                 if PRODUCT.WHOLE:
-                    a = tl.load(a_pointers)
-                    b = tl.load(b_pointers)
+                    x = tl.load(a_pointers)
+                    y = tl.load(b_pointers)
                 else:
-                    in_depth = start + step * DEPTH + tl.arange(0, DEPTH) < K
-                    a = tl.load(a_pointers, mask=in_depth[None, :], other=0.0)
-                    b = tl.load(b_pointers, mask=in_depth[:, None], other=0.0)
-                if PLATFORM == "interpreter":
-                    # There tl.dot is NumPy's product: it takes bf16 bits for integers, and on some
-                    # processors rounds an element by its place in the tile.
-                    sums += tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
-                else:
-                    sums = tl.dot(a, b, sums, input_precision="ieee")
+                    in_depth = k + tl.arange(0, DEPTH) < K
+                    x = tl.load(a_pointers, mask=in_depth[None, :], other=0.0)
+                    y = tl.load(b_pointers, mask=in_depth[:, None], other=0.0)
+                sums = _add_product(sums, x, y, PLATFORM)
                 a_pointers += DEPTH * a_stride_k
                 b_pointers += DEPTH * b_stride_k
-            total += sums
-        rows = _anew(top, PLATFORM) + tl.arange(0, ROWS)
-        columns = _anew(left, PLATFORM) + tl.arange(0, COLUMNS)
-        out_pointers = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
-        inside = (rows < M)[:, None] & (columns < N)[None, :]
-        if bias_ptr is not None:
-            bias = tl.load(
-                bias_ptr + columns.to(tl.int64) * decode_wide(product.bias[0]), mask=columns < N, other=0.0
-            )
-            total += bias.to(tl.float32)[None, :]
-        tl.store(out_pointers, narrowed(total, out_ptr.dtype.element_ty, PLATFORM), mask=inside)
+        _store_sums(sums, out_ptr, top, left, M, N, out_stride, PRODUCT)
 
 
 def fixed_product(
@@ -230,19 +281,21 @@ def fixed_product(
         out: [M, N], any float dtype, stride 1 along N.
         bias: [N], any float dtype and stride, or None.
         accumulate: whether to add to what ``out`` holds.
-        ends: None, or the ends of the segments: all multiples of ``SEGMENT`` below K, then K.
+        ends: None, or where K may be cut: multiples of ``STEP``, then K.
 
     Raises:
-        ValueError: ``ends`` are those of segments of another length.
+        ValueError: ``ends`` lie elsewhere.
     """
     (M, K), N = a.shape, b.shape[1]
-    if ends is not None and ends.tolist() != [*range(SEGMENT, K, SEGMENT), K]:
-        raise ValueError(f"ends: got segments that end at {ends.tolist()}, expected them {SEGMENT} apart")
+    *inner, last = [K] if ends is None else ends.tolist()
+    if last != K or any(end % STEP for end in inner):
+        raise ValueError(f"ends: got {[*inner, last]}, expected multiples of {STEP}, then {K}")
     vector = _VECTOR_BYTES // a.element_size()
     b_along_k = b.stride(1) != 1
     if b_along_k and b.stride(0) != 1:
         b, b_along_k = b.contiguous(), False
-    b_vector = vector if _comes_in_vectors(b.t() if b_along_k else b, vector) else 1
+    b_lines = b.t() if b_along_k else b
+    b_vector = vector if _comes_in_vectors(b_lines, vector) else 1
     a_along_k = a.stride(1) == 1 or a.stride(0) != 1
     lines = a if a_along_k else a.t()
     # the tile must not depend on the address of `a`, which holds other rows in each call
@@ -250,14 +303,21 @@ def fixed_product(
     if lines.stride(1) != 1 or (a_vector > 1 and not _comes_in_vectors(lines, vector)):
         lines = lines.clone(memory_format=torch.contiguous_format)
     a = lines if a_along_k else lines.t()
-    whole_segments = K % SEGMENT == 0
-    tile = _tile(a.element_size(), min(a_vector, b_vector) > 1, whole_segments, a.device)
+    whole = K % STEP == 0
+    tile, bulk = _tile(a.element_size(), min(a_vector, b_vector) > 1, whole, a.device)
+    operands: tuple[Any, Any] = (a, b)
+    if bulk:
+        operands = (
+            _descriptor(lines, tile.rows, tile.depth, a_along_k),
+            _descriptor(b_lines, tile.columns, tile.depth, b_along_k),
+        )
     tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
     programs = min(tiles, _multiprocessors(a.device))
+    out_vector = _VECTOR_BYTES // out.element_size()
     launch(
         fixed_product_kernel, programs, a.device,
         without_spills(Tile(tile.columns, tile.warps, tile.stages), a.dtype == torch.float32),
-        a, b, bias, out,
+        *operands, bias, out,
         ProductNumbers(
             M=encode(M), N=encode(N), K=encode(K), programs=encode(programs),
             a=encode_strides(a), b=encode_strides(b), bias=encode_strides(bias), out=encode_strides(out),
@@ -267,17 +327,24 @@ def fixed_product(
             B_ALONG_K=b_along_k,
             A_VECTOR=a_vector,
             B_VECTOR=b_vector,
-            WHOLE=whole_segments,
+            OUT_VECTOR=out_vector if _comes_in_vectors(out, out_vector) else 1,
+            BULK=bulk,
+            WHOLE=whole or bulk,
             ACCUMULATE=accumulate,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
-            LENGTH=SEGMENT,
+            PIECE=tile.piece,
             GROUP=_GROUP,
             PLATFORM=platform(),
         ),
     )  # fmt: skip
     return out
+
+
+def _descriptor(lines: Tensor, count: int, depth: int, along_k: bool) -> TensorDescriptor:
+    """Return an operand's descriptor, whose boxes are ``count`` by ``depth`` along K."""
+    return TensorDescriptor.from_tensor(lines, [count, depth] if along_k else [depth, count])
 
 
 def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
@@ -286,24 +353,24 @@ def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
     return starts and lines.shape[1] % vector == 0
 
 
-def _tile(size: int, wide: bool, whole_segments: bool, device: torch.device) -> _ProductTile:
-    """Return the tile for elements of ``size`` bytes. ``wide``: both operands come in 16-byte pieces.
-    ``whole_segments``: K consists of them.
+def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> tuple[_ProductTile, bool]:
+    """Return the tile for elements of ``size`` bytes, and whether tensor maps bring the operands.
+
+    ``wide``: both come in 16-byte pieces. ``whole``: K consists of whole steps.
     """
+    bulk = wide and size == 2 and _has_tensor_maps(device)
     if platform() == "interpreter":
-        return _INTERPRETED
-    if not wide:
-        return _NARROW[size]
-    if not whole_segments:
-        return _MASKED[size]
-    return _LARGE if size == 2 and _holds_large_tiles(device) else _WIDE[size]
+        return _INTERPRETED, bulk
+    return _BULK if bulk else (_WIDE if wide and whole else _NARROW)[size], bulk
 
 
-def _holds_large_tiles(device: torch.device) -> bool:
-    """Return whether a block of threads may have the 192 KiB of shared memory that the operands of the large
-    tile take: on Hopper and on Blackwell's server GPUs.
+def _has_tensor_maps(device: torch.device) -> bool:
+    """Return whether there are tensor maps, and 192 KiB of shared memory for what they bring: on Hopper and
+    on Blackwell's server GPUs, and in the interpreter.
     """
-    return platform() == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if platform() == "cuda":
+        return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return platform() == "interpreter"
 
 
 def _multiprocessors(device: torch.device) -> int:

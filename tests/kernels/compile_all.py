@@ -150,7 +150,7 @@ def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
     """Call the launcher of fixed products as on the target, for a chunk's three products."""
     products.platform = lambda: TARGETS[target].backend
     products._multiprocessors = lambda device: 132
-    products._holds_large_tiles = lambda device: target in ("sm_90", "sm_100")
+    products._has_tensor_maps = lambda device: target in ("sm_90", "sm_100")
     hidden, weight, rows = (torch.empty(shape, dtype=dtype) for shape in ((n, H), (V, H), (n, V)))
     out = torch.empty(n, V)
     products.fixed_product(hidden, weight.t(), out, bias=torch.empty(V))

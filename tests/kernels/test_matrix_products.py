@@ -101,13 +101,13 @@ def test_values(way):
         assert torch.equal(way(a, b, narrow), way(a, b).to(dtype)) and dtype != FP32
 
 
-def views(matrix):
+def views(matrix, around=20):
     """Yield views of a matrix amid NaN: contiguous along either dimension, and strided along both."""
     for turned in (False, True):
         inner = matrix.t() if turned else matrix
         rows, columns = inner.shape
-        room = torch.full((rows + 40, columns + 40), torch.nan, dtype=matrix.dtype, device=matrix.device)
-        inner = room[20:-20, 20:-20].copy_(inner)
+        room = matrix.new_full((rows + 2 * around, columns + 2 * around), torch.nan)
+        inner = room[around:-around, around:-around].copy_(inner)
         yield inner.t() if turned else inner
     apart = matrix.new_full((matrix.shape[0], 3 * matrix.shape[1] + 1), torch.nan)[:, 1::3]
     yield apart.copy_(matrix)
@@ -143,11 +143,32 @@ def test_an_element_depends_on_its_row_and_its_column_alone(way, monkeypatch):
                 torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("product", ["logits", "dHidden", "dWeight"])
+def test_products_of_a_head(way, product):
+    """Operands amid NaN that come in 16-byte pieces, along K or not; rows and columns end within tiles."""
+    shape = (72, 136, 200)
+    for dtype in way.dtypes:
+        a, b = way.draw(shape, dtype)
+        exact, plain = sums(shape, dtype)
+        spread = Spread.of([each.double() - exact for each in plain], by_row=False)
+        turned = (product == "dWeight", product == "logits")
+        left, right = (
+            next(itertools.islice(views(each, 16), int(turn), None))
+            for each, turn in zip((a, b), turned, strict=True)
+        )
+        got = way(left, right)
+        error = got.cpu().double() - exact
+        assert_as_exact(f"{dtype} {product}", [error], spread, [exact], torch.finfo(FP32).eps)
+        assert torch.equal(way(left[5:20], right), got[5:20])
+        assert torch.equal(way(left, right, got.new_empty(72, 139)[:, 3:]), got)
+
+
 def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(way):
     """A call has the bits of separate products added one after another, however calls share the pieces."""
-    ends = [128, 256, 300] if way.name == "triton" else [1, 41, 41 + PIECE, 290, 301]
-    for dtype in way.dtypes:
+    ends = [64, 192, 300] if way.name == "triton" else [1, 41, 41 + PIECE, 290, 301]
+    for dtype, turned in itertools.product(way.dtypes, (False, True)):
         a, b = way.draw((40, 72, ends[-1]), dtype)
+        a = a.t().contiguous().t() if turned else a
         there = torch.randn(40, 72, generator=generator(5)).to(way.device)
         whole = way(a, b, there.clone(), accumulate=True, ends=torch.tensor(ends))
         each = list(itertools.pairwise([0, *ends]))
@@ -182,8 +203,9 @@ def test_nothing_to_multiply(way):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="128 apart"):
-        Way("triton")(torch.empty(2, 300), torch.empty(300, 3), ends=torch.tensor([100, 300]))
+    for ends in ([100, 300], [128, 256]):
+        with pytest.raises(ValueError, match="multiples of 64, then 300"):
+            Way("triton")(torch.empty(2, 300), torch.empty(300, 3), ends=torch.tensor(ends))
     long = {"a": torch.empty(2, 300), "b": torch.empty(300, 3), "ends": torch.tensor([300])}
     for change, message in (
         ({"b": torch.empty(5, 3)}, "shapes"),

@@ -1,7 +1,7 @@
 """Products whose sums have one order, whatever is computed along with a row: for batch-invariant calls.
 
-Logits and dHidden are summed along H and V in pieces that depend on nothing else. dWeight and dBias are sums
-over segments of ``SEGMENT`` counted tokens, in order.
+Logits and dHidden are summed along H and V in an order that depends on nothing else. dWeight and dBias are
+sums over the counted tokens in their order, ``SEGMENT`` of them at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from gspo_kernels.linear.products.blocks import BlockProducts
 from gspo_kernels.torch_internals import constant_when_traced
 
 SEGMENT = 128
-"""The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``."""
+"""The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``, in whole steps
+(``kernels.products.STEP``)."""
 
 
 class FixedProducts(BlockProducts):
