@@ -1,6 +1,7 @@
 """Gradients of logit rows, from their statistics.
 
-One program owns one row. Statistics are contiguous [B, T]; everything else comes with its strides.
+One program owns a part of a row, or the whole row where the gradient narrows the row in place. Statistics are
+contiguous [B, T]; everything else comes with its strides.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gspo_kernels.kernels.launch import (
     BACKWARD,
     RowConstants,
     RowNumbers,
+    Tile,
     launch,
     row_kernel,
     without_spills,
@@ -38,6 +40,11 @@ from gspo_kernels.kernels.rows import (
 )
 from gspo_kernels.kernels.sampling_mask import in_row, is_kept, mask_gradient
 from gspo_kernels.types import LogitRows, RowGradients, RowStats
+
+_PARTS = {2: Tile(4096, 4), 4: Tile(2048, 4), 8: Tile(1024, 4)}
+_BLOCKS = 4
+"""Blocks of columns in a part of a row. Many small programs leave no multiprocessor idle at the end, and
+those that run at a time read and write neighbouring memory."""
 
 
 @triton.jit
@@ -68,10 +75,13 @@ def write_gradient(
     active,
     stats,
     grads,
+    begin,
+    SPAN: tl.constexpr,
     ENTROPY: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Read a row and write its gradient; if the row isn't active, write zeros and read nothing.
+    """Read a row, or a part of it, and write the gradient; of a row that isn't active read nothing and write
+    zeros.
 
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both are computed from its
     log-prob, because 1 - exp(z - lse) would be all rounding where p(label) is close to 1.
@@ -86,6 +96,8 @@ def write_gradient(
         active: whether the gradient is other than 0.
         stats: (log-prob, log-sum-exp as two numbers, entropy).
         grads: upstream gradients (of the log-prob, of the entropy); without ENTROPY only the first is used.
+        begin, SPAN: the part's first column, counted from the row's first whole vector, and the number of its
+            columns; None for the whole row.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
     logp, lse_hi, lse_lo, entropy = stats
@@ -108,10 +120,15 @@ def write_gradient(
     of_row = (at_label, lse_hi, lse_lo, grad_logp, entropy, grad_entropy)
     inner_row, first, inner_width = whole_vectors(row, width, VECTOR, ACCESS)
     inner_out = out_row
+    end = inner_width
+    if SPAN is not None:
+        end = tl.minimum(begin + SPAN, inner_width)
     if ACCESS == "shifted":
         inner_out = tl.multiple_of(out_row + first, 16)
         # The edges are read before any store, because out may be the logits.
         columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, inner_width, width, VECTOR)
+        if SPAN is not None:  # they belong to the first part
+            inside = inside & (columns < tl.where(begin == 0, width, 0))
         reads = inside & (columns < tl.where(active, width, 0))
         shown = reads
         if mask is not None:
@@ -122,13 +139,17 @@ def write_gradient(
         if not ROW.NARROWS_IN_PLACE:
             tl.store(out_row + columns, edge, mask=inside)
     UNIT: tl.constexpr = 1 if ACCESS == "single" else VECTOR
-    read = tl.multiple_of(tl.where(active, inner_width, 0), UNIT)
-    zeroed = tl.multiple_of(tl.where(active, 0, inner_width), UNIT)
-    ahead = load_columns(inner_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
-    for start in range(0, read, BLOCK):
-        raw = ahead
-        # This load stands before the store: out may be the logits, so the compiler can't move it across.
-        ahead = load_columns(inner_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
+    read = tl.multiple_of(tl.where(active, end, 0), UNIT)
+    zeroed = tl.multiple_of(tl.where(active, 0, end), UNIT)
+    if SPAN is None:
+        ahead = load_columns(inner_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
+    for start in range(begin, read, BLOCK):
+        if SPAN is None:
+            raw = ahead
+            # This load stands before the store: out may be the logits, so the compiler can't move it across.
+            ahead = load_columns(inner_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
+        else:
+            raw = load_columns(inner_row, start, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
         grad = _gradient(raw, is_label, of_row, slopes, ENTROPY, OUT, ROW)
         grad = mask_gradient(grad, first + start, first + read, mask, VECTOR, ACCESS)
@@ -137,7 +158,7 @@ def write_gradient(
             tl.debug_barrier()
         tl.store(inner_out + (start + lanes), grad, mask=start + lanes < read, eviction_policy="evict_first")
     zeros = tl.zeros([BLOCK], OUT)
-    for start in range(0, zeroed, BLOCK):
+    for start in range(begin, zeroed, BLOCK):
         tl.store(
             inner_out + (start + lanes), zeros, mask=start + lanes < zeroed, eviction_policy="evict_first"
         )
@@ -161,13 +182,21 @@ def logprobs_backward_kernel(
     out_ptr,
     rows,
     SHARDED: tl.constexpr,
+    SPAN: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Write one row's gradient. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
+    """Write the gradient of a row, or of SPAN of its columns. ``rows`` is a ``RowNumbers``, ROW a
+    ``RowConstants``.
+    """
     ACCESS: tl.constexpr = ROW.ACCESS
     STATS: tl.constexpr = ROW.STATS
     n = tl.program_id(0)
     V = decode(rows.V)
+    begin = 0
+    if SPAN is not None:
+        parts = tl.cdiv(V, SPAN)
+        begin = n % parts * SPAN
+        n = n // parts
     b, t, label, counted = row_label(n, labels_ptr, rows)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     labelled = in_row(label, V, mask)
@@ -195,7 +224,9 @@ def logprobs_backward_kernel(
     stats = (logp, lse_hi, lse_lo, entropy)
     grads = (grad_logp, grad_entropy)
     ENTROPY: tl.constexpr = grad_entropy_ptr is not None
-    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, ENTROPY, ROW)
+    write_gradient(
+        row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, begin, SPAN, ENTROPY, ROW
+    )
 
 
 def logprobs_backward(
@@ -210,14 +241,21 @@ def logprobs_backward(
     B, T, V = logits.shape
     if V == 0:
         return
-    tile = BACKWARD[max(logits.element_size(), out.element_size())]
-    tile = without_spills(tile, transform.softcap > 0)
+    size = max(logits.element_size(), out.element_size())
+    tile, span, parts = BACKWARD[size], None, 1
+    constants = RowConstants.of(logits, transform, tile, out)
+    if not constants.NARROWS_IN_PLACE:
+        tile = _PARTS[size]
+        constants = constants._replace(BLOCK=tile.block, WARPS=tile.warps)
+        span = _BLOCKS * tile.block
+        parts = triton.cdiv(V, span)
     launch(
-        logprobs_backward_kernel, B * T, logits.device, tile,
+        logprobs_backward_kernel, B * T * parts, logits.device, without_spills(tile, transform.softcap > 0),
         logits, labels, transform.row_temperature, transform.kept,
         stats.logprobs.contiguous(), stats.lse.contiguous(),
         None if grad_entropy is None or stats.entropy is None else stats.entropy.contiguous(),
         *grads, out, RowNumbers.of(*rows, out=out, grad=grad, grad_entropy=grad_entropy),
         SHARDED=sharded,
-        ROW=RowConstants.of(logits, transform, tile, out),
+        SPAN=span,
+        ROW=constants,
     )  # fmt: skip

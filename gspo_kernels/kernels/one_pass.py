@@ -227,7 +227,7 @@ def logprobs_and_grad_kernel(
     stats = (logp, lse_hi, lse_lo, logp)
     grads = (coefficient, coefficient)
     active = coefficient != 0
-    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, False, ROW)
+    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, 0, None, False, ROW)
 
 
 def logprobs_and_grad(rows: LogitRows, coefficients: Tensor | None, out: Tensor) -> RowStats:

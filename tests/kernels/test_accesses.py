@@ -21,12 +21,13 @@ from gspo_kernels import kernels
 from gspo_kernels.kernels import clipped_ratios as step_kernels
 from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
 from gspo_kernels.kernels.columns import element
+from gspo_kernels.kernels.launch import Tile
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
 from gspo_kernels.types import LogitRows, RatioClip, RatioOperands, RowOptions, RowPair
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 from tests.kernels.accesses import backwards, counted, rebuilt, without_races
-from tests.kernels.row_calls import IGNORE, PLAIN, Rows
+from tests.kernels.row_calls import IGNORE, PLAIN, Rows, draw
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are seen under the interpreter")
 ROWS = Rows("triton")
@@ -284,3 +285,22 @@ def test_a_missing_barrier_is_found():
         found = pytest.raises(Exception, match="race: store by program 0 over what")
         with without_races(), rebuilt(create_barrier=lambda plain: None), found:
             gradients_of(*case, in_one_pass)
+
+
+@pytest.mark.parametrize("place", ["aligned", "shifted", "strided"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_programs_that_share_a_row_write_what_one_writes(dtype, place, monkeypatch):
+    """However many they are, in place or not; of rows without a gradient each writes its zeros."""
+    logits, labels, *grads = draw(301 if place == "shifted" else 304, dtype, B=1, T=4)
+    if place == "strided":
+        logits = torch.stack([logits, logits], -1)[..., 0]
+    labels[0, 1], grads[0][0, 2], grads[1][0, 2] = IGNORE, 0.0, 0.0
+    stats, found = ROWS.forward(logits, labels), []
+    monkeypatch.setattr(gradients, "_PARTS", dict.fromkeys((2, 4, 8), Tile(128, 4)))
+    for blocks in (1, 2, 3):
+        monkeypatch.setattr(gradients, "_BLOCKS", blocks)
+        with without_races():
+            found.append(ROWS.backward(logits, labels, stats, *grads))
+            found.append(ROWS.backward(there := logits.clone(), labels, stats, *grads, out=there))
+    assert all(torch.equal(each, found[-2]) for each in found) and not found[0].isnan().any()
+    assert found[0].any(-1).tolist() == [[True, False, False, True]]

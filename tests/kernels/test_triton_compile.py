@@ -147,7 +147,8 @@ def test_rows_move_16_bytes_at_a_time(report, target):
                     not forward or loads["128"] == 2 + 2 * ("shifted" in name)
                 ), entry
             if name.startswith("logprobs_backward") and not narrows:
-                assert entry["wide_stores"] >= 8, entry
+                # gradients and zeros, of 64 bytes of logits for each thread
+                assert entry["wide_stores"] >= (4 if "float32->" in name and "16" in name else 8), entry
         # a thread has 32 columns of hidden states, of two or four bytes each
         least = {"product_operand_kernel bfloat16": 4, "store_hidden_kernel float32 no factors": 8}
         if target in NVIDIA and (words := [words for words in least if name.startswith(words)]):

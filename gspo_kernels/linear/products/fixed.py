@@ -18,8 +18,8 @@ from gspo_kernels.linear.products.blocks import BlockProducts
 from gspo_kernels.torch_internals import constant_when_traced
 
 SEGMENT = 128
-"""The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``, in whole steps
-(``kernels.products.STEP``)."""
+"""The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``, and a multiple
+of ``kernels.products.STEP``."""
 
 
 class FixedProducts(BlockProducts):
