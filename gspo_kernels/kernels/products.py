@@ -364,13 +364,43 @@ def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> tuple[_Pr
     return _BULK if bulk else (_WIDE if wide and whole else _NARROW)[size], bulk
 
 
+_FOUND: dict[torch.device, bool] = {}
+"""What the first use of tensor maps on a device showed."""
+
+
 def _has_tensor_maps(device: torch.device) -> bool:
     """Return whether there are tensor maps, and 192 KiB of shared memory for what they bring: on Hopper and
-    on Blackwell's server GPUs, and in the interpreter.
+    on Blackwell's server GPUs, and in the interpreter. The first use there compares products with PyTorch's,
+    since no GPU had run them when they were written; after another result they are not used.
     """
-    if platform() == "cuda":
-        return torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return platform() == "interpreter"
+    if platform() == "interpreter" or device in _FOUND:
+        return _FOUND.get(device, True)
+    if platform() != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return False
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return True  # a graph can't capture a comparison
+        _FOUND[device] = True
+        _FOUND[device] = _agrees(device)
+    except Exception:  # of a driver, Triton or its compiler: whatever it is, addresses serve
+        _FOUND[device] = False
+    return _FOUND[device]
+
+
+def _agrees(device: torch.device) -> bool:
+    """Return whether sums are right for the operands of logits, dHidden and dWeight."""
+    rng, bf16 = torch.Generator("cpu").manual_seed(0), torch.bfloat16
+    a, b = (
+        torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu").to(device, bf16)
+        for shape in ((136, 200), (200, 264))
+    )
+    exact = a.double() @ b.double() + 1
+    operands = ((a, b.t().contiguous().t()), (a, b), (a.t().contiguous().t(), b))
+    sums = [
+        fixed_product(*pair, torch.ones_like(exact, dtype=torch.float32), accumulate=True)
+        for pair in operands
+    ]
+    return all(bool(((each - exact).abs() < 1e-2).all()) for each in sums)
 
 
 def _multiprocessors(device: torch.device) -> int:
