@@ -50,7 +50,7 @@ def record(what: str, dtype: str, vocabulary: int, temperature: float, blocks: i
     rows = LogitRows(logits, labels, transform, -100)
     if what == "ratio":
         form = RatioClip(math.log(0.8), math.log(1.2), math.inf, False, "sequences", 1.0)
-        kernels.sequence_ratio_forward(rows, RatioOperands(floats, torch.zeros(2)), form)
+        kernels.sequence_ratio_forward(rows, None, RatioOperands(floats, torch.zeros(2)), form)
     elif what in ("logprobs", "entropy"):
         kernels.logprobs_forward(rows, what == "entropy")
     elif what == "backward":
