@@ -122,7 +122,6 @@ def parse_arguments(
         TrainConfig,
         flat,
         from_mapping,
-        keys,
         load_config,
         near_matches,
     )
@@ -131,7 +130,8 @@ def parse_arguments(
     arguments = list(arguments)
     path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     names = ("resume", "overwrite", "force")
-    booleans = [*names, *(key for key, value in flat(cls().model_dump()).items() if isinstance(value, bool))]
+    defaults = flat(cls().model_dump())
+    booleans = [*names, *(key for key, value in defaults.items() if isinstance(value, bool))]
     # --name, --name true and --name=true mean the same, as in the file; tyro takes --name=True
     pattern = rf"(?<![^\0])(--(?:{'|'.join(booleans).replace('_', '[-_]')}))(?:[=\0](?!-)([^\0]*))?(?![^\0])"
 
@@ -150,7 +150,7 @@ def parse_arguments(
     output = re.findall(r"(?<![^\0])--output[=\0]([^\0]+)", line)
     if path is None and flags["resume"] and output:
         path = str(Path(output[-1]) / "config.yaml")
-    start = load_config(path, cls=cls)
+    start = cls() if path is None else load_config(path, cls)
     launched = "-m gspo_kernels.cli train" if prog == "gspo train" else prog.removeprefix("python ")
     chosen, unknown = tyro.cli(
         cls,
@@ -170,7 +170,7 @@ def parse_arguments(
             raise InputError(f"unexpected argument {word!r}; a configuration file comes first")
         name, equals, value = word[2:].partition("=")
         if not name.startswith("objective."):
-            raise InputError(f"unknown option --{name}{near_matches(name, keys(cls))}")
+            raise InputError(f"unknown option --{name}{near_matches(name, defaults)}")
         objective[name.removeprefix("objective.")] = yaml.safe_load(value if equals else next(words, ""))
     return from_mapping({**chosen.model_dump(), "objective": objective}, cls), flags
 
@@ -249,7 +249,6 @@ def _run(
 ) -> None:
     from gspo_kernels.trainer.config import InputError, check_model_path
     from gspo_kernels.trainer.data import load_prompts
-    from gspo_kernels.trainer.rewards import load_reward
 
     for key in ("model", "dataset", "reward"):
         if not getattr(config, key):
@@ -262,6 +261,8 @@ def _run(
 
     dataset = load(config.dataset, data.split)
     eval_dataset = None if config.eval_dataset is None else load(config.eval_dataset, data.eval_split)
+    from gspo_kernels.trainer.rewards import load_reward  # which imports torch
+
     rewards = [load_reward(spec) for spec in config.reward]
     _quiet_transformers()
     if dry_run:

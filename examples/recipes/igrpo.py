@@ -26,7 +26,7 @@ from pydantic import model_validator
 from gspo_kernels.cli import run
 from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
-from gspo_kernels.trainer.data import encode_prompts
+from gspo_kernels.trainer.data import encode_prompt
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.rollout import sampling_of
 
@@ -84,7 +84,8 @@ class IGRPO(GSPOTrainer):
             for prompt, place in zip(originals, best, strict=True)
         ]
         template_options = self.config.data.template_options
-        tokens = encode_prompts(self.tokenizer, refined, "a prompt with its draft", template_options)
+        place = "a prompt with its draft"
+        tokens = [encode_prompt(self.tokenizer, each, place, template_options) for each in refined]
         used = [
             not math.isnan(rewards[place])
             and (self.longest_prompt is None or len(ids) <= self.longest_prompt)

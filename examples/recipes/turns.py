@@ -28,7 +28,7 @@ import torch
 from gspo_kernels.cli import run
 from gspo_kernels.trainer.batch import Rollout, Sample
 from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
-from gspo_kernels.trainer.data import Prompts, columns_of, encode_prompts
+from gspo_kernels.trainer.data import Prompts, columns_of, encode_prompt
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.processes import on_main
 from gspo_kernels.trainer.rewards import Rewards, load_reward
@@ -133,7 +133,8 @@ class Turns(GSPOTrainer):
 
     def encode(self, prompts: list[Any]) -> list[list[int]]:
         """Return the token ids of histories, which are texts or conversations."""
-        return encode_prompts(self.tokenizer, prompts, "a history", self.config.data.template_options)
+        template_options = self.config.data.template_options
+        return [encode_prompt(self.tokenizer, each, "a history", template_options) for each in prompts]
 
     def observe(self, prompts: Prompts, histories: dict[int, Any], turn: Turn) -> dict[int, Any]:
         """Return the histories after a turn; the first process calls the feedback function for all."""

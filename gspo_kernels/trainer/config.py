@@ -10,16 +10,24 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import tyro
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 
 class InputError(ValueError):
@@ -51,20 +59,15 @@ class Section(BaseModel):
     # pydantic validates nested sections itself then, and its errors have the whole dotted key.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _read_as_yaml(cls, values: Any) -> Any:
+    def _read_as_yaml(cls, value: Any, info: ValidationInfo) -> Any:
         """Take one value for a list of one; refuse true and false where pydantic would take 1 and 0."""
-        for name, value in values.items() if isinstance(values, dict) else ():
-            hint = cls.model_fields[name].annotation if name in cls.model_fields else None
-            is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-            parts = typing.get_args(hint) if is_union else (hint,)
-            kinds = {getattr(part, "__origin__", part) for part in parts}
-            if isinstance(value, bool) and kinds & {int, float}:
-                raise ValueError(f"{name} must be a number, got {value!r}")
-            if tuple in kinds and isinstance(value, str | int | float):
-                values = {**values, name: (value,)}
-        return values
+        hint = cls.model_fields[str(info.field_name)].annotation
+        kinds = {getattr(part, "__origin__", part) for part in (hint, *typing.get_args(hint))}
+        if isinstance(value, bool) and kinds & {int, float}:
+            raise PydanticCustomError("number", "Input should be a number")
+        return (value,) if tuple in kinds and isinstance(value, str | int | float) else value
 
     def require(self, condition: bool, name: str, expected: str) -> None:
         """Raise an error that names an option and its value unless the condition is true."""
@@ -271,9 +274,6 @@ class TrainConfig(Section):
     def _check(self) -> TrainConfig:
         plain = self.advantages == "group_normalized" or self.advantage_scale == "group"
         self.require(plain, "advantage_scale", f"left out with {self.advantages}")
-        if self.reward_weights is not None and self.reward:
-            each = f"one number for each of the {len(self.reward)} rewards"
-            self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
         if self.engine.url is not None and self.rollout.sampler != "auto":
             raise ValueError(f"rollout.sampler must be auto with engine.url, got {self.rollout.sampler!r}")
         if self.engine.url is not None and self.rollout.keep_sampling_mask and self.rollout.top_k == 0:
@@ -281,53 +281,22 @@ class TrainConfig(Section):
         return self
 
 
-def from_mapping(values: Mapping[str, Any], cls: Any = TrainConfig) -> Any:
-    """Return the configuration of nested mappings, as YAML gives them; a section may be None."""
+def from_mapping(values: Any, cls: Any = TrainConfig) -> Any:
+    """Return the configuration of nested mappings, as YAML gives them; what is None keeps its default."""
     if not isinstance(values, Mapping):
         raise InputError(f"the configuration must be a mapping of keys to values, got {values!r:.80}")
-    sections = {key.partition(".")[0] for key in keys(cls) if "." in key}
-    return cls(**{str(k): v for k, v in values.items() if v is not None or k not in sections})
+    return cls(**{str(key): value for key, value in values.items() if value is not None})
 
 
-def load_config(
-    path: str | Path | None,
-    overrides: Mapping[str, Any] | None = None,
-    cls: Any = TrainConfig,
-) -> Any:
-    """Read a YAML file and put dotted overrides on top; without a file the defaults are the start."""
-    values: Any = {}
-    if path is not None:
-        path = Path(path)
-        if not path.is_file():
-            raise InputError(f"there is no configuration file {path}")
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(values, dict):
-            raise InputError(f"{path} must contain a mapping of keys to values, got {type(values).__name__}")
-    for dotted, value in (overrides or {}).items():
-        section, _, key = dotted.rpartition(".")
-        if section and values.get(section) is None:
-            values[section] = {}
-        (values[section] if section else values)[key] = value
-    return from_mapping(values, cls)
-
-
-def to_mapping(config: TrainConfig) -> dict[str, Any]:
-    """Return what `from_mapping` reads back as an equal configuration, without sections that nobody used."""
-    values, start = config.model_dump(mode="json"), type(config)()
-    used = [key for key in values if getattr(config, key) != getattr(start, key)]
-    return {key: each for key, each in values.items() if key in used or not isinstance(each, dict)}
-
-
-def keys(cls: Any = TrainConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every option."""
-    for name, field in cls.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from keys(field.annotation, f"{name}.")
-        else:
-            yield f"{prefix}{name}"
+def load_config(path: str | Path, cls: Any = TrainConfig) -> Any:
+    """Read the configuration in a YAML file."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"there is no configuration file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid YAML: {error}") from error
+    return from_mapping(values or {}, cls)
 
 
 def near_matches(key: str, known: Iterable[str]) -> str:
@@ -376,10 +345,11 @@ def replaced(config: Any, section: str, **values: Any) -> Any:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by their dotted keys."""
+    """Return the leaves of nested mappings by their dotted keys; an empty mapping is a leaf."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        whole = not isinstance(value, Mapping) or not value
+        leaves |= {f"{prefix}{key}": value} if whole else flat(value, f"{prefix}{key}.")
     return leaves
 
 
@@ -388,19 +358,9 @@ def _sentence(cls: Any, error: ValidationError) -> str:
     first = error.errors()[0]
     # pydantic adds which member of a union failed, as constrained-int
     names = [str(part) for part in first["loc"] if not re.match(r"constrained-|literal\[", str(part))]
-    key, message = ".".join(names), first["msg"]
+    key, message = ".".join(names), first["msg"].replace("Input should be", "must be")
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}{near_matches(key, keys(cls))}"
+        return f"unknown key {key}{near_matches(key, flat(cls().model_dump()))}"
     if first["type"] == "value_error":
         return f"{key}{'.' if key else ''}{first['ctx']['error']}"
-    for words, plain in (
-        ("Input should be", "must be"),
-        ("greater than or equal to", "at least"),
-        ("less than or equal to", "at most"),
-        ("greater than", "above"),
-        ("less than", "below"),
-        ("a valid integer", "a whole number"),
-    ):
-        message = message.replace(words, plain)
-    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of keys to values", message)
     return f"{key} {message}, got {first['input']!r:.80}"

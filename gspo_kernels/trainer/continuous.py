@@ -7,18 +7,16 @@ mask, whose cost grows with the square of their number; then the loop over token
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
+import transformers
 
-import gspo_kernels as gk
 from gspo_kernels.integrations.rope import varying_ropes
-from gspo_kernels.trainer.batch import attention_of, probe, rounding_of
+from gspo_kernels.trainer.batch import attention_of
 from gspo_kernels.trainer.config import InputError, RolloutConfig
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling
 
@@ -32,23 +30,26 @@ def with_sampler(
     auto, attention = config.sampler == "auto", attention_of(loop.model)
     if config.sampler == "loop" or (auto and loop.model.device.type != "cuda"):
         return loop
-    engine, why = ContinuousEngine(**vars(loop)), "it takes no shards of FSDP2" * accelerator.is_fsdp2
-    if not why and auto and "flash" not in attention:
+    engine = ContinuousEngine(**vars(loop))
+    if accelerator.is_fsdp2:
+        why = "it takes no shards of FSDP2"
+    elif auto and "flash" not in attention:
         why = f"it is slow with {attention}, and fast with attn_implementation flash_attention_2"
-    if not why:
+    else:
         with accelerator.autocast():
             why = engine.unsupported(config)
-    if why and not auto:
+    if not why:
+        return engine
+    if not auto:
         raise InputError(f"rollout.sampler: got 'continuous', and continuous batching cannot sample: {why}")
-    if why:
-        say(f"continuous batching does not sample: {why}")
-    return loop if why else engine
+    say(f"continuous batching does not sample: {why}")
+    return loop
 
 
 class ContinuousEngine(ModelEngine):
     """A `ModelEngine` that samples by continuous batching; min_p and sampling masks take its loop.
 
-    Weights, training mode, attention and random generators are afterwards what they were before.
+    Weights, training mode and random generators are afterwards what they were before.
     """
 
     @torch.no_grad()
@@ -56,12 +57,9 @@ class ContinuousEngine(ModelEngine):
         """See `RolloutEngine.generate`; a completion that fails is a `RuntimeError`."""
         if not prompts or sampling.min_p > 0.0 or sampling.return_mask:
             return super().generate(prompts, sampling)
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
         longest = max(map(len, prompts)) + sampling.max_new_tokens
         at_once, greedy = min(self.batch_size, len(prompts)), sampling.temperature == 0.0
-        switch = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in _accepted() else {}
-        config = ContinuousBatchingConfig(
+        config = transformers.ContinuousBatchingConfig(
             return_logprobs=True,
             # From the default generator, so each rollout has another seed, and the same ones when resumed.
             seed=int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")),
@@ -69,13 +67,13 @@ class ContinuousEngine(ModelEngine):
             max_batch_tokens=max(at_once, min(ROW, sum(map(len, prompts)))),
             max_requests_per_batch=at_once,
             safety_margin=0.0,  # there are pages for all
+            auto_switch_to_flash=False,
             drop_unsupported_processors=False,
             disable_nccl_graph_mixing=False,
-            **switch,
         )
         rules: Any = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         rules = {"do_sample": False} if greedy else rules | {"do_sample": True}
-        generation = GenerationConfig(eos_token_id=self.end_ids, **rules)
+        generation = transformers.GenerationConfig(eos_token_id=self.end_ids, **rules)
         found: dict[str, Any] = {}
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         with _borrowed(self.model), torch.random.fork_rng(devices):
@@ -113,35 +111,19 @@ class ContinuousEngine(ModelEngine):
             return "it has no min_p and returns no sampling masks"
         if varying_ropes(self.model):
             return "the frequencies of this model's RoPE depend on the length of a sequence"
-        if "return_logprobs" not in _accepted():
-            return "it returns no log-probs in this version of transformers"
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or PAGE
-        prompts, _ = probe(self.model, [min(PAGE + 9, context - 4), 3], [1, 1])  # the first one has two pages
+        options = getattr(transformers, "ContinuousBatchingConfig", None)
+        if not hasattr(options, "return_logprobs") or not hasattr(options, "auto_switch_to_flash"):
+            return "it returns no log-probs, or changes the attention, in this version of transformers"
         logs = logging.root.manager.disable
         logging.disable()  # transformers would log the whole trace of what is returned here
         try:
-            with torch.no_grad(), torch.random.fork_rng([]):
-                completions = self.generate([prompt.tolist() for prompt in prompts], Sampling(4))
-                for prompt, completion in zip(prompts, completions, strict=True):
-                    ids = completion.ids.to(prompt.device)
-                    row = torch.cat([prompt, ids]).unsqueeze(0)
-                    logits = self.model(row, use_cache=False).logits[0, len(prompt) - 1 : -1]
-                    exact = gk.token_logprobs(logits, ids).logprobs.cpu()
-                    sampled: Any = completion.logprobs
-                    difference = (exact - sampled).abs().max().item()
-                    if not difference <= rounding_of(logits) ** 0.5 * (1.0 + exact.abs().max().item()):
-                        return f"its log-probs differ from those of the model by {difference:.3g}"
+            with torch.random.fork_rng([]):
+                self.generate([[0, 0, 0], [0]], Sampling(4))
         except Exception as error:  # of the model's attention, or of a cache that has not every layer
             return f"tried on a few tokens, it raised {error!r:.300}"
         finally:
             logging.disable(logs)
         return ""
-
-
-def _accepted() -> set[str]:
-    """Return the options of transformers' continuous batching; none where there is no such thing."""
-    config = getattr(importlib.import_module("transformers"), "ContinuousBatchingConfig", None)
-    return {field.name for field in fields(config)} if config else set()
 
 
 @contextmanager
@@ -150,20 +132,15 @@ def _borrowed(model: Any) -> Iterator[None]:
 
     Autocast is off in other threads, so the weights are rounded to the type in which it computes here.
     """
-    kind, attention = model.device.type, model.config.get_text_config()._attn_implementation
+    kind = model.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     modes, weights = [(m, m.training) for m in model.modules()], [(p, p.data) for p in model.parameters()]
-    if "auto_switch_to_flash" not in _accepted():
-        model._supports_flash_attn = "flash" in attention
     try:
         for weight, data in weights:
             weight.data = data.to(dtype) if dtype is not None and data.is_floating_point() else data
         yield
     finally:
-        vars(model).pop("_supports_flash_attn", None)
         for weight, data in weights:
             weight.data = data
         for module, training in modes:
             module.training = training
-        if model.config.get_text_config()._attn_implementation != attention:
-            model.set_attn_implementation(attention)

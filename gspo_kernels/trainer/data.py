@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,34 +46,27 @@ def load_prompts(
             raise InputError(f"{name} is a single file and has no {option} {value!r}")
     is_json = path.is_file() and path.suffix not in (".parquet", ".csv")
     rows = _read_json(path) if is_json else _load_dataset(path, name, split, subset)
-    if prompt_column != "prompt":
-        for number, row in enumerate(rows, start=1):
-            if prompt_column not in row:
-                columns = ", ".join(row)
-                raise InputError(f"{name}, row {number}: no {prompt_column!r} among the columns ({columns})")
-        dropped = (prompt_column, "prompt")
-        others = [{k: v for k, v in row.items() if k not in dropped} for row in rows]
-        rows = [{**other, "prompt": row[prompt_column]} for other, row in zip(others, rows, strict=True)]
-    check_rows(rows, name)
-    return rows
+    check_rows(rows, name, prompt_column)
+    if prompt_column == "prompt":
+        return rows
+    dropped = (prompt_column, "prompt")
+    others = [{key: value for key, value in row.items() if key not in dropped} for row in rows]
+    return [other | {"prompt": row[prompt_column]} for other, row in zip(others, rows, strict=True)]
 
 
-def _read_json(path: Path) -> Rows:
-    content = path.read_bytes().removeprefix(BOM_UTF8)
-    rows: list[Any] = []
-    is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
-    for number, part in enumerate([content] if is_array else content.splitlines(), start=1):
-        try:
-            text = part.removeprefix(BOM_UTF8).decode("utf-8")
-            value = json.loads(text) if text.strip() else []
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            form = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-            place = path if is_array else f"{path}, line {number}"
-            raise InputError(f"{place}: not valid {form} ({error})") from error
-        rows += value if is_array or not text.strip() else [value]
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise InputError(f"{path}, row {number}: expected a JSON object, got {type(row).__name__}")
+def _read_json(path: Path) -> Any:
+    """Read rows whose values may have any type; a column of datasets would have one type."""
+    rows, place = [], str(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".json" and text.lstrip().startswith("["):
+            return json.loads(text)
+        for number, line in enumerate(text.split("\n"), start=1):
+            place = f"{path}, line {number}"
+            if line := line.strip("\ufeff \t\r"):  # byte-order marks of files that were put together
+                rows.append(json.loads(line))
+    except ValueError as error:
+        raise InputError(f"{place}: not valid JSON in UTF-8 ({error})") from error
     return rows
 
 
@@ -96,29 +88,29 @@ def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) 
         raise InputError(f"dataset {name}: {missing}it cannot be loaded: {reason(error)}") from error
 
 
-def check_rows(rows: Rows, name: str) -> None:
+def check_rows(rows: Rows, name: str, column: str = "prompt") -> None:
     """Raise an `InputError` unless there are rows and each has a prompt: text, or a list of messages."""
     if len(rows) == 0:
         raise InputError(f"{name} is empty: it has no prompts")
     for number, row in enumerate(rows, start=1):
         place = f"{name}, row {number}"
-        if "prompt" not in row:
+        if not isinstance(row, Mapping):
+            raise InputError(f"{place}: expected a mapping of columns to values, got {type(row).__name__}")
+        if column not in row:
             columns = f"({', '.join(map(repr, row)) or 'none'}); data.prompt_column names the one to use"
-            raise InputError(f"{place}: no 'prompt' among the columns {columns}")
-        if taken := [repr(column) for column in RESERVED if column in row]:
+            raise InputError(f"{place}: no {column!r} among the columns {columns}")
+        if taken := [repr(each) for each in RESERVED if each in row]:
             why = "because reward functions get an argument of that name"
             raise InputError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
-        prompt = row["prompt"]
-        messages = isinstance(prompt, list) and bool(prompt)
-        for message in prompt if messages else ():
-            parts = message if isinstance(message, Mapping) else {}
-            messages = messages and all(isinstance(parts.get(key), str) for key in ("role", "content"))
-        if not messages and not (isinstance(prompt, str) and prompt):
+        prompt = row[column]
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt or None}]
+        parts = [message if isinstance(message, Mapping) else {} for message in messages]
+        texts = [part.get(key) for part in parts for key in ("role", "content")]
+        if not texts or not all(isinstance(text, str) for text in texts):
             expected = "non-empty text, or a list of messages with a text as 'role' and as 'content'"
-            raise InputError(f"{place}: 'prompt' must be {expected}, got {prompt!r:.80}")
-        texts = [message["content"] for message in prompt] if messages else [prompt]
-        if any(re.search("[\ud800-\udfff]", text) for text in texts):
-            raise InputError(f"{place}: 'prompt' has half of a surrogate pair, which is no character")
+            raise InputError(f"{place}: {column!r} must be {expected}, got {prompt!r:.80}")
+        if re.search("[\ud800-\udfff]", "".join(map(str, texts))):
+            raise InputError(f"{place}: {column!r} has half of a surrogate pair, which is no character")
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -145,18 +137,13 @@ class Prompts:
     @cached_property
     def digest(self) -> str:
         """The number of rows and a hash of what is in them, in their order, wherever they came from."""
+        from datasets.fingerprint import Hasher
+
         found = sha256()
         for row in self.rows:
             items = sorted(row.items(), key=lambda item: item[0])
-            found.update(json.dumps(items, skipkeys=True, default=_plain).encode() + b"\n")
+            found.update(json.dumps(items, skipkeys=True, default=Hasher.hash).encode() + b"\n")
         return f"{len(self.rows)} rows {found.hexdigest()[:12]}"
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON lacks as something that is equal for equal values, in every process."""
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    return value.tolist() if hasattr(value, "tolist") else re.sub(r" at 0x\w+", "", repr(value))
 
 
 def prepare_prompts(
@@ -169,7 +156,7 @@ def prepare_prompts(
     options: DataConfig | None = None,
     say: Callable[[str], object] = print,
 ) -> Prompts:
-    """Turn prompts into tokens, as `encode_prompts` does; an `InputError` names a row that does not fit.
+    """Turn prompts into tokens, as `encode_prompt` does; an `InputError` names a row that does not fit.
 
     Args:
         tokenizer, rows: a transformers tokenizer, and rows that `check_rows` accepts.
@@ -182,7 +169,8 @@ def prepare_prompts(
         raise InputError(f"{name}: rollout.max_new_tokens leaves no room for a prompt in the model's context")
     options, kept = options or DataConfig(), []
     asked = [_ask(row["prompt"], tokenizer, options) for row in rows]
-    tokens = encode_prompts(tokenizer, asked, name, options.template_options)
+    template = options.template_options
+    tokens = [encode_prompt(tokenizer, p, f"{name}, row {n}", template) for n, p in enumerate(asked, 1)]
     for number, ids in enumerate(tokens, start=1):
         place = f"{name}, row {number}: the prompt has"
         if not ids:
@@ -225,45 +213,27 @@ def _ask(prompt: Any, tokenizer: Any, options: DataConfig) -> Any:
     return [{"role": "system", "content": system}, *prompt]
 
 
-def encode_prompts(
-    tokenizer: Any, prompts: Sequence[Any], name: str, template_options: Mapping[str, Any]
-) -> list[list[int]]:
-    """Return the token ids of prompts.
+def encode_prompt(tokenizer: Any, prompt: Any, place: str, options: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of a prompt, which ``place`` names in errors.
 
     Text gets the special tokens that the tokenizer adds by itself. A conversation goes through the chat
     template, which opens the assistant's turn, or continues the last message if that is the assistant's.
     """
-    tokens: list[list[int]] = [[] for _ in prompts]
-    for is_text in (True, False):  # a template writes its special tokens itself
-        chosen = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == is_text]
-        texts = [
-            prompts[i]
-            if is_text
-            else _render(tokenizer, prompts[i], f"{name}, row {i + 1}", template_options)
-            for i in chosen
-        ]
-        if chosen:
-            encoded = tokenizer(texts, add_special_tokens=is_text)["input_ids"]
-            for i, ids in zip(chosen, encoded, strict=True):
-                tokens[i] = ids
-    return tokens
-
-
-def _render(tokenizer: Any, messages: list[Any], place: str, options: Mapping[str, Any]) -> str:
     from jinja2 import TemplateError
 
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
     if getattr(tokenizer, "chat_template", None) is None:
         given = "the prompt is a conversation, or there is data.system_prompt"
         raise InputError(f"{place}: {given}, but the tokenizer has no chat template")
-    continued = messages[-1]["role"] == "assistant"
+    continued = prompt[-1]["role"] == "assistant"
     # Arrow fills the keys that a message lacks with None.
-    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    messages = [{key: value for key, value in m.items() if value is not None} for m in prompt]
     turn = {"add_generation_prompt": not continued, "continue_final_message": continued}
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **turn, **options)
+        return list(tokenizer.apply_chat_template(messages, return_dict=False, **turn, **options))
     except (TemplateError, ValueError, TypeError) as error:
         raise InputError(f"{place}: the chat template does not take the conversation: {error}") from error
-    return text
 
 
 def prompt_order(num_rows: int, seed: int, start: int, count: int) -> list[int]:

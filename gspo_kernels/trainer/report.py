@@ -30,7 +30,7 @@ from rich.text import Text
 from gspo_kernels.plots import plot_progress
 from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
-from gspo_kernels.trainer.config import InputError, TrainConfig, flat, reason, to_mapping
+from gspo_kernels.trainer.config import InputError, TrainConfig, flat, reason
 from gspo_kernels.trainer.processes import on_main, seconds_of_collectives
 from gspo_kernels.trainer.rollout import sampling_of
 
@@ -118,7 +118,7 @@ class Report:
             records = [] if step is None else read_metrics(self.directory.metrics)
             kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
             write_text(self.directory.metrics, "".join(kept))
-            write_text(self.directory.config, yaml.safe_dump(to_mapping(self.config), sort_keys=False))
+            write_text(self.directory.config, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         # A resumed run goes on in the trackers' run, which a file names.
         folder = self.directory.trackers
         name, file = config.run_name or self.directory.path.resolve().name, folder / "run_id"
@@ -134,7 +134,7 @@ class Report:
             "trackio": {"name": run_id, "resume": again},
             "mlflow": {"run_name": name},
         }
-        values = flat(to_mapping(config)).items()
+        values = flat(config.model_dump(mode="json")).items()
         plain = {key: value if isinstance(value, int | float) else str(value) for key, value in values}
         self.accelerator.init_trackers(config.project, plain if step is None else None, init_kwargs=options)
 

@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import numbers
 import sys
 import threading
 import time
@@ -26,13 +25,14 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from gspo_kernels import advantages
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import RESERVED
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RewardFunction = Callable[..., Any]
 
@@ -107,8 +107,6 @@ class Rewards:
     @classmethod
     def concatenate(cls, parts: Sequence[Rewards]) -> Rewards:
         """Put the rewards of several parts of a batch one after the other; at least one part."""
-        import torch
-
         by_name = {name: torch.cat([each.by_name[name] for each in parts]) for name in parts[0].by_name}
         return cls(torch.cat([each.total for each in parts]), by_name, parts[0].weights)
 
@@ -164,8 +162,6 @@ class RewardSet:
         columns: Mapping[str, Sequence[Any]],
     ) -> Rewards:
         """Score every completion with every function; an `InputError` names the one that fails."""
-        import torch
-
         self.check(columns)
         arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
         calls = list(self._calls.values())
@@ -178,18 +174,11 @@ class RewardSet:
         if threads:
             reason = "only the main thread can set signal handlers, and others tried to"
             warnings.warn(f"rewards may be wrong: {reason}: {', '.join(sorted(threads))}", stacklevel=2)
-        by_name = {
-            name: torch.tensor(
-                [math.nan if v is None else float(v) for v in values[name]], dtype=torch.float32, device="cpu"
-            )
-            for name in self.names
-        }
+        by_name = {n: torch.tensor(values[n], dtype=torch.float32, device="cpu") for n in self.names}
         weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])
         if (infinite := weighted.nansum(0).isinf()).any():
-            i = int(infinite.nonzero()[0])
-            raise InputError(
-                f"rewards {', '.join(self.names)}: the weighted sum of completion {i} exceeds fp32"
-            )
+            place = f"the weighted sum of completion {int(infinite.nonzero()[0])}"
+            raise InputError(f"rewards {', '.join(self.names)}: {place} exceeds fp32")
         total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
         return Rewards(total, by_name, self.weights)
 
@@ -229,28 +218,28 @@ class _Call:
         # An event loop lives as long as its function, so that clients and connections outlive a call.
         self.loop: asyncio.AbstractEventLoop | None = None
         try:
-            self.parameters = inspect.signature(function).parameters
+            self.signature = inspect.signature(function)
         except ValueError:  # some builtin functions have no signature
-            self.parameters = inspect.signature(lambda **_: None).parameters
+            self.signature = inspect.signature(lambda **_: None)
+
+    def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the arguments that the function takes."""
+        parameters = self.signature.parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return {name: v for name, v in arguments.items() if takes_all or name in parameters}
 
     def check(self, columns: Sequence[str]) -> None:
         bound = self.function.keywords if isinstance(self.function, functools.partial) else {}
         if twice := [name for name in (*RESERVED, *columns) if name in bound]:
             raise InputError(f"{self.what}: {', '.join(twice)} is an option and a column")
-        for name, p in self.parameters.items():
-            required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            if required and (p.kind is p.POSITIONAL_ONLY or name not in (*RESERVED, *columns)):
-                names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
-                raise InputError(
-                    f"{self.what} cannot be called: it takes {name!r} and gets {names}, all by name"
-                )
+        try:
+            self.signature.bind(**self.accepted(dict.fromkeys((*RESERVED, *columns))))
+        except TypeError as error:
+            names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
+            raise InputError(f"{self.what} cannot be called with {names}, all by name: {error}") from error
 
     def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
         """Start a daemon thread with this thread's torch state; a plain function without limit runs here."""
-        import torch
-
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        passed = {name: v for name, v in arguments.items() if takes_all or name in self.parameters}
         future: Future[Any] = Future()
         grad = torch.is_grad_enabled()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -263,7 +252,7 @@ class _Call:
             if device is not None:
                 torch.cuda.set_device(device)
             try:
-                values = self.function(**passed)
+                values = self.function(**self.accepted(arguments))
                 future.set_result(values if loop is None else loop.run_until_complete(values))
             except BaseException as error:
                 future.set_exception(error)
@@ -275,9 +264,7 @@ class _Call:
             threading.Thread(target=run, name=self.what, daemon=True).start()
         return future
 
-    def finish(
-        self, future: Future[Any], arguments: Mapping[str, Any], refused: set[str]
-    ) -> Sequence[float | None]:
+    def finish(self, future: Future[Any], arguments: Mapping[str, Any], refused: set[str]) -> list[float]:
         """Wait for the values and check them; raise an `InputError` when the time is over.
 
         A plain function is called again, in this thread, if ``refused`` has the thread in which it ran.
@@ -298,23 +285,22 @@ class _Call:
             values = future.result()
         except (Exception, SystemExit) as error:
             raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.inner)}") from error
-        if hasattr(values, "tolist"):  # a tensor or a NumPy array
-            values = values.tolist()
-        elif isinstance(values, Sequence) and not isinstance(values, str):  # or a list of their scalars
-            values = [v.item() if getattr(v, "ndim", None) == 0 else v for v in values]
+        values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or a NumPy array
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")
         if len(values) != len(completions):
             raise InputError(f"{self.what} returned {len(values)} values for {len(completions)} completions")
         for value, prompt, completion in zip(values, prompts, completions, strict=True):
-            # bool and numpy scalars are Numbers as well
-            is_finite = isinstance(value, numbers.Real) and bool(abs(value) < 3.4e38)  # type: ignore[operator]
-            if value is not None and not is_finite:
+            try:
+                fits = value is None or abs(float(value)) < 3.4e38
+            except (TypeError, ValueError, OverflowError):
+                fits = False
+            if not fits:
                 raise InputError(
                     f"{self.what} returned {value!r}, expected a finite fp32 number or None (completion "
                     f"{completion!r:.200} of prompt {prompt!r:.200})"
                 )
-        return values
+        return [math.nan if value is None else float(value) for value in values]
 
 
 def _place_of(error: BaseException, function: Any) -> str:
@@ -339,8 +325,6 @@ def advantages_of(
         scale: the divisor of "group_normalized", as it has them; other methods do not use it.
         lengths: numbers of counted tokens, [B]; needed for "optimal_baseline".
     """
-    from gspo_kernels import advantages
-
     total = rewards.total
     if method == "group_normalized":
         return advantages.group_normalized(total, group_size=group_size, scale=scale)
@@ -361,15 +345,11 @@ def advantages_of(
 
 def levels(total: Tensor, group_size: int) -> Tensor:
     """Return each reward's rank in its group, [B]: 1 for the highest; equal rewards have equal ranks."""
-    import torch
-
     groups = [torch.unique(-group, return_inverse=True)[1] + 1 for group in total.split(group_size)]
     return torch.cat(groups).to(total.dtype)
 
 
 def differing(total: Tensor, group_size: int) -> Tensor:
     """Return for each group whether its rewards differ, [groups] bool; NaN (no reward) does not count."""
-    import torch
-
     groups = total.view(-1, group_size)
     return groups.nan_to_num(-torch.inf).amax(1) > groups.nan_to_num(torch.inf).amin(1)

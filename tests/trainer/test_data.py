@@ -40,8 +40,8 @@ def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
     ("text", "words"),
     [
         ("\n", ["is empty"]),
-        ('{"prompt": "a"}\n{"prompt":\n', ["line 2", "not valid JSON"]),
-        (b'{"prompt": "a"}\r\n{"prompt": "\xe9"}\n', ["line 2: not valid UTF-8"]),
+        ('{"prompt": "a"}\n{"prompt":\n', ["line 2: not valid JSON"]),
+        (b'{"prompt": "a"}\r\n{"prompt": "\xe9"}\n', ["not valid JSON in UTF-8"]),
         ('["a"]\n', ["row 1", "list"]),
         ('{"prompt": "a"}\n{"question": "b"}\n', ["row 2", "'prompt'", "'question'"]),
         ('{"prompt": ""}\n', ["row 1", "non-empty text"]),
@@ -97,7 +97,7 @@ def test_datasets_of_every_kind(tmp_path, monkeypatch):
         ("both", {"subset": "main"}, "cannot be loaded"),
         ("broken.parquet", {}, "cannot be loaded"),
         ("broken.csv", {}, "cannot be loaded: .*EOF inside string"),  # the error below datasets' own
-        ("rows.json", {}, "row 2: expected a JSON object, got str"),
+        ("rows.json", {}, "row 2: expected a mapping of columns to values, got str"),
         ("lines.json", {}, "not valid JSON"),
         ("empty", {}, "cannot be loaded"),
     ):
@@ -244,4 +244,4 @@ def test_prompts_are_checked_against_the_model(tokenizer, kind):
     with pytest.raises(InputError, match=r"data: all 2 prompts are longer than .*max_prompt_tokens = 1"):
         prepare_prompts(tokenizer, rows, "data", options=DataConfig(max_prompt_tokens=1), **most)
     with pytest.raises(InputError, match="row 1: the tokenizer makes no token"):
-        prepare_prompts(lambda texts, **_: {"input_ids": [[]] * len(texts)}, rows, "data", longest=None)
+        prepare_prompts(lambda text: {"input_ids": []}, rows, "data", longest=None)

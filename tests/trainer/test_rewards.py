@@ -66,7 +66,6 @@ WRONG = [
     (["a", 1.0], ["'a'", "completion 'x' of prompt 'p'"]),
     ([1.0, math.nan], ["nan", "completion 'yy' of prompt 'q'"]),
     ([1.0, [2.0]], ["[2.0]", "completion 'yy'"]),
-    ([1.0, torch.tensor([2.0])], ["tensor([2.])", "completion 'yy'"]),
     ([1.0, torch.tensor(math.nan)], ["nan", "completion 'yy' of prompt 'q'"]),
     ([10**400, 1.0], ["completion 'x'", "finite fp32 number"]),
     ([0.0, 1e39], ["1e+39", "completion 'yy'", "finite fp32 number"]),
@@ -125,9 +124,9 @@ def test_what_cannot_be_summed_or_called_is_refused():
         with pytest.raises(InputError, match="reward_timeout must be above 0"):
             RewardSet([f], timeout=timeout)
     for function, columns, words in (
-        (my_reward, ["answer"], r"my_reward cannot be called: it takes 'solution'.*\(answer\)"),
+        (my_reward, ["answer"], r"my_reward cannot be called with .*\(answer\).*'solution'"),
         (functools.partial(my_reward, solution=3), ["solution"], "solution is an option and a column"),
-        (math.sqrt, ["x"], "sqrt cannot be called: it takes 'x'"),  # sqrt does not take x by name
+        (math.sqrt, ["x"], "sqrt cannot be called with .*'x'"),  # sqrt does not take x by name
     ):
         with pytest.raises(InputError, match=words):
             RewardSet([function]).check(columns)
