@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -96,35 +97,34 @@ class Report:
         if not evaluates:
             self.say("no eval dataset: accuracy on held-out prompts is not measured")
         config, timeout = self.config, self.config.reward_timeout
-        limit = seconds_of_collectives(self.accelerator.device) or math.inf
-        warnings = {
-            f"settings changed: {'; '.join(changed)}": bool(changed),
-            f"reward_timeout is {timeout}: if a reward hangs in one process, the others wait until the time "
-            f"limit of their collectives ({limit:.0f} seconds) ends the run without a checkpoint": (
-                limit < math.inf and (timeout is None or timeout >= limit)
-            ),
-            "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use 2 to "
-            "8 minibatches unless on-policy updates are meant": (
-                config.update.minibatches * config.update.epochs == 1
-            ),
-            "sampling cuts off tokens that training counts, so their log-probs are of two distributions; "
-            "rollout.keep_sampling_mask trains on the one that was sampled from": (
-                self.health.mismatch == math.inf
-            ),
-        }
-        for warning in (text for text, due in warnings.items() if due):
-            self.say(warning, warning=True)
-        if self.accelerator.is_main_process:
-            records = [] if step is None else read_metrics(self.directory.metrics)
-            kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
-            write_text(self.directory.metrics, "".join(kept))
-            write_text(self.directory.config, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        # A resumed run goes on in the trackers' run, which a file names.
+        if changed:
+            self.say(f"settings changed: {'; '.join(changed)}", warning=True)
+        limit = seconds_of_collectives(self.accelerator.device)
+        if limit is not None and (timeout is None or timeout >= limit):
+            hangs = (
+                "if a reward hangs in one process, the others wait until the time limit of their collectives"
+            )
+            ends = f"{hangs} ({limit:.0f} seconds) ends the run without a checkpoint"
+            self.say(f"reward_timeout is {timeout}: {ends}", warning=True)
+        if config.update.minibatches * config.update.epochs == 1:
+            use = "use 2 to 8 minibatches unless on-policy updates are meant"
+            self.say(f"one minibatch and one epoch: ratios are 1 and nothing is clipped; {use}", warning=True)
+        if self.health.mismatch == math.inf:
+            self.say(
+                "sampling cuts off tokens that training counts, so their log-probs are of two distributions; "
+                "rollout.keep_sampling_mask trains on the one that was sampled from",
+                warning=True,
+            )
         folder = self.directory.trackers
+        # A resumed run goes on in the trackers' run, which a file names.
         name, file = config.run_name or self.directory.path.resolve().name, folder / "run_id"
-        if config.trackers and self.accelerator.is_main_process:
-            folder.mkdir(exist_ok=True)
-            if step is None or not file.exists():
+        if self.accelerator.is_main_process:
+            records = [each for each in read_metrics(self.directory.metrics) if each["step"] <= (step or 0)]
+            write_text(self.directory.metrics, "".join(json.dumps(each) + "\n" for each in records))
+            settings = config.model_dump(mode="json")
+            write_text(self.directory.config, yaml.safe_dump(settings, sort_keys=False))
+            if config.trackers and not file.exists():
+                folder.mkdir(exist_ok=True)
                 write_text(file, f"{name}-{uuid4().hex[:8]}")
         run_id = file.read_text(encoding="utf-8") if file.exists() else name
         again = "never" if step is None else "allow"
@@ -326,24 +326,21 @@ class Health:
 
     def check(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Return the warnings that are due after a step with these metrics."""
-        measured = {name: math.nan if value is None else value for name, value in metrics.items()}
-
-        def value(name: str) -> float:  # no comparison with NaN is true
-            return measured.get(name, math.nan)
-
-        equal, apart = value("groups_without_variance") >= 1.0, abs(value("mismatch/ratio") - 1.0)
+        # no comparison with NaN is true
+        m = defaultdict(lambda: math.nan, {k: value for k, value in metrics.items() if value is not None})
+        equal, limit = m["groups_without_variance"] >= 1.0, self.mismatch
         present = {
             "groups_without_variance": equal,
-            "clip_fraction/after_first": value("clip_fraction/after_first") >= 0.95,
-            "minibatch_2/ratio/max": value("ratio/min") == value("ratio/max") == 1.0 and not equal,
-            "completions/finished": value("completions/finished") <= 0.05,
-            "reward/mean": math.isnan(value("reward/mean")),
-            "updates_left_out": value("updates_left_out") >= 1.0,
-            "mismatch/mean": apart >= self.mismatch or value("mismatch/mean") >= self.mismatch,
+            "clip_fraction/after_first": m["clip_fraction/after_first"] >= 0.95,
+            "minibatch_2/ratio/max": m["ratio/min"] == m["ratio/max"] == 1.0 and not equal,
+            "completions/finished": m["completions/finished"] <= 0.05,
+            "reward/mean": math.isnan(m["reward/mean"]),
+            "updates_left_out": m["updates_left_out"] >= 1.0,
+            "mismatch/mean": abs(m["mismatch/ratio"] - 1.0) >= limit or m["mismatch/mean"] >= limit,
         }
-        for name in measured.keys() & present.keys():
+        for name in metrics.keys() & present.keys():
             self.streaks[name] = self.streaks.get(name, 0) + 1 if present[name] else 0
-        due = [name for name in present if name in measured and self.streaks[name] == PATIENCE]
+        due = [name for name in present if name in metrics and self.streaks[name] == PATIENCE]
         return [f"for {PATIENCE} steps in a row {SYMPTOMS[name]}." for name in due]
 
 

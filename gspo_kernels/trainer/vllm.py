@@ -60,27 +60,23 @@ def vllm_engine(
 
     Prompt and completion of the trained ``model`` have at most ``longest`` tokens together.
     """
-    url, engines = str(config.engine.url), list[VLLMEngine]()
-    if url == "local" and not isinstance(source, str | Path):
+    url, ready = str(config.engine.url), list[Any]()
+    local = url == "local"
+    if local and not isinstance(source, str | Path):
         raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
 
     def start() -> None:
-        if url == "local":
-            vllm: Any = LocalVLLM(config, str(source), longest, accelerator)
-            version = vllm.vllm.__version__
-        else:
-            vllm = VLLMServer(url, say=say)
-            version = str((vllm.ask("/version") or {}).get("version"))
-            if longest > (vllm.max_model_len or longest):
-                most = f"prompt and completion have up to {longest} tokens"
-                raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {most}: --max-model-len")
-        if not VERSIONS[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VERSIONS[1]:
+        vllm: Any = LocalVLLM(config, source, longest, accelerator) if local else VLLMServer(url, say=say)
+        if longest > (vllm.max_model_len or longest):
+            both = f"prompt and completion have up to {longest} tokens"
+            raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {both}: --max-model-len")
+        if not VERSIONS[0] <= tuple(map(int, re.findall(r"\d+", vllm.version)[:2])) <= VERSIONS[1]:
             known = " to ".join(".".join(map(str, each)) for each in VERSIONS)
-            say(f"{vllm.name} is version {version}; only {known} are known to fit")
-        engines.append(VLLMEngine(vllm, end_ids, model.get_input_embeddings().weight.shape[0]))
+            say(f"{vllm.name} is version {vllm.version}; only {known} are known to fit")
+        ready.append(vllm)
 
     on_all(accelerator, start)
-    return engines[0]
+    return VLLMEngine(ready[0], end_ids, model.get_input_embeddings().weight.shape[0])
 
 
 class VLLMServer:
@@ -96,10 +92,14 @@ class VLLMServer:
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
-        listed, waited = None, 0
-        while listed is None:
+
+        def read(answer: Any) -> dict[str, Any]:  # adapters have the model that they change as their parent
+            return {m["id"]: m.get("max_model_len") for m in answer["data"] if not m.get("parent")}
+
+        served, waited = None, 0
+        while served is None:
             try:
-                listed = self.ask("/v1/models")
+                served = self.ask("/v1/models", read=read)
             except InputError as error:
                 refused = isinstance(getattr(error.__cause__, "reason", None), ConnectionRefusedError)
                 if not refused or waited >= WAIT:
@@ -108,14 +108,10 @@ class VLLMServer:
                     say(f"waiting up to {WAIT:g} seconds for {self.name}, which does not listen yet")
                 time.sleep(1)
                 waited += 1
-        try:  # adapters are listed as well, with the model that they change as their parent
-            served = [each for each in listed["data"] if not each.get("parent")]
-            names = [each["id"] for each in served]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise self._strange(listed) from error
-        if len(names) != 1:
-            raise InputError(f"{self.name} serves {', '.join(names) or 'nothing'}; expected one model")
-        self.model, self.max_model_len = names[0], served[0].get("max_model_len")
+        if len(served) != 1:
+            raise InputError(f"{self.name} serves {', '.join(served) or 'nothing'}; expected one model")
+        ((self.model, self.max_model_len),) = served.items()
+        self.version = str((self.ask("/version") or {}).get("version"))
         self.transfer: Any = None  # vLLM's engine that sends weights, from the first time on
 
     def complete(
@@ -132,13 +128,7 @@ class VLLMServer:
         return [responses[i] for i in range(len(prompts))]
 
     def _complete(self, prompt: list[int], options: dict[str, Any], masks: bool) -> VLLMResponse:
-        if masks:
-            request = {"model": self.model, "token_ids": prompt, "sampling_params": options}
-            answer = self.ask("/inference/v1/generate", request)
-        else:
-            request = {"model": self.model, "prompt": prompt, "return_token_ids": True, **options}
-            answer = self.ask("/v1/completions", request)
-        try:
+        def read(answer: Any) -> VLLMResponse:
             (choice,) = answer["choices"]
             values = choice.get("logprobs")
             if values is not None:
@@ -146,8 +136,12 @@ class VLLMServer:
                 values = list(map(float, values))
             tokens = list(map(int, choice["token_ids"]))
             return VLLMResponse(tokens, values, choice["finish_reason"], choice.get("sampling_mask"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._strange(answer) from error
+
+        if masks:
+            request = {"model": self.model, "token_ids": prompt, "sampling_params": options}
+            return self.ask("/inference/v1/generate", request, read)
+        request = {"model": self.model, "prompt": prompt, "return_token_ids": True, **options}
+        return self.ask("/v1/completions", request, read)
 
     def load(self, path: Path) -> None:
         """Load weights from a directory that ``from_pretrained`` could load; clear the prefix cache."""
@@ -183,14 +177,14 @@ class VLLMServer:
         if accelerator.is_main_process:
             self.ask("/reset_prefix_cache", {})
 
-    def ask(self, path: str, body: Any = None) -> Any:
-        """Send JSON by POST, or without a body a GET; return the answer's JSON, or None if it is empty."""
-        url = f"{self.url}{path}"
+    def ask(self, path: str, body: Any = None, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
+        """Send JSON by POST, or without a body a GET; return what ``read`` takes from the answer's JSON."""
+        url, text = f"{self.url}{path}", ""
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._open(Request(url, data, self._headers), timeout=self.timeout) as answer:
                 text = answer.read().decode()
-            return json.loads(text) if text else None
+            return read(json.loads(text) if text else None)
         except HTTPError as error:
             flags = " --return-sampling-mask --enable-scale-out" if "generate" in path else ""
             hints = {401: "; set VLLM_API_KEY to the key that the server was started with"}
@@ -204,11 +198,8 @@ class VLLMServer:
             reason = getattr(error, "reason", error) or type(error).__name__
             hint = f"is the server running ({_START}), and engine.url its address?"
             raise InputError(f"{url} cannot be reached: {reason}; {hint}") from error
-        except ValueError as error:
-            raise InputError(f"{url} gave no JSON but {text:.300}; is it a vLLM server?") from error
-
-    def _strange(self, answer: Any) -> InputError:
-        return InputError(f"{self.name} gave another answer than vLLM does: {json.dumps(answer):.300}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{url} gave another answer than vLLM does: {text:.300}") from error
 
 
 class LocalVLLM:
@@ -221,11 +212,6 @@ class LocalVLLM:
 
     def __init__(self, config: TrainConfig, model_path: str, longest: int, accelerator: Any) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        options: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
-        if config.rollout.keep_sampling_mask:
-            options["return_sampling_mask"] = True
-        if accelerator.num_processes > 1:  # a vLLM in each process, which torchrun or accelerate has started
-            options["distributed_executor_backend"] = "external_launcher"
         try:
             self.vllm = importlib.import_module("vllm")
             self.llm = self.vllm.LLM(
@@ -236,10 +222,15 @@ class LocalVLLM:
                 max_num_seqs=size(config.rollout, "batch_size"),
                 enable_sleep_mode=True,
                 seed=config.seed + accelerator.process_index,
-                **options,
+                logprobs_mode="processed_logprobs",
+                skip_tokenizer_init=True,
+                return_sampling_mask=config.rollout.keep_sampling_mask,
+                # a vLLM in each process, which torchrun or accelerate has started
+                distributed_executor_backend="external_launcher" if accelerator.num_processes > 1 else None,
             )
         except Exception as error:
             raise InputError(f"engine.url local: vLLM cannot start with {model_path}: {error!r}") from error
+        self.version, self.max_model_len = self.vllm.__version__, longest
         self._sleep()
 
     def _sleep(self) -> None:

@@ -85,7 +85,7 @@ def scored(values):
 SPOILED = {
     "an older vLLM": (choice(token_ids=None), "gave another answer than vLLM does"),
     "two choices": (lambda answer: {"choices": answer["choices"] * 2}, "gave another answer than vLLM"),
-    "not JSON": (lambda answer: "<html>", "gave no JSON but <html>; is it a vLLM server"),
+    "not JSON": (lambda answer: "<html>", "gave another answer than vLLM does: <html>"),
     "no log-probs": (choice(logprobs=None), "returned None as log-probs of 3 tokens"),
     "too few log-probs": (scored([-1.0]), r"returned \[-1.0\] as log-probs of 3"),
     "no number": (scored([None] * 3), "gave another answer than vLLM"),
@@ -374,10 +374,10 @@ def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, other_weights, mod
 def test_a_server_is_waited_for_and_its_version_compared(stand_in, monkeypatch, tokenizer):
     ask, calls, said = VLLMServer.ask, iter(range(9)), []
 
-    def late(self, path, body=None):
+    def late(self, path, *rest, **options):
         if next(calls) < 2:
             raise InputError("cannot be reached") from URLError(ConnectionRefusedError())
-        return ask(self, path, body)
+        return ask(self, path, *rest, **options)
 
     monkeypatch.setattr(VLLMServer, "ask", late)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
