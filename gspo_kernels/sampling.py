@@ -5,6 +5,7 @@ top-k, top-p and min-p.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,43 @@ class _Rules(NamedTuple):
     top_p: float
     log_min_p: float
     min_p_first: bool
+
+
+class SamplingMask(NamedTuple):
+    """The tokens that a sampler could have drawn at each of C places."""
+
+    ids: Tensor  # int32 [S], the ids of the first place, then those of the second one, and so on
+    counts: Tensor  # [C] int64, number of ids at each place; 0: any id, as for tokens that a tool wrote
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
+        """Return the mask of one list of ids for each place, as vLLM returns it."""
+        ids = [token for each in sets for token in each]
+        counts = [len(each) for each in sets]
+        return cls(
+            torch.tensor(ids, dtype=torch.int32, device="cpu"),
+            torch.tensor(counts, dtype=torch.int64, device="cpu"),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Put the places of several masks one after the other; at least one mask."""
+        return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def to_lists(self) -> list[list[int]]:
+        """Return one list of ids for each place, as `of` takes it."""
+        ids, ends = self.ids.tolist(), self.counts.cumsum(0).tolist()
+        return [ids[end - count : end] for count, end in zip(self.counts.tolist(), ends, strict=True)]
+
+    def to(self, device: torch.device) -> SamplingMask:
+        """Return the same mask on another device."""
+        return SamplingMask(self.ids.to(device), self.counts.to(device))
+
+    def bitmask(self, vocabulary: int) -> Tensor:
+        """Return the mask as the losses take it, as ``kept_mask``: int32 [C, ceil(V / 32)]."""
+        whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
+        kept = bits.packed_rows(self.ids, self.counts, vocabulary)
+        return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)
 
 
 def kept_mask(ids: Tensor, vocabulary_size: int) -> Tensor:

@@ -18,11 +18,12 @@ from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.integrations.lm_head import LMHead
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.mismatch.measure import Comparison, mean
+from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.batch import last_hidden_states, packed_hidden_states, token_budget_batches
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.model import head_of, load_model
-from gspo_kernels.trainer.rollout import Sampling, SamplingMask
+from gspo_kernels.trainer.rollout import Sampling
 
 
 @dataclass(frozen=True)

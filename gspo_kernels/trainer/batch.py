@@ -27,9 +27,10 @@ from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.integrations.lm_head import causal_lm_of
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.layout import queued
+from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.rewards import Rewards, differing
-from gspo_kernels.trainer.rollout import Completion, SamplingMask
+from gspo_kernels.trainer.rollout import Completion
 
 Tokens = Sequence[Tensor]
 """Token ids of B sequences, [length > 0] each."""

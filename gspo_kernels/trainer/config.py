@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import traceback
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,15 @@ def reason(error: BaseException) -> str:
     """Return an error's whole message on one line, and that of the error that caused it."""
     errors = [error] if error.__cause__ is None else [error, error.__cause__]
     return ": ".join(" ".join((str(each) or repr(each)).split()).rstrip(".") for each in errors)
+
+
+def place_of(error: BaseException, function: Any) -> str:
+    """Return `` (file, line n)``: the last line in the function's file, and the innermost if it differs."""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in (*inside[-1:], *frames[-1:])]
+    return f" ({', below it '.join(dict.fromkeys(places))})" if places else ""
 
 
 def option(default: Any, help: str, **bounds: Any) -> Any:

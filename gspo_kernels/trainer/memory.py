@@ -7,6 +7,7 @@ counted. So every layer counts as it is, in the run's precision, with adapters a
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from gspo_kernels.ops.memory import chunk_rows, host_memory
 from gspo_kernels.trainer.batch import Segment, attention_mask, last_hidden_states
-from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, size
+from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, place_of, size
 from gspo_kernels.trainer.data import Rows, prepare_prompts
 from gspo_kernels.trainer.model import Policy, add_adapters, load_tokenizer
 from gspo_kernels.trainer.processes import make_accelerator, with_precision
@@ -42,12 +43,8 @@ def explained_memory(options: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        words = (
-            "out of memory",
-            "can't allocate memory",
-            "Memory footprint",
-        )  # the last: transformers' cache
-        if not any(each in str(error) for each in words):
+        # The last words are those of transformers' cache.
+        if not re.search("out of memory|can't allocate memory|Memory footprint", str(error)):
             raise
         kept = "--resume goes on from the last checkpoint"
         raise InputError(f"out of memory; what helps: {options}; {kept} ({error!s:.200})") from error
@@ -115,22 +112,22 @@ class Memory(NamedTuple):
         sampling = sizes["batch_size"] * self.completion + self.rounded - self.gradients
         return self.fixed + max(self.of_tokens(sizes["micro_batch_tokens"]), sampling)
 
-    def table(self, sizes: Mapping[str, int], available: float) -> str:
+    def table(self, sizes: Mapping[str, int], available: float, on_gpu: bool = False) -> str:
         """Return the table that is printed before a run, and what mends it if the run does not fit."""
         update = self.of_tokens(sizes["micro_batch_tokens"])
         sampling = float(sizes["batch_size"] * self.completion + self.rounded)
         parts: dict[str, float] = dict(zip(self._fields[:4], self[:4], strict=True))
         parts[f"update of {sizes['micro_batch_tokens']:,} tokens"] = update
         parts[f"sampling of {sizes['batch_size']:,} completions"] = sampling
-        parts["most at once"] = self.most(sizes)
-        parts["available"] = available
+        parts |= {"most at once": self.most(sizes), "available": available}
         lines = [f"  {name:<32}{count / 2**30:9.2f}" for name, count in parts.items() if count]
         if parts["most at once"] > available:
             enough = self.fixed + self.of_tokens(256) <= available
             options = UPDATE if enough else "lora.rank above 0, or FSDP2 on several devices"
             options = options if update >= sampling - self.gradients else SAMPLING
             lines.append(f"  this will not fit; what helps: {options}")
-        return "\n".join(["memory in GiB, counted, not measured on a GPU yet:", *lines])
+        counted = "counted, not measured on a GPU yet" if on_gpu else "counted"
+        return "\n".join([f"memory in GiB, {counted}:", *lines])
 
 
 def memory_of(
@@ -210,18 +207,22 @@ def plan_memory(
     """Return the sizes of a run, with saved ones in place of ``auto`` first, and the table of its memory."""
     sections = {"micro_batch_tokens": config.update, "batch_size": config.rollout}
     sizes = {name: size(section, name) for name, section in sections.items()}
-    auto = [name for name, section in sections.items() if getattr(section, name) == "auto"]
+    auto, device = (
+        [name for name, section in sections.items() if getattr(section, name) == "auto"],
+        accelerator.device,
+    )
     try:
-        if accelerator.is_fsdp2:
-            raise InputError("shards of FSDP2 are not traced")
-        memory = memory_of(policy, reference, config, longest, accelerator.device)
+        memory = None if accelerator.is_fsdp2 else memory_of(policy, reference, config, longest, device)
+        why = "shards of FSDP2 are not traced"
     except Exception as error:  # of the model's own code, on tensors without values
-        return sizes | {n: saved[n] for n in auto if n in saved}, f"memory is not predicted: {error!s:.200}"
+        memory, why = None, f"{error!r:.200}{place_of(error, memory_of)}"
+    if memory is None:
+        return sizes | {n: saved[n] for n in auto if n in saved}, f"memory is not predicted: {why}"
     meta = next(policy.parameters()).is_meta
-    available = available_bytes(config, accelerator.device, 0 if meta else memory.weights + memory.reference)
+    available = available_bytes(config, device, 0 if meta else memory.weights + memory.reference)
     fits = memory.fitting(available) | dict(saved)
     sizes |= {name: min(each[name] for each in gather_object([fits])) for name in auto}
-    return sizes, memory.table(sizes, available)
+    return sizes, memory.table(sizes, available, device.type == "cuda")
 
 
 def dry_run(config: TrainConfig, rows: Rows) -> str:

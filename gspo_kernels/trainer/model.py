@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
+from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.batch import (
     Tokens,
     attention_of,
@@ -39,7 +40,6 @@ from gspo_kernels.trainer.batch import (
 )
 from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path, reason
 from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
-from gspo_kernels.trainer.rollout import SamplingMask
 
 
 def load_model(

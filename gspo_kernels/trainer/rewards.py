@@ -17,7 +17,6 @@ import math
 import sys
 import threading
 import time
-import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import advantages
-from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.config import InputError, place_of
 from gspo_kernels.trainer.data import RESERVED
 
 RewardFunction = Callable[..., Any]
@@ -284,7 +283,7 @@ class _Call:
         try:
             values = future.result()
         except (Exception, SystemExit) as error:
-            raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.inner)}") from error
+            raise InputError(f"{self.what} raised {error!r}{place_of(error, self.inner)}") from error
         values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or a NumPy array
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")
@@ -301,15 +300,6 @@ class _Call:
                     f"{completion!r:.200} of prompt {prompt!r:.200})"
                 )
         return [math.nan if value is None else float(value) for value in values]
-
-
-def _place_of(error: BaseException, function: Any) -> str:
-    """Return `` (file, line n)``: the last line in the function's file, and the innermost if it differs."""
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    places = [f"{frame.filename}, line {frame.lineno}" for frame in (*inside[-1:], *frames[-1:])]
-    return f" ({', below it '.join(dict.fromkeys(places))})" if places else ""
 
 
 def advantages_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_kernels import bits
 from gspo_kernels.exact import exact
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
-from gspo_kernels.sampling import sampling_mask
+from gspo_kernels.sampling import SamplingMask, sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
 
 
@@ -45,42 +45,6 @@ def sampling_of(config: RolloutConfig, *, greedy: bool = False, return_mask: boo
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     mask = config.keep_sampling_mask if return_mask is None else return_mask
     return Sampling(**{name: getattr(config, name) for name in names}, return_mask=mask)
-
-
-class SamplingMask(NamedTuple):
-    """The tokens that a sampler could have drawn at each of C places."""
-
-    ids: Tensor  # int32 [S], the ids of the first place, then those of the second one, and so on
-    counts: Tensor  # [C] int64, number of ids at each place; 0: any id, as for tokens that a tool wrote
-
-    @classmethod
-    def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
-        """Return the mask of one list of ids for each place, as vLLM returns it."""
-        ids = [token for each in sets for token in each]
-        counts = [len(each) for each in sets]
-        return cls(
-            torch.tensor(ids, dtype=torch.int32, device="cpu"),
-            torch.tensor(counts, dtype=torch.int64, device="cpu"),
-        )
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """Put the places of several masks one after the other; at least one mask."""
-        return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
-
-    def to_lists(self) -> list[list[int]]:
-        """Return one list of ids for each place, as `of` takes it."""
-        return [each.tolist() for each in self.ids.split(self.counts.tolist())]
-
-    def to(self, device: torch.device) -> SamplingMask:
-        """Return the same mask on another device."""
-        return SamplingMask(self.ids.to(device), self.counts.to(device))
-
-    def bitmask(self, vocabulary: int) -> Tensor:
-        """Return the mask as the losses take it, as ``kept_mask``: int32 [C, ceil(V / 32)]."""
-        whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
-        kept = bits.packed_rows(self.ids, self.counts, vocabulary)
-        return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 
+from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.config import InputError, TrainConfig, size
 from gspo_kernels.trainer.model import export_model, exported_weights
 from gspo_kernels.trainer.processes import on_all, on_main
-from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask
+from gspo_kernels.trainer.rollout import Completion, Sampling
 
 VERSIONS = (0, 29), (0, 33)  # first and last release for whose published interface this was written
 WAIT = 600.0  # seconds that a server may take until it listens; it loads its model first
@@ -70,9 +71,10 @@ def vllm_engine(
         if longest > (vllm.max_model_len or longest):
             both = f"prompt and completion have up to {longest} tokens"
             raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {both}: --max-model-len")
-        if not VERSIONS[0] <= tuple(map(int, re.findall(r"\d+", vllm.version)[:2])) <= VERSIONS[1]:
+        version = vllm.vllm.__version__ if local else vllm.ask("/version", read=lambda each: each["version"])
+        if not VERSIONS[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VERSIONS[1]:
             known = " to ".join(".".join(map(str, each)) for each in VERSIONS)
-            say(f"{vllm.name} is version {vllm.version}; only {known} are known to fit")
+            say(f"{vllm.name} is version {version}; only {known} are known to fit")
         ready.append(vllm)
 
     on_all(accelerator, start)
@@ -111,7 +113,6 @@ class VLLMServer:
         if len(served) != 1:
             raise InputError(f"{self.name} serves {', '.join(served) or 'nothing'}; expected one model")
         ((self.model, self.max_model_len),) = served.items()
-        self.version = str((self.ask("/version") or {}).get("version"))
         self.transfer: Any = None  # vLLM's engine that sends weights, from the first time on
 
     def complete(
@@ -230,7 +231,7 @@ class LocalVLLM:
             )
         except Exception as error:
             raise InputError(f"engine.url local: vLLM cannot start with {model_path}: {error!r}") from error
-        self.version, self.max_model_len = self.vllm.__version__, longest
+        self.max_model_len = longest
         self._sleep()
 
     def _sleep(self) -> None:

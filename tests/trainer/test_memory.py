@@ -11,6 +11,7 @@ import torch
 
 from gspo_kernels.cli import main
 from gspo_kernels.ops import memory as memory_module
+from gspo_kernels.trainer import memory
 from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.checkpoint import load_state
 from gspo_kernels.trainer.config import AUTO, InputError
@@ -50,7 +51,7 @@ def peak_of_an_update(tokenizer, config, sizes, base):
     accelerator = make_accelerator(config.update.precision)
     model = tiny_model("qwen3", **sizes)
     policies = make_policies(model, tokenizer, config, accelerator, needs_reference=False)[1:]
-    memory = memory_of(*policies[:2], config, longest=16)
+    predicted = memory_of(*policies[:2], config, longest=16)
     updater = Updater(accelerator, config, *policies)
     completions = [torch.randint(60, (TOKENS // 8 - 15,)) for _ in range(8)]
     batch = Batch(
@@ -63,7 +64,7 @@ def peak_of_an_update(tokenizer, config, sizes, base):
     updater.update(batch)
     Path("/proc/self/clear_refs").write_text("5")
     updater.update(batch)
-    return memory.fixed + memory.of_tokens(TOKENS), resident("VmHWM") - base
+    return predicted.fixed + predicted.of_tokens(TOKENS), resident("VmHWM") - base
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak of memory here")
@@ -109,7 +110,8 @@ def test_auto_is_what_fits_and_the_table_says_what_does_not():
     assert fits["batch_size"] == AUTO["batch_size"] and MEMORY.fitting(8 * GIB)["batch_size"] == 6
     assert MEMORY.fitting(GIB) == {"micro_batch_tokens": 256, "batch_size": 1}
     table = MEMORY.table(fits, 20 * GIB)
-    assert "weights                              2.00" in table and "counted" in table
+    assert "weights                              2.00" in table and "counted:" in table
+    assert "counted, not measured on a GPU yet:" in MEMORY.table(fits, 20 * GIB, on_gpu=True)
     assert "not fit" not in table and "available                           20.00" in table
     for sizes, available, words in (
         ({"micro_batch_tokens": 16384, "batch_size": 1}, 20, "a smaller update.micro_batch_tokens, or"),
@@ -142,6 +144,20 @@ def test_sizes_that_auto_chose_are_used_again_on_resume(tokenizer, tmp_path, mon
     more = made(64 * GIB)
     more.train(overwrite=True)
     assert more.sizes == AUTO
+
+
+def test_why_memory_is_not_predicted_is_said(tokenizer, tmp_path, monkeypatch, capsys):
+    """An error of the model's code, or of ours, is named with its place, and sizes that are auto stay."""
+    update = {"micro_batch_tokens": "auto"}
+    trainer = make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path, update=update))
+    monkeypatch.setattr(memory, "_update_bytes", lambda *arguments: 1 // 0)
+    trainer.plan_memory({"batch_size": 9})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "memory is not predicted: ZeroDivisionError" in said and "test_memory.py, line" in said
+    assert trainer.sizes == AUTO | {"batch_size": 9}
+    monkeypatch.setattr(type(trainer.accelerator), "is_fsdp2", True)
+    trainer.plan_memory({})
+    assert "not predicted: shards of FSDP2 are not traced" in capsys.readouterr().out
 
 
 def test_running_out_of_memory_is_one_sentence_and_a_checkpoint_is_kept(tokenizer, tmp_path, monkeypatch):

@@ -413,10 +413,14 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
     ):
         with pytest.raises(InputError, match=words):
             make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path / "run"), **changes)
-    with pytest.raises(InputError, match="comet_ml is not installed"):
-        make_accelerator()
-        config = small_config(tmp_path / "run", trackers=["comet_ml"])
-        make_trainer(tokenizer, ROWS, odd_share, config, accelerator=None)
+    for tracker, words in (
+        ("comet_ml", "comet_ml is not installed"),
+        ("nosuch", "^trackers: 'nosuch' is not"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make_accelerator()
+            config = small_config(tmp_path / "run", trackers=[tracker])
+            make_trainer(tokenizer, ROWS, odd_share, config, accelerator=None)
     config = small_config(tmp_path / "run", rollout={"top_p": 0.9, "keep_sampling_mask": True})
     with pytest.raises(InputError, match=r"keep_sampling_mask: Maskless .*completions without a mask"):
         make_trainer(tokenizer, ROWS, odd_share, config, engine=Maskless()).rollout()

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
+from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.config import InputError, UpdateConfig
 from gspo_kernels.trainer.model import Policy, add_adapters, make_policies
-from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.update import (
     Updater,
     learning_rate_factor,

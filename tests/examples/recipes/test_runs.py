@@ -165,7 +165,7 @@ REFUSED = [
     ("igrpo", {"recipe": {"draft": 2}}, "unknown key recipe.draft .did you mean recipe.drafts"),
     ("igrpo", {}, "training dataset, row 7: .*last message of the user"),
     ("turns", {}, "recipe.feedback is missing"),
-    ("turns", {"recipe": {"count": 1}}, "recipe.count must be at least 2"),
+    ("turns", {"recipe": {"count": 1}}, "recipe.count must be greater than or equal to 2"),
     ("turns", {"recipe": {"feedback": f"{__name__}:nothing"}}, "there is no such name"),
     ("turns", {"recipe": {"feedback": f"{__name__}:wants_a_color"}}, "recipe.feedback .*'color'"),
     ("dapo", {"recipe": {"batches": 1, "metric": "odd"}}, "recipe.batches must be above 1 .* recipe.metric"),
@@ -252,9 +252,9 @@ def test_phases_of_veripo(tmp_path, tokenizer):
 def served(tokenizer):
     """Return a stand-in for `VLLMServer.ask`; the log-prob of a token is minus its id over 100."""
 
-    def ask(self, path, body=None):
+    def ask(self, path, body=None, read=lambda answer: answer):
         if path == "/v1/models":
-            return {"data": [{"id": "teacher"}]}
+            return read({"data": [{"id": "teacher"}]})
         if path == "/tokenize":
             return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)}
         assert body["model"] == "teacher" and body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
