@@ -39,7 +39,7 @@ def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
             cpu=True if started > 1 and not torch.accelerator.is_available() else None,
         )
     except ValueError as error:
-        option = "trackers" if "LoggerType" in str(error) else "update.precision"
+        option = "trackers" if "logging" in str(error) else "update.precision"
         raise InputError(f"{option}: {error}") from error
     installed = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     for name in config.trackers:  # accelerate silently leaves out trackers that are not installed

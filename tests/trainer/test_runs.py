@@ -415,7 +415,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
             make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path / "run"), **changes)
     for tracker, words in (
         ("comet_ml", "comet_ml is not installed"),
-        ("nosuch", "^trackers: 'nosuch' is not"),
+        ("nosuch", "^trackers: .* nosuch"),
     ):
         with pytest.raises(InputError, match=words):
             make_accelerator()
