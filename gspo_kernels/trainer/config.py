@@ -19,15 +19,7 @@ from urllib.parse import urlsplit
 
 import tyro
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -71,9 +63,9 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_as_yaml(cls, value: Any, info: ValidationInfo) -> Any:
+    def _read_as_yaml(cls, value: Any, info: Any) -> Any:
         """Take one value for a list of one; refuse true and false where pydantic would take 1 and 0."""
-        hint = cls.model_fields[str(info.field_name)].annotation
+        hint = cls.model_fields[info.field_name].annotation
         kinds = {getattr(part, "__origin__", part) for part in (hint, *typing.get_args(hint))}
         if isinstance(value, bool) and kinds & {int, float}:
             raise PydanticCustomError("number", "Input should be a number")
@@ -112,12 +104,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        template = self.prompt_template
-        self.require(
-            template is None or "{prompt}" in template, "prompt_template", "a text with {prompt} in it"
-        )
-        alone = "left out with prompt_template, which replaces the chat template"
-        self.require(template is None or self.system_prompt is None, "system_prompt", alone)
+        if self.prompt_template is not None:
+            self.require("{prompt}" in self.prompt_template, "prompt_template", "a text with {prompt} in it")
+            alone = "left out with prompt_template, which replaces the chat template"
+            self.require(self.system_prompt is None, "system_prompt", alone)
         return self
 
 
@@ -140,9 +130,9 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
-        cuts = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        plain = "false where top_p, top_k and min_p cut no token off"
-        self.require(cuts or not self.keep_sampling_mask, "keep_sampling_mask", plain)
+        if self.top_p == 1 and self.top_k == 0 and self.min_p == 0:
+            plain = "false where top_p, top_k and min_p cut no token off"
+            self.require(not self.keep_sampling_mask, "keep_sampling_mask", plain)
         return self
 
 
@@ -332,7 +322,7 @@ def changed_settings(saved: TrainConfig, current: TrainConfig) -> list[str]:
     why = {"update.steps": f", where the {decay} decay ends"}
     return [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}{why.get(key, '')}"
-        for key in {**before, **now}
+        for key in before | now
         if before.get(key) != now.get(key)
         and key not in free
         and not key.startswith(("evaluation.", "checkpoint.", "engine."))

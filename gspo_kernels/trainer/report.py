@@ -101,27 +101,24 @@ class Report:
             self.say(f"settings changed: {'; '.join(changed)}", warning=True)
         limit = seconds_of_collectives(self.accelerator.device)
         if limit is not None and (timeout is None or timeout >= limit):
-            hangs = (
-                "if a reward hangs in one process, the others wait until the time limit of their collectives"
+            wait = (
+                f"if a reward hangs in one process, the others wait for {limit:.0f} seconds, the time limit"
             )
-            ends = f"{hangs} ({limit:.0f} seconds) ends the run without a checkpoint"
-            self.say(f"reward_timeout is {timeout}: {ends}", warning=True)
+            ends = "of their collectives, which ends the run without a checkpoint"
+            self.say(f"reward_timeout is {timeout}: {wait} {ends}", warning=True)
         if config.update.minibatches * config.update.epochs == 1:
             use = "use 2 to 8 minibatches unless on-policy updates are meant"
             self.say(f"one minibatch and one epoch: ratios are 1 and nothing is clipped; {use}", warning=True)
         if self.health.mismatch == math.inf:
-            self.say(
-                "sampling cuts off tokens that training counts, so their log-probs are of two distributions; "
-                "rollout.keep_sampling_mask trains on the one that was sampled from",
-                warning=True,
-            )
-        folder = self.directory.trackers
+            two = "sampling cuts off tokens that training counts, so their log-probs are of two distributions"
+            self.say(f"{two}; rollout.keep_sampling_mask trains on the sampler's", warning=True)
         # A resumed run goes on in the trackers' run, which a file names.
-        name, file = config.run_name or self.directory.path.resolve().name, folder / "run_id"
+        folder, name = self.directory.trackers, config.run_name or self.directory.path.resolve().name
+        file = folder / "run_id"
+        settings = config.model_dump(mode="json")
         if self.accelerator.is_main_process:
             records = [each for each in read_metrics(self.directory.metrics) if each["step"] <= (step or 0)]
             write_text(self.directory.metrics, "".join(json.dumps(each) + "\n" for each in records))
-            settings = config.model_dump(mode="json")
             write_text(self.directory.config, yaml.safe_dump(settings, sort_keys=False))
             if config.trackers and not file.exists():
                 folder.mkdir(exist_ok=True)
@@ -134,12 +131,11 @@ class Report:
             "trackio": {"name": run_id, "resume": again},
             "mlflow": {"run_name": name},
         }
-        values = flat(config.model_dump(mode="json")).items()
-        plain = {key: value if isinstance(value, int | float) else str(value) for key, value in values}
+        plain = {k: v if isinstance(v, int | float) else str(v) for k, v in flat(settings).items()}
         self.accelerator.init_trackers(config.project, plain if step is None else None, init_kwargs=options)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write, track and show the metrics of a step, and print the warnings that are due."""
+        """Write, track and show a step, without a terminal each tenth; print the warnings that are due."""
         if step > 0:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if self.accelerator.device.type == "cuda":
@@ -156,21 +152,17 @@ class Report:
                 self.unwritten = b""
         with self.output_to("a tracker"):
             self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
-        self._show(step, record)
-        for warning in self.health.check(record) if step > 0 else ():
-            self.say(f"step {step}: {warning}", warning=True)
-
-    def _show(self, step: int, record: Metrics) -> None:
-        """Show a step under the progress bar, where lines wrap; without a terminal, print each tenth step."""
         steps, line = self.config.update.steps, metrics_line(record, STEP) if step > 0 else ""
         if "eval/greedy_accuracy" in record:
             self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
         self.progress.update(self.task, completed=step)
-        if self.console.is_terminal:
+        if self.console.is_terminal:  # under the progress bar, where lines wrap
             self.live.update(Group(self.progress, Text(line, style="cyan")))
         elif step > 0 and (step % 10 == 0 or step == steps):
             left = self.progress.tasks[0].time_remaining or 0.0
             self.say(f"step {step}/{steps}  {line}  {left:.0f} s left")
+        for warning in self.health.check(record) if step > 0 else ():
+            self.say(f"step {step}: {warning}", warning=True)
 
     def rollout(self, step: int, rollout: Rollout, tokenizer: Any, *, show: bool) -> None:
         """Write the completions of a step if ``save_rollouts`` is set; print the last three if ``show``."""
@@ -284,7 +276,6 @@ def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:
 def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
     """Fill ``{name:format}`` with metrics; a metric that is missing or None becomes a dash."""
     values = {"kl": metrics.get("kl/ref", metrics.get("kl/old")), **metrics}
-
     measured = {name: value for name, value in values.items() if value is not None}
     pattern = r"\{([^:{}]+):([^{}]+)\}"
     return re.sub(pattern, lambda m: format(measured[m[1]], m[2]) if m[1] in measured else "-", template)

@@ -119,9 +119,8 @@ class RewardSet:
     lock must start a process itself. Only the main thread can set signal handlers: a plain function that
     tries to is called again in the calling thread, and from then on without a limit, with a warning.
 
-    Args:
-        functions, weights: the reward functions, and a weight for each; all 1 by default.
-        timeout: seconds that a call may take; None: no limit, and plain functions run in the calling thread.
+    ``weights`` are all 1 by default. ``timeout`` is in seconds; None: no limit, and plain functions run in
+    the calling thread.
     """
 
     def __init__(
