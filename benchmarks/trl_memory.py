@@ -34,8 +34,8 @@ def make_trainer(name: str, folder: str) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
+    from gspo_kernels.demo import make_tokenizer
     from gspo_kernels.integrations.trl import FusedGRPOTrainer
-    from gspo_kernels.trainer.demo import make_tokenizer
 
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=1,

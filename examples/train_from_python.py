@@ -3,8 +3,8 @@
 python examples/train_from_python.py
 """
 
+from gspo_kernels.demo import make_model, make_tokenizer
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.demo import make_model, make_tokenizer
 
 
 def capitals(completions):

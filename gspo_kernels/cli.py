@@ -193,7 +193,7 @@ def _demo(arguments: list[str]) -> None:
     chosen = parser.parse_args(arguments)
     import torch
 
-    from gspo_kernels.trainer import demo
+    from gspo_kernels import demo
     from gspo_kernels.trainer.checkpoint import RunDirectory
 
     torch.set_num_threads(1)  # quickest for a model this small

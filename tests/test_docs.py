@@ -24,7 +24,7 @@ import torch
 import yaml
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.demo import make_tokenizer
+from gspo_kernels.demo import make_tokenizer
 from tests import oracle
 from tests.cases import call, generator, make_case
 from tests.forks import exit_code, forked, in_processes

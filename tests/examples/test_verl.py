@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from examples.verl import prepare
-from gspo_kernels.trainer.demo import make_tokenizer
+from gspo_kernels.demo import make_tokenizer
 from tests.forks import in_processes
 from tests.integrations.test_registries import needs, verl_data
 from tests.trainer.conftest import tiny_model

@@ -20,7 +20,7 @@ import torch
 from tests.draws import shifted_seed
 
 loop = pytest.importorskip("gspo_kernels.trainer.loop")
-demo = pytest.importorskip("gspo_kernels.trainer.demo")
+demo = pytest.importorskip("gspo_kernels.demo")
 memory = pytest.importorskip("gspo_kernels.trainer.memory")
 report = pytest.importorskip("gspo_kernels.trainer.report")
 helpers = pytest.importorskip("tests.trainer.conftest")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback
 from trl import GRPOConfig
 
-from gspo_kernels.trainer.demo import make_tokenizer
+from gspo_kernels.demo import make_tokenizer
 from tests.draws import shifted_seed
 from tests.trainer.conftest import tiny_model
 

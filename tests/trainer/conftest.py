@@ -38,7 +38,7 @@ def forget_the_accelerator():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from gspo_kernels.trainer import demo
+    from gspo_kernels import demo
 
     return demo.make_tokenizer()
 

@@ -10,8 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gspo_kernels import cli
-from gspo_kernels.trainer import demo
+from gspo_kernels import cli, demo
 from gspo_kernels.trainer.report import read_metrics
 from tests.draws import shifted_seed
 from tests.trainer.conftest import ROWS, same, tiny_model, weights

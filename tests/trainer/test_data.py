@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from gspo_kernels.trainer import demo
+from gspo_kernels import demo
 from gspo_kernels.trainer.config import DataConfig, InputError
 from gspo_kernels.trainer.data import Prompts, columns_of, load_prompts, prepare_prompts, prompt_order
 

@@ -183,7 +183,7 @@ def test_a_dry_run_reads_no_weights(tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(base)
     (base / "model.safetensors").unlink()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n')
-    reward = "gspo_kernels.trainer.demo:exact"
+    reward = "gspo_kernels.demo:exact"
     words = ["--model", str(base), "--dataset", str(tmp_path / "rows.jsonl"), "--reward", reward]
     for more in ([], ["--lora.rank", "2"], ["--kl.beta", "0.1", "--update.gradient_checkpointing"]):
         assert main(["train", *words, *more, "--dry-run", "--output", str(tmp_path / "run")]) == 0

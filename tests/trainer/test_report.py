@@ -68,7 +68,7 @@ def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path):
             report.config = report.config.model_copy(update={"reward_timeout": timeout})
             report.begin(2, changed=["seed: 0 -> 1"], evaluates=False)
         warned = f"warning: reward_timeout is {timeout}: " in (said := " ".join(out.getvalue().split()))
-        assert warned == (timeout != 599) and ("collectives (600 seconds)" in said) == warned
+        assert warned == (timeout != 599) and ("for 600 seconds" in said) == warned
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert "no eval dataset" in out.getvalue() and "settings changed: seed: 0 -> 1" in out.getvalue()
     assert read_metrics(tmp_path / "none.jsonl") == []

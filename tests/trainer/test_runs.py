@@ -20,8 +20,8 @@ from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gspo_kernels import demo
 from gspo_kernels.advantages import gdpo
-from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.checkpoint import RunDirectory, export_checkpoint
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.report import PATIENCE, read_metrics

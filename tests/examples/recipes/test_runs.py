@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from examples.recipes import veripo
+from gspo_kernels import demo
 from gspo_kernels.objectives import DPO
-from gspo_kernels.trainer import InputError, demo
+from gspo_kernels.trainer import InputError
 from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.vllm import VLLMServer

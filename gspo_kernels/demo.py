@@ -121,7 +121,7 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
         "model": str(directory / "base"),
         "dataset": str(directory / "train.jsonl"),
         "eval_dataset": str(directory / "held_out.jsonl"),
-        "reward": "gspo_kernels.trainer.demo:exact",
+        "reward": "gspo_kernels.demo:exact",
         "output": str(directory),
         "seed": seed,
         "rollout": {"prompts_per_rollout": 128, "group_size": 4, "max_new_tokens": DIGITS + 1},
