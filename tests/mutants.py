@@ -57,7 +57,7 @@ TESTS = {
     "gspo_kernels/rank_comparison.py": "tests/parallel tests/test_errors.py",
     "gspo_kernels/reference/": f"{TEACHERS} tests/test_selected.py tests/kernels/test_rows.py {CALLS}",
     "gspo_kernels/rewards.py": "tests/test_rewards.py",
-    "gspo_kernels/sampling.py": "tests/test_sampling_masks.py tests/test_errors.py tests/trainer/test_updates.py",
+    "gspo_kernels/sampling.py": f"tests/test_sampling_masks.py tests/test_errors.py {UPDATES}",
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
     "gspo_kernels/sequence_ratio.py": "tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",

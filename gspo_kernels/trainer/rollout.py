@@ -134,9 +134,10 @@ class ModelEngine:
         if torch.is_autocast_enabled(device.type):  # norms leave keys in fp32, which attention rounds anyway
             dtype, update = torch.get_autocast_dtype(device.type), cache.update
             cache.update = lambda k, v, *rest, **options: update(k.to(dtype), v.to(dtype), *rest, **options)
-        draws: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = []
-        ropes = varying_ropes(self.model)
-        name = cache_argument(self.model)
+        ids = torch.zeros(B, C, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(B, C, dtype=torch.float32, device=device)
+        sets: list[list[Tensor]] = [[] for _ in prompts]
+        ropes, name = varying_ropes(self.model), cache_argument(self.model)
         for place in range(C):
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
             options = {name: cache, "use_cache": True, "logits_to_keep": 1}
@@ -147,7 +148,9 @@ class ModelEngine:
                 logits, mask, positions = (x[owners] for x in (logits, mask, positions))
             uniforms = torch.rand(len(rows), 1, dtype=torch.float32, device=device)
             drawn, probs, kept = draw(logits, sampling, uniforms)
-            draws.append((rows, drawn, probs, kept))
+            ids[rows, place], logprobs[rows, place] = drawn, probs.log().float()
+            for row, each in zip(rows.tolist() if kept else (), kept, strict=True):
+                sets[row].append(each)
             going &= ~torch.isin(drawn, end_ids)
             left = int(going.sum())
             if left == 0 or place == C - 1:
@@ -160,35 +163,23 @@ class ModelEngine:
                 )
             tokens, positions = drawn.unsqueeze(1), positions[:, -1:] + 1
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        return self._completions(draws, B, sampling)
-
-    def _completions(
-        self, draws: Sequence[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]], count: int, sampling: Sampling
-    ) -> list[Completion]:
-        """Return completions from the draws of each place: rows, tokens, probabilities and kept ids."""
-        ids = torch.zeros(count, len(draws), dtype=torch.int64, device="cpu")
-        logprobs = torch.zeros(count, len(draws), dtype=torch.float32, device="cpu")
-        sets: list[list[Tensor]] = [[] for _ in range(count)]
-        for place, (rows, drawn, probs, kept) in enumerate(draws):
-            rows = rows.cpu()
-            ids[rows, place], logprobs[rows, place] = drawn.cpu(), probs.log().float().cpu()
-            for row, each in zip(rows.tolist(), kept, strict=False):
-                sets[row].append(each)
-        ends = torch.isin(ids, ids.new_tensor(self.end_ids))
+        ids, logprobs = ids.cpu(), logprobs.cpu()
+        ends = torch.isin(ids, end_ids.cpu())
         finished = ends.any(1)
-        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, len(draws))
-        inside = torch.arange(len(draws), device="cpu") < lengths.unsqueeze(1)
+        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, C)
+        inside = torch.arange(C, device="cpu") < lengths.unsqueeze(1)
         if bool((logprobs.isnan() & inside).any()):
             raise InputError("the model's probabilities are NaN: its weights or logits are not finite")
         completions = []
         for row, length in enumerate(lengths.tolist()):
-            mask = None
+            drawable = None
             if sampling.return_mask:
                 counts = ids.new_tensor([len(each) for each in sets[row][:length]])
-                mask = SamplingMask(torch.cat(sets[row][:length]), counts)
+                drawable = SamplingMask(torch.cat(sets[row][:length]), counts)
             # Copies, because a slice would be sent to other processes with the whole tensor.
             logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()
-            completions.append(Completion(ids[row, :length].clone(), bool(finished[row]), logp, mask=mask))
+            done = bool(finished[row])
+            completions.append(Completion(ids[row, :length].clone(), done, logp, mask=drawable))
         return completions
 
 

@@ -286,10 +286,7 @@ class VLLMEngine:
         """See `RolloutEngine.generate`; an `InputError` names a response that does not fit the request."""
         options: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
