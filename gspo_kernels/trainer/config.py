@@ -106,8 +106,8 @@ class DataConfig(Section):
     def _check(self) -> DataConfig:
         if self.prompt_template is not None:
             self.require("{prompt}" in self.prompt_template, "prompt_template", "a text with {prompt} in it")
-            alone = "left out with prompt_template, which replaces the chat template"
-            self.require(self.system_prompt is None, "system_prompt", alone)
+            expected = "left out with prompt_template, which replaces the chat template"
+            self.require(self.system_prompt is None, "system_prompt", expected)
         return self
 
 
@@ -151,8 +151,8 @@ class EngineConfig(Section):
             self.require(self.weights is None, "weights", "left out where engine.url names no server")
         else:
             parts = urlsplit(self.url)
-            whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
-            self.require(whole, "url", "local, or an address as http://localhost:8000 without a path")
+            is_address = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
+            self.require(is_address, "url", "local, or an address as http://localhost:8000 without a path")
         return self
 
 
@@ -332,8 +332,8 @@ def changed_settings(saved: TrainConfig, current: TrainConfig) -> list[str]:
 def check_model_path(path: str) -> None:
     """Refuse what is neither a directory nor looks like a model's name on the Hub, and adapters alone."""
     if (Path(path) / "adapter_config.json").is_file():
-        whole = "expected a whole model, as peft's merge_and_unload() makes one"
-        raise InputError(f"model {path!r} cannot be loaded: the directory has adapters; {whole}")
+        expected = "expected a full model, as peft's merge_and_unload() makes one"
+        raise InputError(f"model {path!r} cannot be loaded: the directory has adapters; {expected}")
     if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
         missing = "there is no such directory, and a model on the Hub is called 'organization/name'"
         raise InputError(f"model {path!r} cannot be loaded: {missing}")
@@ -348,8 +348,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by their dotted keys; an empty mapping is a leaf."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
-        whole = not isinstance(value, Mapping) or not value
-        leaves |= {f"{prefix}{key}": value} if whole else flat(value, f"{prefix}{key}.")
+        is_section = isinstance(value, Mapping) and value
+        leaves |= flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return leaves
 
 

@@ -74,7 +74,7 @@ class ContinuousEngine(ModelEngine):
         rules: Any = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         rules = {"do_sample": False} if greedy else rules | {"do_sample": True}
         generation = transformers.GenerationConfig(eos_token_id=self.end_ids, **rules)
-        found: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         with _borrowed(self.model), torch.random.fork_rng(devices):
             manager = self.model.init_continuous_batching(generation, config)
@@ -82,21 +82,21 @@ class ContinuousEngine(ModelEngine):
             names = manager.add_requests(prompts, max_new_tokens=sampling.max_new_tokens)
             manager.start()
             try:
-                while len(found) < len(names):
+                while len(outputs) < len(names):
                     output = manager.get_result(timeout=1.0)
                     if output is not None and output.is_finished():
-                        found[output.request_id] = output
+                        outputs[output.request_id] = output
                     elif output is None and not manager.is_running():
                         break
             finally:
                 gc.freeze()  # transformers collects garbage now, which takes a second in a large process
-                manager.stop(hard_stop=len(found) < len(names))
+                manager.stop(hard_stop=len(outputs) < len(names))
                 gc.unfreeze()
-        errors = [found[name].error if name in found else "no answer" for name in names]
+        errors = [outputs[name].error if name in outputs else "no answer" for name in names]
         if failed := [error for error in errors if error is not None]:
             raise RuntimeError(f"continuous batching: {len(failed)} of {len(names)} completions: {failed[0]}")
         completions = []
-        for output in (found[name] for name in names):
+        for output in (outputs[name] for name in names):
             ids = torch.tensor(output.generated_tokens, dtype=torch.int64, device="cpu")
             logprobs = torch.tensor(output.logprobs, dtype=torch.float32, device="cpu")
             if len(logprobs) != len(ids) or not bool(logprobs.isfinite().all()):

@@ -139,11 +139,11 @@ class Prompts:
         """The number of rows and a hash of what is in them, in their order, wherever they came from."""
         from datasets.fingerprint import Hasher
 
-        found = sha256()
+        content = sha256()
         for row in self.rows:
             items = sorted(row.items(), key=lambda item: item[0])
-            found.update(json.dumps(items, skipkeys=True, default=Hasher.hash).encode() + b"\n")
-        return f"{len(self.rows)} rows {found.hexdigest()[:12]}"
+            content.update(json.dumps(items, skipkeys=True, default=Hasher.hash).encode() + b"\n")
+        return f"{len(self.rows)} rows {content.hexdigest()[:12]}"
 
 
 def prepare_prompts(
@@ -167,7 +167,7 @@ def prepare_prompts(
     """
     if longest is not None and longest < 1:
         raise InputError(f"{name}: rollout.max_new_tokens leaves no room for a prompt in the model's context")
-    options, kept = options or DataConfig(), []
+    options, selected = options or DataConfig(), []
     asked = [_ask(row["prompt"], tokenizer, options) for row in rows]
     template = options.template_options
     tokens = [encode_prompt(tokenizer, p, f"{name}, row {n}", template) for n, p in enumerate(asked, 1)]
@@ -180,17 +180,17 @@ def prepare_prompts(
             raise InputError(f"{place} token {max(ids)}, but {known}")
         if options.max_prompt_tokens is not None and len(ids) > options.max_prompt_tokens:
             continue
-        kept.append(number - 1)
+        selected.append(number - 1)
         if longest is not None and len(ids) > longest:
             room = f"rollout.max_new_tokens leaves room for {longest} in the model's context"
             raise InputError(f"{place} {len(ids)} tokens, but {room}")
-    if len(kept) < len(tokens):
+    if len(selected) < len(tokens):
         longer = f"prompts are longer than data.max_prompt_tokens = {options.max_prompt_tokens}"
-        if not kept:
+        if not selected:
             raise InputError(f"{name}: all {len(tokens)} {longer}")
-        say(f"{name}: {len(tokens) - len(kept)} of {len(tokens)} {longer} and are left out")
-        rows = rows.select(kept) if hasattr(rows, "select") else [rows[i] for i in kept]
-        asked, tokens = ([each[i] for i in kept] for each in (asked, tokens))
+        say(f"{name}: {len(tokens) - len(selected)} of {len(tokens)} {longer} and are left out")
+        rows = rows.select(selected) if hasattr(rows, "select") else [rows[i] for i in selected]
+        asked, tokens = ([each[i] for i in selected] for each in (asked, tokens))
     texts = [(prompt, ids) for prompt, ids in zip(asked, tokens, strict=True) if isinstance(prompt, str)]
     end = tokenizer.eos_token
     if any(ids[-1] == tokenizer.eos_token_id and not text.endswith(end) for text, ids in texts):
@@ -224,8 +224,8 @@ def encode_prompt(tokenizer: Any, prompt: Any, place: str, options: Mapping[str,
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if getattr(tokenizer, "chat_template", None) is None:
-        given = "the prompt is a conversation, or there is data.system_prompt"
-        raise InputError(f"{place}: {given}, but the tokenizer has no chat template")
+        needs = "the prompt is a conversation, or there is data.system_prompt"
+        raise InputError(f"{place}: {needs}, but the tokenizer has no chat template")
     continued = prompt[-1]["role"] == "assistant"
     # Arrow fills the keys that a message lacks with None.
     messages = [{key: value for key, value in m.items() if value is not None} for m in prompt]

@@ -46,8 +46,8 @@ def explained_memory(options: str) -> Iterator[None]:
         # The last words are those of transformers' cache.
         if not re.search("out of memory|can't allocate memory|Memory footprint", str(error)):
             raise
-        kept = "--resume goes on from the last checkpoint"
-        raise InputError(f"out of memory; what helps: {options}; {kept} ({error!s:.200})") from error
+        resumed = "--resume goes on from the last checkpoint"
+        raise InputError(f"out of memory; what helps: {options}; {resumed} ({error!s:.200})") from error
 
 
 class LiveBytes(TorchDispatchMode):
@@ -107,7 +107,7 @@ class Memory(NamedTuple):
         rows = max(int((room + self.gradients - self.rounded) / self.completion), 1)
         return {"micro_batch_tokens": tokens, "batch_size": min(rows, AUTO["batch_size"])}
 
-    def most(self, sizes: Mapping[str, int]) -> float:
+    def max_bytes(self, sizes: Mapping[str, int]) -> float:
         """Return the most bytes at once; while completions are sampled there are no gradients."""
         sampling = sizes["batch_size"] * self.completion + self.rounded - self.gradients
         return self.fixed + max(self.of_tokens(sizes["micro_batch_tokens"]), sampling)
@@ -119,7 +119,7 @@ class Memory(NamedTuple):
         parts: dict[str, float] = dict(zip(self._fields[:4], self[:4], strict=True))
         parts[f"update of {sizes['micro_batch_tokens']:,} tokens"] = update
         parts[f"sampling of {sizes['batch_size']:,} completions"] = sampling
-        parts |= {"most at once": self.most(sizes), "available": available}
+        parts |= {"most at once": self.max_bytes(sizes), "available": available}
         lines = [f"  {name:<32}{count / 2**30:9.2f}" for name, count in parts.items() if count]
         if parts["most at once"] > available:
             enough = self.fixed + self.of_tokens(256) <= available
@@ -187,8 +187,8 @@ def _completion_bytes(model: Any, length: int, bf16: bool) -> int:
     with torch.no_grad():
         options = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
         model(input_ids=tokens, **options)
-    kept = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    counts = [x.numel() // 8 * (2 if bf16 else x.element_size()) for x in kept]
+    states = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    counts = [x.numel() // 8 * (2 if bf16 else x.element_size()) for x in states]
     return length * (sum(counts) + 2 * max(counts)) + 24 * int(model.get_output_embeddings().weight.shape[0])
 
 

@@ -87,10 +87,10 @@ def _import(location: str) -> Any:
 def _module_name(path: Path) -> str:
     """Return the name under which every process can import a file, or one of its own where that is taken."""
     try:
-        found = importlib.util.find_spec(path.stem)
+        importable = importlib.util.find_spec(path.stem)
     except (ImportError, ValueError):  # a name with dots, or the running program's
-        found = None
-    if found is not None and found.origin is not None and Path(found.origin).resolve() == path:
+        importable = None
+    if importable is not None and Path(importable.origin or "").resolve() == path:
         return path.stem
     return f"{path.stem.replace('.', '_')}_{zlib.crc32(bytes(path)):08x}"
 

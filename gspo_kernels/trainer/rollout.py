@@ -133,7 +133,7 @@ class ModelEngine:
         cache: Any = DynamicCache(config=self.model.config)
         if torch.is_autocast_enabled(device.type):  # norms leave keys in fp32, which attention rounds anyway
             dtype, update = torch.get_autocast_dtype(device.type), cache.update
-            cache.update = lambda k, v, *rest, **options: update(k.to(dtype), v.to(dtype), *rest, **options)
+            cache.update = lambda k, v, *args, **options: update(k.to(dtype), v.to(dtype), *args, **options)
         ids = torch.zeros(B, C, dtype=torch.int64, device=device)
         logprobs = torch.zeros(B, C, dtype=torch.float32, device=device)
         sets: list[list[Tensor]] = [[] for _ in prompts]
@@ -147,9 +147,9 @@ class ModelEngine:
                 cache.reorder_cache(owners)
                 logits, mask, positions = (x[owners] for x in (logits, mask, positions))
             uniforms = torch.rand(len(rows), 1, dtype=torch.float32, device=device)
-            drawn, probs, kept = draw(logits, sampling, uniforms)
+            drawn, probs, drawable = draw(logits, sampling, uniforms)
             ids[rows, place], logprobs[rows, place] = drawn, probs.log().float()
-            for row, each in zip(rows.tolist() if kept else (), kept, strict=True):
+            for row, each in zip(rows.tolist() if drawable else (), drawable, strict=True):
                 sets[row].append(each)
             going &= ~torch.isin(drawn, end_ids)
             left = int(going.sum())
@@ -172,14 +172,14 @@ class ModelEngine:
             raise InputError("the model's probabilities are NaN: its weights or logits are not finite")
         completions = []
         for row, length in enumerate(lengths.tolist()):
-            drawable = None
+            sampled_from = None
             if sampling.return_mask:
                 counts = ids.new_tensor([len(each) for each in sets[row][:length]])
-                drawable = SamplingMask(torch.cat(sets[row][:length]), counts)
+                sampled_from = SamplingMask(torch.cat(sets[row][:length]), counts)
             # Copies, because a slice would be sent to other processes with the whole tensor.
             logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()
             done = bool(finished[row])
-            completions.append(Completion(ids[row, :length].clone(), done, logp, mask=drawable))
+            completions.append(Completion(ids[row, :length].clone(), done, logp, mask=sampled_from))
         return completions
 
 
@@ -203,10 +203,10 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     sets: Sequence[Tensor] = ()
     if sampling.cuts:
         mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
-        kept = bits.columns(mask, logits.shape[1])
-        logits = logits.masked_fill(~kept, -torch.inf)
+        drawable = bits.columns(mask, logits.shape[1])
+        logits = logits.masked_fill(~drawable, -torch.inf)
         if sampling.return_mask:
-            sets = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(-1).tolist())
+            sets = drawable.nonzero()[:, 1].to("cpu", torch.int32).split(drawable.sum(-1).tolist())
     probs = logits.softmax(-1)
     cumulative = exact(probs).cumsum(-1)
     # The last factor keeps the product below the total, to which it could round up.

@@ -165,10 +165,10 @@ class VLLMServer:
             with socket.create_server(("", 0)) as free:
                 port = free.getsockname()[1]
             address = urlsplit(self.url)
-            with socket.create_connection((address.hostname or "", address.port or 80)) as way:
-                here = way.getsockname()[0]  # this machine's address, as the server reaches it
+            with socket.create_connection((address.hostname or "", address.port or 80)) as connection:
+                host = connection.getsockname()[0]  # this machine's address, as the server reaches it
             workers = self.ask("/get_world_size")["world_size"]
-            init = {"master_address": here, "master_port": port, "world_size": 1 + workers}
+            init = {"master_address": host, "master_port": port, "world_size": 1 + workers}
             self.transfer = api.WeightTransferTrainerFactory.trainer_init(
                 init_info=nccl.NCCLTrainerInitInfo(**init, rank=accelerator.process_index),
                 client=api.HTTPVLLMWeightSyncClient(self.url, timeout=self.timeout),
@@ -315,8 +315,8 @@ class VLLMEngine:
             logprobs = None
         elif logprobs is None or len(logprobs) != count or not all(map(math.isfinite, logprobs)):
             fault = f"returned {logprobs} as log-probs of {count} tokens"
-        kept = [token in ids for token, ids in zip(tokens, mask or (), strict=False)]
-        if sampling.return_mask and kept != [True] * count:
+        inside = [token in ids for token, ids in zip(tokens, mask or (), strict=False)]
+        if sampling.return_mask and inside != [True] * count:
             flags = "--return-sampling-mask (0.28 or later), or set rollout.keep_sampling_mask to false"
             fault = f"returned no sampling mask with the tokens that it sampled; start vLLM with {flags}"
         if fault:
@@ -338,9 +338,9 @@ def sync_weights(
     is nccl. Else it reads a hidden directory, whose name is new each time, so that a server that cannot see
     it fails, and none loads old weights from a cache.
     """
-    vllm, way, path = engine.vllm, config.engine.weights, Path()
+    vllm, target, path = engine.vllm, config.engine.weights, Path()
     dtype = torch.bfloat16 if config.update.precision == "bf16" else torch.float32
-    folder = Path(way or config.output)
+    folder = Path(target or config.output)
 
     def new_directory() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -349,15 +349,13 @@ def sync_weights(
     try:
         if isinstance(vllm, LocalVLLM):
             on_all(accelerator, lambda: vllm.load(exported_weights(model, dtype)))
-        elif way == "nccl":
+        elif target == "nccl":
             on_all(accelerator, lambda: vllm.send(partial(exported_weights, model, dtype), accelerator))
         else:
             path = on_main(accelerator, new_directory) or path
             options = {"accelerator": accelerator, "dtype": dtype}
             on_all(accelerator, lambda: export_model(model, tokenizer, path, **options))
             on_main(accelerator, lambda: vllm.load(path))
-    except InputError:
-        raise
     except Exception as error:
         raise InputError(f"engine.weights: weights for {vllm.name} in {folder}: {error}") from error
     finally:

@@ -93,7 +93,9 @@ def predicted_gib(trainer):
     sizes = {name: memory.size(getattr(config, section), name) for name, section in sections.items()}
     policy = trainer.accelerator.unwrap_model(trainer.updater.policy)
     longest = max(map(len, trainer.train_prompts.tokens))
-    return memory.memory_of(policy, None, config, longest, trainer.accelerator.device).most(sizes) / 2**30
+    return (
+        memory.memory_of(policy, None, config, longest, trainer.accelerator.device).max_bytes(sizes) / 2**30
+    )
 
 
 def norm_of(parameter):

@@ -159,7 +159,7 @@ def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama
     tiny_model("qwen3", tokenizer).config.save_pretrained(tmp_path / "bare")
     for key, value, words in (
         ("--model", "no/such/model", "no/such/model' cannot be loaded"),
-        ("--model", str(tmp_path / "adapters"), "the directory has adapters; expected a whole model"),
+        ("--model", str(tmp_path / "adapters"), "the directory has adapters; expected a full model"),
         ("--model", str(tmp_path / "gguf"), "`tokenizers` library serialization file"),
         ("--model", str(tmp_path / "gguf"), "; the directory has model.gguf"),
         ("--model", str(tmp_path / "bare"), "has only special tokens: its files are missing"),
