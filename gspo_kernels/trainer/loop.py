@@ -22,7 +22,6 @@ from gspo_kernels.trainer import data
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
 from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
-from gspo_kernels.trainer.continuous import PAGE, ContinuousEngine
 from gspo_kernels.trainer.memory import SAMPLING, UPDATE, explained_memory, plan_memory
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
 from gspo_kernels.trainer.processes import (
@@ -34,7 +33,14 @@ from gspo_kernels.trainer.processes import (
 )
 from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
-from gspo_kernels.trainer.rollout import ModelEngine, RolloutEngine, Sampling, sampling_of
+from gspo_kernels.trainer.rollout import (
+    PAGE,
+    ContinuousEngine,
+    ModelEngine,
+    RolloutEngine,
+    Sampling,
+    sampling_of,
+)
 from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
 
 

@@ -306,13 +306,10 @@ def advantages_of(
 ) -> Tensor:
     """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
 
-    Args:
-        rewards, group_size: rewards of B completions, and completions per prompt, which are consecutive.
-        method: a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the others
-            take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it
-            whitens over the batch, "reinforce_plus_plus" only whitens.
-        scale: the divisor of "group_normalized", as it has them; other methods do not use it.
-        lengths: numbers of counted tokens, [B]; needed for "optimal_baseline".
+    ``method`` is a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the others
+    take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it whitens over the
+    batch, "reinforce_plus_plus" only whitens. ``scale`` is the divisor of "group_normalized" alone, and
+    "optimal_baseline" needs ``lengths``, [B], the numbers of counted tokens.
     """
     total = rewards.total
     if method == "group_normalized":
@@ -321,10 +318,9 @@ def advantages_of(
         return advantages.leave_one_out(total, group_size=group_size)
     if method == "optimal_baseline" and lengths is not None:
         return advantages.optimal_baseline(total, lengths, group_size=group_size)
-    if method == "reinforce_plus_plus":
-        return advantages.reinforce_plus_plus(total)
-    if method == "reinforce_plus_plus_baseline":
-        return advantages.reinforce_plus_plus(total, group_size=group_size)
+    if method in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        size = group_size if method.endswith("baseline") else None
+        return advantages.reinforce_plus_plus(total, group_size=size)
     if method == "gdpo":
         table_BK = total.new_tensor([values.tolist() for values in rewards.by_name.values()]).T
         weights = total.new_tensor([rewards.weights.get(name, 1.0) for name in rewards.by_name])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor
 
 from gspo_kernels import bits
@@ -15,6 +19,8 @@ from gspo_kernels.exact import exact
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.sampling import SamplingMask, sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
+
+PAGE, ROW = 256, 2048  # tokens in a page, as flash-attention takes it; most prompt tokens in a forward pass
 
 
 @dataclass(frozen=True)
@@ -116,8 +122,6 @@ class ModelEngine:
         return [completions[row] for row in range(len(prompts))]
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        from transformers import DynamicCache
-
         device, B, C = self.model.device, len(prompts), sampling.max_new_tokens
         places: dict[tuple[int, ...], int] = {}
         prompt_of = [places.setdefault(tuple(ids), len(places)) for ids in prompts]
@@ -130,7 +134,7 @@ class ModelEngine:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         rows, going = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
         end_ids = torch.tensor(self.end_ids, dtype=torch.int64, device=device)
-        cache: Any = DynamicCache(config=self.model.config)
+        cache: Any = transformers.DynamicCache(config=self.model.config)
         if torch.is_autocast_enabled(device.type):  # norms leave keys in fp32, which attention rounds anyway
             dtype, update = torch.get_autocast_dtype(device.type), cache.update
             cache.update = lambda k, v, *args, **options: update(k.to(dtype), v.to(dtype), *args, **options)
@@ -181,6 +185,134 @@ class ModelEngine:
             done = bool(finished[row])
             completions.append(Completion(ids[row, :length].clone(), done, logp, mask=sampled_from))
         return completions
+
+
+class ContinuousEngine(ModelEngine):
+    """A `ModelEngine` that samples by transformers' continuous batching; min_p and masks take its loop.
+
+    It has a paged cache, and a new completion begins where another ended. It attends by pages with flash
+    attention alone. With sdpa all completions of a batch are one row under a dense mask, whose cost grows
+    with the square of their number; then the loop over tokens is faster.
+
+    Weights, training mode and random generators are afterwards what they were before.
+    """
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """See `RolloutEngine.generate`; a completion that fails is a `RuntimeError`."""
+        if not prompts or sampling.min_p > 0.0 or sampling.return_mask:
+            return super().generate(prompts, sampling)
+        longest = max(map(len, prompts)) + sampling.max_new_tokens
+        at_once, greedy = min(self.batch_size, len(prompts)), sampling.temperature == 0.0
+        config = transformers.ContinuousBatchingConfig(
+            return_logprobs=True,
+            # From the default generator, so each rollout has another seed, and the same ones when resumed.
+            seed=int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")),
+            num_blocks=at_once * -(-longest // PAGE),
+            max_batch_tokens=max(at_once, min(ROW, sum(map(len, prompts)))),
+            max_requests_per_batch=at_once,
+            safety_margin=0.0,  # there are pages for all
+            auto_switch_to_flash=False,
+            drop_unsupported_processors=False,
+            disable_nccl_graph_mixing=False,
+        )
+        rules: Any = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        rules = {"do_sample": False} if greedy else rules | {"do_sample": True}
+        generation = transformers.GenerationConfig(eos_token_id=self.end_ids, **rules)
+        outputs: dict[str, Any] = {}
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        with _borrowed(self.model), torch.random.fork_rng(devices):
+            manager = self.model.init_continuous_batching(generation, config)
+            # All requests wait before the thread starts, so that the batches, and so the draws, repeat.
+            names = manager.add_requests(prompts, max_new_tokens=sampling.max_new_tokens)
+            manager.start()
+            try:
+                while len(outputs) < len(names):
+                    output = manager.get_result(timeout=1.0)
+                    if output is not None and output.is_finished():
+                        outputs[output.request_id] = output
+                    elif output is None and not manager.is_running():
+                        break
+            finally:
+                gc.freeze()  # transformers collects garbage now, which takes a second in a large process
+                manager.stop(hard_stop=len(outputs) < len(names))
+                gc.unfreeze()
+        errors = [outputs[name].error if name in outputs else "no answer" for name in names]
+        if failed := [error for error in errors if error is not None]:
+            raise RuntimeError(f"continuous batching: {len(failed)} of {len(names)} completions: {failed[0]}")
+        completions = []
+        for output in (outputs[name] for name in names):
+            ids = torch.tensor(output.generated_tokens, dtype=torch.int64, device="cpu")
+            logprobs = torch.tensor(output.logprobs, dtype=torch.float32, device="cpu")
+            if len(logprobs) != len(ids) or not bool(logprobs.isfinite().all()):
+                raise RuntimeError(f"continuous batching: {len(ids)} tokens have log-probs {output.logprobs}")
+            finished = output.generated_tokens[-1] in self.end_ids
+            completions.append(Completion(ids, finished, None if greedy else logprobs))
+        return completions
+
+    def unsupported(self, config: RolloutConfig) -> str:
+        """Return why a run cannot sample with this engine, or ""; a few tokens are sampled to find out."""
+        if config.keep_sampling_mask or config.min_p > 0.0:
+            return "it has no min_p and returns no sampling masks"
+        if varying_ropes(self.model):
+            return "the frequencies of this model's RoPE depend on the length of a sequence"
+        options = getattr(transformers, "ContinuousBatchingConfig", None)
+        if not hasattr(options, "return_logprobs") or not hasattr(options, "auto_switch_to_flash"):
+            return "it returns no log-probs, or changes the attention, in this version of transformers"
+        logs = logging.root.manager.disable
+        logging.disable()  # transformers would log the whole trace of what is returned here
+        try:
+            with torch.random.fork_rng([]):
+                self.generate([[0, 0, 0], [0]], Sampling(4))
+        except Exception as error:  # of the model's attention, or of a cache that has not every layer
+            return f"tried on a few tokens, it raised {error!r:.300}"
+        finally:
+            logging.disable(logs)
+        return ""
+
+
+@contextmanager
+def _borrowed(model: Any) -> Iterator[None]:
+    """Let a thread of transformers run the model in the body.
+
+    Autocast is off in other threads, so the weights are rounded to the type in which it computes here.
+    """
+    kind = model.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    modes, weights = [(m, m.training) for m in model.modules()], [(p, p.data) for p in model.parameters()]
+    try:
+        for weight, data in weights:
+            weight.data = data.to(dtype) if dtype is not None and data.is_floating_point() else data
+        yield
+    finally:
+        for weight, data in weights:
+            weight.data = data
+        for module, training in modes:
+            module.training = training
+
+
+def with_sampler(
+    loop: ModelEngine, config: RolloutConfig, accelerator: Any, say: Callable[..., None]
+) -> ModelEngine:
+    """Return the engine of ``rollout.sampler``, and say why continuous batching does not sample on a GPU."""
+    auto, text_config = config.sampler == "auto", loop.model.config.get_text_config()
+    attention = str(text_config._attn_implementation)
+    if config.sampler == "loop" or (auto and loop.model.device.type != "cuda"):
+        return loop
+    engine = ContinuousEngine(**vars(loop))
+    if accelerator.is_fsdp2:
+        why = "it takes no shards of FSDP2"
+    elif auto and "flash" not in attention:
+        why = f"it is slow with {attention}, and fast with attn_implementation flash_attention_2"
+    else:
+        with accelerator.autocast():
+            why = engine.unsupported(config)
+    if not why:
+        return engine
+    if not auto:
+        raise InputError(f"rollout.sampler: got 'continuous', and continuous batching cannot sample: {why}")
+    say(f"continuous batching does not sample: {why}")
+    return loop
 
 
 def cache_argument(model: Any) -> str:

@@ -39,10 +39,9 @@ from gspo_kernels.trainer.config import (
     near_matches,
     size,
 )
-from gspo_kernels.trainer.continuous import with_sampler
 from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, padding_token_id
 from gspo_kernels.trainer.processes import reshard, whole_weights
-from gspo_kernels.trainer.rollout import ModelEngine
+from gspo_kernels.trainer.rollout import ModelEngine, with_sampler
 from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights, vllm_engine
 
 Metrics = dict[str, float]

@@ -16,9 +16,15 @@ import gspo_kernels as gk
 from gspo_kernels import bits
 from gspo_kernels.trainer import loop
 from gspo_kernels.trainer.config import AUTO, InputError, RolloutConfig
-from gspo_kernels.trainer.continuous import ContinuousEngine, with_sampler
 from gspo_kernels.trainer.report import read_metrics
-from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
+from gspo_kernels.trainer.rollout import (
+    Completion,
+    ContinuousEngine,
+    ModelEngine,
+    Sampling,
+    draw,
+    with_sampler,
+)
 from tests.draws import shifted_seed
 from tests.trainer.conftest import (
     LIMIT,
