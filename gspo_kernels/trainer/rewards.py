@@ -306,10 +306,10 @@ def advantages_of(
 ) -> Tensor:
     """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
 
-    ``method`` is a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the others
-    take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it whitens over the
-    batch, "reinforce_plus_plus" only whitens. ``scale`` is the divisor of "group_normalized" alone, and
-    "optimal_baseline" needs ``lengths``, [B], the numbers of counted tokens.
+    ``method`` is a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the
+    others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it whitens
+    over the batch, "reinforce_plus_plus" only whitens. ``scale`` is the divisor of "group_normalized" alone,
+    and "optimal_baseline" needs ``lengths``, [B], the numbers of counted tokens.
     """
     total = rewards.total
     if method == "group_normalized":
