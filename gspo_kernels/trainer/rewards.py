@@ -215,14 +215,10 @@ class _Call:
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         # An event loop lives as long as its function, so that clients and connections outlive a call.
         self.loop: asyncio.AbstractEventLoop | None = None
-        try:
-            self.signature = inspect.signature(function)
-        except ValueError:  # some builtin functions have no signature
-            self.signature = inspect.signature(lambda **_: None)
 
     def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the arguments that the function takes."""
-        parameters = self.signature.parameters
+        parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return {name: v for name, v in arguments.items() if takes_all or name in parameters}
 
@@ -231,8 +227,9 @@ class _Call:
         if twice := [name for name in (*RESERVED, *columns) if name in bound]:
             raise InputError(f"{self.what}: {', '.join(twice)} is an option and a column")
         try:
-            self.signature.bind(**self.accepted(dict.fromkeys((*RESERVED, *columns))))
-        except TypeError as error:
+            accepted = self.accepted(dict.fromkeys((*RESERVED, *columns)))
+            inspect.signature(self.function).bind(**accepted)
+        except (TypeError, ValueError) as error:  # some builtin functions have no signature
             names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
             raise InputError(f"{self.what} cannot be called with {names}, all by name: {error}") from error
 

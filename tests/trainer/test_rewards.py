@@ -132,7 +132,9 @@ def test_what_cannot_be_summed_or_called_is_refused():
             RewardSet([function]).check(columns)
     with pytest.raises(InputError, match="my_reward cannot be called"):
         RewardSet([my_reward])(*ARGUMENTS)
-    RewardSet([my_reward, max]).check(["solution"])
+    RewardSet([my_reward]).check(["solution"])
+    with pytest.raises(InputError, match=r"max cannot be called with .* no signature"):
+        RewardSet([max]).check([])
 
 
 def test_async_rewards_run_at_the_same_time_and_keep_their_loop():
