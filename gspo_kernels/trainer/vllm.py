@@ -16,7 +16,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
@@ -148,13 +146,7 @@ class VLLMServer:
         """Load weights from a directory that ``from_pretrained`` could load; clear the prefix cache."""
         for file in (path, *path.rglob("*")) if path.is_dir() else ():  # the server may be another user's
             file.chmod(0o755 if file.is_dir() else 0o644)
-        try:
-            self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
-        except InputError as error:
-            raise InputError(
-                f"{error}. The weights are in {path}: the server must see them there, be able to reload "
-                f"({_START}), and serve a model of the same architecture and vocabulary"
-            ) from error
+        self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
         self.ask("/reset_prefix_cache", {})
 
     def send(self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], accelerator: Any) -> None:
@@ -162,15 +154,13 @@ class VLLMServer:
         if self.transfer is None:
             api = importlib.import_module("vllm.distributed.weight_transfer")
             nccl = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
-            with socket.create_server(("", 0)) as free:
-                port = free.getsockname()[1]
-            address = urlsplit(self.url)
-            with socket.create_connection((address.hostname or "", address.port or 80)) as connection:
-                host = connection.getsockname()[0]  # this machine's address, as the server reaches it
+            network = importlib.import_module("vllm.utils.network_utils")
+            init = {"master_address": network.get_ip(), "master_port": network.get_open_port()}
             workers = self.ask("/get_world_size")["world_size"]
-            init = {"master_address": host, "master_port": port, "world_size": 1 + workers}
             self.transfer = api.WeightTransferTrainerFactory.trainer_init(
-                init_info=nccl.NCCLTrainerInitInfo(**init, rank=accelerator.process_index),
+                init_info=nccl.NCCLTrainerInitInfo(
+                    **init, world_size=1 + workers, rank=accelerator.process_index
+                ),
                 client=api.HTTPVLLMWeightSyncClient(self.url, timeout=self.timeout),
                 source=api.ModuleSource(SimpleNamespace(named_parameters=weights)),
             )
@@ -357,7 +347,8 @@ def sync_weights(
             on_all(accelerator, lambda: export_model(model, tokenizer, path, **options))
             on_main(accelerator, lambda: vllm.load(path))
     except Exception as error:
-        raise InputError(f"engine.weights: weights for {vllm.name} in {folder}: {error}") from error
+        must = f"must see them there, be able to reload ({_START}), and have their shapes and vocabulary"
+        raise InputError(f"engine.weights: {vllm.name} {must}; they are in {folder}: {error}") from error
     finally:
         if accelerator.is_main_process and path.name:
             shutil.rmtree(path, ignore_errors=True)
