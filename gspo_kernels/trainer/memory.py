@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
+import transformers
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -181,9 +182,8 @@ def _update_bytes(policy: Any, tokens: int, bf16: bool) -> tuple[int, int]:
 
 def _completion_bytes(model: Any, length: int, bf16: bool) -> int:
     """Return the bytes of a completion's cache, of a layer's copy while it grows, and of logits and draws."""
-    from transformers import DynamicCache
-
-    cache, tokens = DynamicCache(config=model.config), torch.zeros(1, 8, dtype=torch.int64, device="cpu")
+    cache = transformers.DynamicCache(config=model.config)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     with torch.no_grad():
         options = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
         model(input_ids=tokens, **options)
@@ -192,7 +192,7 @@ def _completion_bytes(model: Any, length: int, bf16: bool) -> int:
     return length * (sum(counts) + 2 * max(counts)) + 24 * int(model.get_output_embeddings().weight.shape[0])
 
 
-def available_bytes(config: TrainConfig, device: torch.device, loaded: int) -> float:
+def available_bytes(device: torch.device, loaded: int) -> float:
     """Return the memory that a run may take on a device, where ``loaded`` bytes are its weights already."""
     if device.type != "cuda":
         return float(min(psutil.virtual_memory().available, host_memory()) + loaded)
@@ -207,10 +207,8 @@ def plan_memory(
     """Return the sizes of a run, with saved ones in place of ``auto`` first, and the table of its memory."""
     sections = {"micro_batch_tokens": config.update, "batch_size": config.rollout}
     sizes = {name: size(section, name) for name, section in sections.items()}
-    auto, device = (
-        [name for name, section in sections.items() if getattr(section, name) == "auto"],
-        accelerator.device,
-    )
+    auto = [name for name, section in sections.items() if getattr(section, name) == "auto"]
+    device = accelerator.device
     try:
         memory = None if accelerator.is_fsdp2 else memory_of(policy, reference, config, longest, device)
         why = "shards of FSDP2 are not traced"
@@ -219,7 +217,7 @@ def plan_memory(
     if memory is None:
         return sizes | {n: saved[n] for n in auto if n in saved}, f"memory is not predicted: {why}"
     meta = next(policy.parameters()).is_meta
-    available = available_bytes(config, device, 0 if meta else memory.weights + memory.reference)
+    available = available_bytes(device, 0 if meta else memory.weights + memory.reference)
     fits = memory.fitting(available) | dict(saved)
     sizes |= {name: min(each[name] for each in gather_object([fits])) for name in auto}
     return sizes, memory.table(sizes, available, device.type == "cuda")
@@ -227,14 +225,13 @@ def plan_memory(
 
 def dry_run(config: TrainConfig, rows: Rows) -> str:
     """Return the table of a run on these rows; of the model, only its configuration is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     accelerator = make_accelerator(config)
     config = with_precision(config, accelerator)
     half = config.lora.rank > 0 and config.update.precision == "bf16"
     options = {"dtype": torch.bfloat16 if half else torch.float32, "attn_implementation": "sdpa"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model), **options)
+        sizes = transformers.AutoConfig.from_pretrained(config.model)
+        model = transformers.AutoModelForCausalLM.from_config(sizes, **options)
         if config.lora.rank > 0:
             add_adapters(model, config.lora)
     checkpointing = config.update.gradient_checkpointing
