@@ -250,15 +250,8 @@ class ContinuousEngine(ModelEngine):
             completions.append(Completion(ids, finished, None if greedy else logprobs))
         return completions
 
-    def unsupported(self, config: RolloutConfig) -> str:
-        """Return why a run cannot sample with this engine, or ""; a few tokens are sampled to find out."""
-        if config.keep_sampling_mask or config.min_p > 0.0:
-            return "it has no min_p and returns no sampling masks"
-        if varying_ropes(self.model):
-            return "the frequencies of this model's RoPE depend on the length of a sequence"
-        options = getattr(transformers, "ContinuousBatchingConfig", None)
-        if not hasattr(options, "return_logprobs") or not hasattr(options, "auto_switch_to_flash"):
-            return "it returns no log-probs, or changes the attention, in this version of transformers"
+    def trial(self) -> str:
+        """Sample a few tokens; return why that fails, or ""."""
         logs = logging.root.manager.disable
         logging.disable()  # transformers would log the whole trace of what is returned here
         try:
@@ -299,14 +292,17 @@ def with_sampler(
     attention = str(text_config._attn_implementation)
     if config.sampler == "loop" or (auto and loop.model.device.type != "cuda"):
         return loop
-    engine = ContinuousEngine(**vars(loop))
-    if accelerator.is_fsdp2:
-        why = "it takes no shards of FSDP2"
-    elif auto and "flash" not in attention:
-        why = f"it is slow with {attention}, and fast with attn_implementation flash_attention_2"
-    else:
-        with accelerator.autocast():
-            why = engine.unsupported(config)
+    engine, options = ContinuousEngine(**vars(loop)), getattr(transformers, "ContinuousBatchingConfig", None)
+    known = hasattr(options, "return_logprobs") and hasattr(options, "auto_switch_to_flash")
+    reasons = {
+        "it takes no shards of FSDP2": accelerator.is_fsdp2,
+        f"it is slow with {attention}, and fast with flash_attention_2": auto and "flash" not in attention,
+        "it has no min_p and returns no sampling masks": config.keep_sampling_mask or config.min_p > 0.0,
+        "the frequencies of this model's RoPE depend on the length of a sequence": varying_ropes(loop.model),
+        "it returns no log-probs, or changes the attention, in this version of transformers": not known,
+    }
+    with accelerator.autocast():
+        why = next((reason for reason, holds in reasons.items() if holds), "") or engine.trial()
     if not why:
         return engine
     if not auto:

@@ -315,7 +315,7 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
 
     assert engine_of(OnGPU()) is ModelEngine and "it is slow with sdpa, and fast with" in said.pop()
     monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
-    monkeypatch.setattr(ContinuousEngine, "unsupported", lambda self, config: None)
+    monkeypatch.setattr(ContinuousEngine, "trial", lambda self: "")
     assert engine_of(OnGPU()) is ContinuousEngine and not said
 
 
