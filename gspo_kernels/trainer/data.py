@@ -27,15 +27,9 @@ def load_prompts(
 ) -> Rows:
     """Read rows with a prompt; all other columns are kept and reach the reward functions.
 
-    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``.
-
-    Args:
-        source: a jsonl file (one JSON object per line, values of any type), a .json file (the same, or one
-            array of objects), a parquet or csv file, a directory of data files or of datasets'
-            ``save_to_disk``, or the name of a dataset on the Hub.
-        split: the split, "train" by default, or a part of one in the syntax of datasets ("train[:1000]").
-        subset: the configuration of a dataset on the Hub or of a directory of data files.
-        prompt_column: the column with the prompt; the returned rows call it "prompt".
+    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``. ``source`` is a
+    jsonl, json, csv or parquet file, a directory of such files or of datasets' ``save_to_disk``, or a name on
+    the Hub. ``split`` has the syntax of datasets. Returned rows call the ``prompt_column`` "prompt".
     """
     path, name = Path(source), str(source)
     is_file = path.suffix in (".json", ".jsonl", ".parquet", ".csv")
@@ -158,12 +152,8 @@ def prepare_prompts(
 ) -> Prompts:
     """Turn prompts into tokens, as `encode_prompt` does; an `InputError` names a row that does not fit.
 
-    Args:
-        tokenizer, rows: a transformers tokenizer, and rows that `check_rows` accepts.
-        name: the name of the rows in messages.
-        longest, embedded: most tokens of a prompt, and number of ids that the model embeds; None: no limit.
-        options: system prompt, templates, and the length beyond which prompts are left out.
-        say: prints how many were left out.
+    ``longest`` is the length beyond which a prompt is an error, and ``embedded`` the number of ids that the
+    model embeds; None: no limit. ``say`` prints how many ``options.max_prompt_tokens`` leaves out.
     """
     if longest is not None and longest < 1:
         raise InputError(f"{name}: rollout.max_new_tokens leaves no room for a prompt in the model's context")

@@ -113,14 +113,9 @@ class Rewards:
 class RewardSet:
     """Several reward functions, called together and summed with weights.
 
-    ``async`` functions run at the same time, while plain ones run one after the other. A call that exceeds
-    the time limit raises an error. Under a limit a plain function runs in a daemon thread, which nothing can
-    stop: after the limit it runs on until the program ends. A function that never releases Python's global
-    lock must start a process itself. Only the main thread can set signal handlers: a plain function that
-    tries to is called again in the calling thread, and from then on without a limit, with a warning.
-
-    ``weights`` are all 1 by default. ``timeout`` is in seconds; None: no limit, and plain functions run in
-    the calling thread.
+    ``async`` functions run at the same time, in threads; plain ones one after the other, in the calling
+    thread or, under a limit, in one that nothing can stop. ``weights`` are all 1 by default; ``timeout`` is
+    in seconds.
     """
 
     def __init__(

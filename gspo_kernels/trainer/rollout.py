@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,18 +96,12 @@ class ModelEngine:
     A prompt with several completions in a batch goes through the model once. Ended completions leave the
     batch as soon as they are half of it. Prompts of similar length are batched together. Only the `Sampling`
     decides how tokens are drawn: the model's generation config is not used.
-
-    Attributes:
-        model: the model that is trained, so that completions always come from its current weights.
-        end_ids: tokens that end a completion.
-        pad_id: token that pads rows on the left.
-        batch_size: completions generated at once; changes memory, speed and random numbers only.
     """
 
-    model: Any
-    end_ids: list[int]
-    pad_id: int
-    batch_size: int
+    model: Any  # that is trained, so that completions always come from its current weights
+    end_ids: list[int]  # tokens that end a completion
+    pad_id: int  # token that pads rows on the left
+    batch_size: int  # completions generated at once; changes memory, speed and random numbers only
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -252,15 +245,11 @@ class ContinuousEngine(ModelEngine):
 
     def trial(self) -> str:
         """Sample a few tokens; return why that fails, or ""."""
-        logs = logging.root.manager.disable
-        logging.disable()  # transformers would log the whole trace of what is returned here
         try:
             with torch.random.fork_rng([]):
                 self.generate([[0, 0, 0], [0]], Sampling(4))
         except Exception as error:  # of the model's attention, or of a cache that has not every layer
             return f"tried on a few tokens, it raised {error!r:.300}"
-        finally:
-            logging.disable(logs)
         return ""
 
 

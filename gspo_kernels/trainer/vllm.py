@@ -1,10 +1,6 @@
-"""Completions by vLLM, and the transfer of the policy's weights to vLLM.
+"""Completions by vLLM, and the transfer of the policy's weights to it; docs/rewards.md says how to start it.
 
-A server is used through its published HTTP interface. Start it with ``VLLM_SERVER_DEV_MODE=1``, which opens
-``/collective_rpc`` and ``/reset_prefix_cache``, and with ``--logprobs-mode processed_logprobs`` if the
-temperature is not 1 or tokens are cut off. If vLLM is installed, ``engine.url: local`` runs it in each
-training process. A server reads weights from a directory, which it must see under the same path; or vLLM's
-own client sends them from GPU to GPU.
+A server is used through its published HTTP interface. ``VLLM_SERVER_DEV_MODE=1`` opens what loads weights.
 """
 
 from __future__ import annotations
