@@ -169,7 +169,7 @@ def test_warnings_come_after_some_steps_and_once(symptom, words):
     assert symptom.keys() & SYMPTOMS.keys()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")  # of other tests
 def test_plot_of_any_run(tmp_path):
     for steps, evaluated in ((0, False), (1, True), (40, False), (40, True)):
         records = [{"step": 0}]
