@@ -130,6 +130,7 @@ def test_models_with_an_adapter_on_the_head_learn_as_peft_computes_it(enabled, p
             wanted = gradients(model)
         if path == "trainer":
             terms = {"old_logprobs": old.flatten(), "advantages": advantages, "objective": objective}
+            terms["cu_seqlens"] = torch.tensor([0, 5, 10], dtype=torch.int32)
             loss = Policy(model, temperature=1.0)([prompt, prompt], completions, terms).loss
         else:
             labels = torch.nn.functional.pad(rows[:, 4:], (3, 1), value=-100)

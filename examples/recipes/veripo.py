@@ -15,6 +15,7 @@ summaries of the paper were read: which rollouts, which pairs and how long the p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from gspo_kernels.trainer.data import columns_of
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.processes import on_main
 from gspo_kernels.trainer.rewards import Rewards, RewardSet, load_reward
+from gspo_kernels.trainer.update import make_objective
 
 
 class Options(Section):
@@ -94,7 +96,9 @@ class VeriPO(GSPOTrainer):
             )
         dpo = ObjectiveConfig(name="DPO", beta=recipe.beta, min_gap=recipe.min_gap)
         update = {"objective": dpo, "off_policy": OffPolicyConfig()}
-        self.dpo = self.updater.with_config(self.config.model_copy(update=update))
+        self.dpo = copy.copy(self.updater)  # the same weights and optimizer, with another loss
+        self.dpo.config = self.config.model_copy(update=update)
+        self.dpo.objective = make_objective(self.dpo.config)
         self.kept: list[Batch] = []
         self.verifier: RewardSet | None = None
         if recipe.verifier is not None:
@@ -134,7 +138,7 @@ class VeriPO(GSPOTrainer):
                 for batch in self.kept
             ]
         batch = self.kept.pop(0)
-        present = batch.counted > 0
+        present = (batch.counted > 0).to(batch.advantages.device)
         pairs = self.dpo.objective.count_pairs(batch.advantages.double(), batch.group_ids, present)
         metrics["pairs"] = float(pairs)
         groups = batch.group_ids.unique()
@@ -181,7 +185,7 @@ def in_pairs(dpo: Any, batch: Batch, scores: Tensor) -> Batch:
     ``scores`` is [B], the higher the better; a completion with NaN is in no pair.
     """
     scores = scores.to(batch.advantages.device)
-    present = (batch.counted > 0) & ~scores.isnan()
+    present = (batch.counted > 0).to(scores.device) & ~scores.isnan()
     levels = -scores.nan_to_num(0.0)
     paired = dpo.paired(levels.double(), batch.group_ids, present)
     return replace(

@@ -509,7 +509,7 @@ def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
     for module in training:  # dropout would differ
         module.training = False
     try:
-        with _replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
+        with replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
             for position_ids, part in ((positions, slice(6)), (positions, slice(3, 6)), (far, slice(6))):
                 inputs = {"input_ids": tokens[:, part], "position_ids": position_ids[..., part]}
                 forward(**inputs, use_cache=False, return_dict=True)
@@ -597,7 +597,7 @@ def _run_with_loss(
         per_token = () if scoring else ("loss_mask", "advantages", "cu_seqlens")
         terms = {name: options.get(name) for name in per_token}
         prefetch(labels, ignore_index=options.get("ignore_index", -100), **terms)
-    with _replaced_product(head, product, lambda output: test_logits) as calls:
+    with replaced_product(head, product, lambda output: test_logits) as calls:
         outputs = forward()
     if len(calls) != 1:
         raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
@@ -610,7 +610,7 @@ def _run_with_loss(
 
 
 @contextmanager
-def _replaced_product(
+def replaced_product(
     head: Any, product: Callable[[Tensor], Any], stand_in: Callable[[Any], Tensor]
 ) -> Iterator[list[Any]]:
     """Let the head's module compute ``product(hidden)``, and give the model's forward ``stand_in`` of it.

@@ -15,14 +15,14 @@ from torch import Tensor
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
 from gspo_kernels.integrations.layouts import offsets_of
-from gspo_kernels.integrations.lm_head import LMHead
+from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.mismatch.measure import Comparison, mean
 from gspo_kernels.sampling import SamplingMask
-from gspo_kernels.trainer.batch import last_hidden_states, packed_hidden_states, token_budget_batches
+from gspo_kernels.trainer.batch import hidden_states, last_hidden_states, token_budget_batches
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import load_prompts
-from gspo_kernels.trainer.model import head_of, load_model
+from gspo_kernels.trainer.model import load_model
 from gspo_kernels.trainer.rollout import Sampling
 
 
@@ -189,7 +189,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
     """
     assert samples.prompts is not None
     model = load(DTYPES[setting.weights], setting.attention)
-    head, device = head_of(model), model.device
+    head, device = lm_head_of(model), model.device
     pairs = list(zip(samples.prompts, samples.completions, strict=True))
     batches = [[row] for row in range(len(pairs))]
     if setting.decode:
@@ -203,7 +203,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
         if setting.decode:
             hidden = _decoded_hidden_states(model, prompts, completions)
         elif setting.packed:
-            hidden = packed_hidden_states(model, prompts, completions)
+            hidden = hidden_states(model, prompts, completions)
         else:  # any attention works, as there are no sequences to keep apart
             ids = torch.cat([*prompts, *completions]).unsqueeze(0)
             hidden = last_hidden_states(model, {"input_ids": ids})[0, len(prompts[0]) - 1 : -1]

@@ -1,10 +1,9 @@
 """From a scored rollout to rows of the model: micro-batches, packed rows, shared prefixes, attention masks.
 
 Sequences of any length lie in one row without padding, and each attends to itself only. With shared prefixes
-(Prefix Grouper, arXiv 2506.05433, does this for prompts) the row is a tree: a prefix that several sequences
-share is in the row once. Such a prefix is a prompt, or a prompt and the first tokens of completions that
-branch later. A token attends to the earlier tokens of its sequence and has its position in that sequence.
-Hidden states and gradients equal those of the sequences alone, up to rounding; other models are refused.
+(Prefix Grouper, arXiv 2506.05433, does this for prompts) the row is a tree, in which a prefix of several
+sequences is once. A token attends to the earlier tokens of its sequence and has its position in it. Hidden
+states and gradients equal those of the sequences alone, up to rounding; other models are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import heapq
 import inspect
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
@@ -21,11 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from gspo_kernels.integrations.layouts import offsets_of
-from gspo_kernels.integrations.lm_head import causal_lm_of
+from gspo_kernels.integrations.lm_head import causal_lm_of, head_module
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
+from gspo_kernels.integrations.transformers import replaced_product
 from gspo_kernels.layout import queued
 from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.config import InputError
@@ -106,41 +106,30 @@ class Batch:
 
     @cached_property
     def counted(self) -> Tensor:
-        """Number of tokens of each row that the loss counts, [B] int64."""
-        return torch.stack([tokens.sum() for tokens in self.loss_mask.split(self.lengths)])
+        """Number of tokens of each row that the loss counts, [B] int64 on the CPU."""
+        return torch.stack([tokens.sum() for tokens in self.masks_on_host])
 
     def places(self, rows: Tensor) -> Tensor:
-        """Return the indices of these rows' tokens among the N tokens, one row after the other, int64.
-
-        Here and below, rows are on the CPU, so that no method waits for the device.
-        """
+        """Return the indices of the tokens of these rows, which are on the CPU, among the N tokens, int64."""
         ends, chosen = list(itertools.accumulate(self.lengths)), rows.tolist()
         lengths = [self.lengths[row] for row in chosen]
         return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, self.loss_mask.device)
 
-    def tokens(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the prompts and the completions of these rows."""
-        chosen = rows.tolist()
-        return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen]
-
-    def mask(self, rows: Tensor) -> SamplingMask | None:
-        """Return the sampling mask of these rows' tokens, or None if the batch has no masks."""
-        masks = None if self.masks is None else [self.masks[row] for row in rows.tolist()]
-        return None if masks is None else SamplingMask.concatenate(masks)
-
-    def offsets(self, rows: Tensor) -> Tensor:
-        """Return ``cu_seqlens`` of these rows' tokens."""
-        lengths = [self.lengths[row] for row in rows.tolist()]
-        return offsets_on(lengths, self.loss_mask.device)
+    def inputs(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor], SamplingMask | None]:
+        """Return the prompts and completions of these rows, and their sampling mask if there is one."""
+        chosen, masks = rows.tolist(), self.masks
+        mask = None if masks is None else SamplingMask.concatenate([masks[row] for row in chosen])
+        return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen], mask
 
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-        """Select these rows' part of a loss's terms: tensors are [B] or [N]; other values stay the same."""
-        places, B = self.places(rows), len(self.completions)
-        rows = queued(rows, self.loss_mask.device)
-        return {
-            name: value[rows if len(value) == B else places] if isinstance(value, Tensor) else value
+        """Return these rows' part of a loss's terms, tensors of which are [B] or [N], with ``cu_seqlens``."""
+        places, B, device = self.places(rows), len(self.completions), self.loss_mask.device
+        chosen = queued(rows, device)
+        part = {
+            name: value[chosen if len(value) == B else places] if isinstance(value, Tensor) else value
             for name, value in terms.items()
         }
+        return part | {"cu_seqlens": offsets_on([self.lengths[row] for row in rows.tolist()], device)}
 
     def by_token(self, values: Tensor) -> Tensor:
         """Repeat one value per row, [B], for each of its tokens, [N]."""
@@ -171,12 +160,11 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
     )
 
 
-def micro_batches(
-    batch: Batch, rows: Tensor, *, shared_prefix: bool, budget: int, world: int, rank: int
-) -> list[Tensor]:
-    """Return the micro-batches of process ``rank``, cut by a token budget: as many as others', some empty."""
+def micro_batches(batch: Batch, rows: Tensor, grouped: bool, budget: int, accelerator: Any) -> list[Tensor]:
+    """Return this process's micro-batches, cut by a token budget: as many as others', some empty."""
+    rank, world = accelerator.process_index, accelerator.num_processes
     units = [[row] for row in rows.tolist()]
-    if shared_prefix:  # completions of one prompt stay together
+    if grouped:  # completions of one prompt stay together
         group_of = batch.group_ids.tolist().__getitem__
         units = [list(group) for _, group in groupby(sorted(rows.tolist()), group_of)]
     lengths = [len(batch.prompts[unit[0]]) + sum(batch.lengths[row] - 1 for row in unit) for unit in units]
@@ -197,28 +185,19 @@ def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | No
     ``count`` is the number of batches, for processes whose collectives must match; some batches may be empty.
     By default it is the smallest number that keeps the budget.
     """
-    alone = [[i] for i, length in enumerate(lengths) if length > budget]
-    order = sorted((i for i, length in enumerate(lengths) if length <= budget), key=lambda i: -lengths[i])
-    for number in itertools.count(-(-sum(lengths[i] for i in order) // budget)):
-        batches = _balanced(lengths, order, number)
-        if all(sum(lengths[i] for i in batch) <= budget for batch in batches):
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    least = -(-sum(min(length, budget) for length in lengths) // budget)
+    for number in itertools.count(least) if count is None else [count]:
+        batches: list[list[int]] = [[] for _ in range(number)]
+        heap = [(0, place) for place in range(number)]
+        for i in longest_first:
+            tokens, place = heap[0]
+            batches[place].append(i)
+            heapq.heapreplace(heap, (tokens + lengths[i], place))
+        if all(len(batches[place]) < 2 or tokens <= budget for tokens, place in heap):
             break
-    if count is not None:
-        batches = _balanced(lengths, order, count - len(alone))
-    return sorted(alone + batches, key=lambda batch: (-sum(lengths[i] for i in batch), batch))
-
-
-def _balanced(lengths: Sequence[int], order: list[int], count: int) -> list[list[int]]:
-    heap = [(0, number) for number in range(count)]
-    batches: list[list[int]] = [[] for _ in range(count)]
-    for i in order:
-        tokens, number = heapq.heappop(heap)
-        batches[number].append(i)
-        heapq.heappush(heap, (tokens + lengths[i], number))
-    return [sorted(batch) for batch in batches]
-
-
-# Rows: the tokens of a forward pass, and the hidden states that predict completion tokens.
+    batches = [sorted(batch) for batch in batches]
+    return sorted(batches, key=lambda batch: (-sum(lengths[i] for i in batch), batch))
 
 
 class Segment(NamedTuple):
@@ -228,158 +207,121 @@ class Segment(NamedTuple):
     length: int
 
 
-def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str, Any]:
-    """Lay sequences out in one row, as keyword arguments of a causal language model's forward.
+class Row(NamedTuple):
+    """T tokens of several sequences: a forward pass from which N tokens are predicted."""
+
+    inputs: dict[str, Any]  # of a causal language model's forward
+    lengths: Tensor  # [1, T] int64 on the CPU, the length P + C of each token's sequence
+    predicting: Tensor  # [N] int64, where the hidden states are that predict the completions
+
+
+def packed_row(model: Any, prompts: Tokens, completions: Tokens) -> Row:
+    """Lay sequences out in one row, one after the other.
 
     The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1). A mask keeps the
     sequences apart; for flash-attention their offsets do. A model that cannot be packed is an `InputError`.
     """
-    pairs = list(zip(prompts, completions, strict=True))
-    lengths, device = [len(p) + len(c) - 1 for p, c in pairs], prompts[0].device
+    pairs, counts = list(zip(prompts, completions, strict=True)), list(map(len, completions))
+    sizes, device = [len(p) + len(c) - 1 for p, c in pairs], prompts[0].device
     ids = torch.cat([part for p, c in pairs for part in (p, c[:-1])])
-    positions = ranges([0] * len(lengths), lengths, device)
+    positions = ranges([0] * len(sizes), sizes, device)
     inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None]}
-    implementation = attention_of(model)
-    if len(lengths) == 1:
-        return inputs
-    if "flash" in implementation:
-        ends = offsets_on(lengths, device)
+    attention = attention_of(model)
+    if len(sizes) > 1 and "flash" in attention:
+        ends = offsets_on(sizes, device)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    else:
-        inputs["attention_mask"] = attention_mask(model, [Segment(-1, length) for length in lengths], device)
-    return inputs
+        inputs |= {"max_length_q": max(sizes), "max_length_k": max(sizes)}
+    elif len(sizes) > 1:
+        inputs["attention_mask"] = attention_mask(model, [Segment(-1, size) for size in sizes], device)
+    whole = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    firsts = [end - count for end, count in zip(itertools.accumulate(sizes), counts, strict=True)]
+    return Row(inputs, (whole + 1).repeat_interleave(whole)[None], ranges(firsts, counts, device))
 
 
-def lengths_by_token(prompts: Tokens, completions: Tokens) -> Tensor:
-    """Return the length P + C of each token's sequence in a packed row, [1, T], on the CPU."""
-    sums = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    lengths = torch.tensor(sums, dtype=torch.int64, device="cpu")
-    return lengths.repeat_interleave(lengths - 1)[None]
-
-
-def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Tensor:
-    """Run the backbone once over all sequences, without padding; return what predicts the completions.
-
-    The result is [N, H], for the N tokens of the completions, one after the other. The model's ``__call__``
-    runs; the model may be plain, have a PEFT adapter, or be wrapped (DDP).
-    """
-    inputs, lengths = packed_inputs(model, prompts, completions), lengths_by_token(prompts, completions)
-    hidden = last_hidden_states(model, inputs, lengths)
-    counts = [len(completion) for completion in completions]
-    ends = itertools.accumulate(len(p) + n - 1 for p, n in zip(prompts, counts, strict=True))
-    firsts = [end - count for end, count in zip(ends, counts, strict=True)]
-    return hidden[0, ranges(firsts, counts, hidden.device)]
-
-
-def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Tensor:
-    """Return the same as `packed_hidden_states`, from the tree of all sequences: a prefix that several of
-    them share, a prompt or also the first tokens of completions, is computed once.
+def tree_row(model: Any, prompts: Tokens, completions: Tokens) -> Row:
+    """Lay sequences out as a tree: a prefix that several of them share, a prompt or also the first tokens of
+    completions, is in the row once. Prefixes with other frequencies of RoPE are others.
     """
     if "flash" in (name := attention_of(model)):
         raise InputError(f"update.shared_prefix: {name} takes no mask; load the model with sdpa")
-    pairs = list(zip(prompts, completions, strict=True))
-    device, lengths = prompts[0].device, [len(p) + len(c) - 1 for p, c in pairs]
+    pairs, ropes = list(zip(prompts, completions, strict=True)), varying_ropes(model)
     left = iter(torch.cat([part for p, c in pairs for part in (p, c[:-1])]).tolist())
-    ropes = varying_ropes(model)
-    regimes = [tuple(rope.regime(length + 1) for rope in ropes) for length in lengths]
-    tree = Tree((list(itertools.islice(left, length)) for length in lengths), regimes)
-    own = torch.empty(1, len(tree.tokens), dtype=torch.int64, device="cpu")
-    for path, length in zip(tree.paths, lengths, strict=True):
-        own[0, path] = length + 1
-    row = queued(torch.tensor([tree.tokens, tree.positions], dtype=torch.int64, device="cpu"), device)
+    place_of: dict[tuple[Any, int], int] = {}  # the place of a token, by its predecessor's place
+    tokens: list[tuple[int, int, int]] = []  # id, position, and length of a sequence, by place
+    before: list[int] = []  # the place of each token's predecessor, or -1
+    predicting: list[int] = []
+    for prompt, completion in pairs:
+        length = len(prompt) + len(completion)
+        place, start = -1, tuple(rope.regime(length) for rope in ropes)
+        for position, token in enumerate(itertools.islice(left, length - 1)):
+            following = place_of.setdefault((start if position == 0 else place, token), len(tokens))
+            if following == len(tokens):
+                tokens.append((token, position, length))
+                before.append(place)
+            place = following
+            if position >= len(prompt) - 1:  # a prompt's last token predicts the first of every completion
+                predicting.append(place)
+    rows = torch.tensor(tokens, dtype=torch.int64, device="cpu").T.contiguous()
+    row, places = (queued(x, prompts[0].device) for x in (rows[:2], rows.new_tensor(predicting)))
     inputs = {"input_ids": row[:1], "position_ids": row[1:]}
-    if len(tree.tokens) > 1:  # transformers takes a single token for a step of decoding
-        inputs["attention_mask"] = attention_mask(model, tree.segments, device)
-    hidden = last_hidden_states(model, inputs, own)
-    # a prompt's last token predicts the first token of every completion
-    paths = zip(tree.paths, prompts, strict=True)
-    predicting = [place for path, prompt in paths for place in path[len(prompt) - 1 :]]
-    return hidden[0, queued(torch.tensor(predicting, dtype=torch.int64, device="cpu"), device)]
+    if len(tokens) > 1:  # transformers takes a single token for a step of decoding
+        inputs["attention_mask"] = attention_mask(model, _segments(before), row.device)
+    return Row(inputs, rows[2:], places)
 
 
-class Tree:
-    """The prefix tree of several sequences, laid out as one row: each shared prefix is in it once.
+def _segments(before: Sequence[int]) -> list[Segment]:
+    """Cut a tree's row: at a token that does not follow its neighbour, and right after a branching point."""
+    jumps = {place: earlier for place, earlier in enumerate(before) if earlier != place - 1}
+    starts = sorted({0, *jumps, *(earlier + 1 for earlier in jumps.values())} - {len(before)})
+    ends = [*starts[1:], len(before)]
+    parents = [bisect_right(starts, before[start]) - 1 for start in starts]
+    return [Segment(parent, end - start) for parent, start, end in zip(parents, starts, ends, strict=True)]
 
-    Sequences of different ``regimes`` share no prefix, because their tokens have other hidden states.
 
-    Attributes:
-        tokens: token ids of the row; each token comes after its predecessor.
-        positions: position of each token in its sequences.
-        paths: for each sequence, the places of its tokens in the row.
-        segments: the row, cut into a list of `Segment`.
+def hidden_states(model: Any, prompts: Tokens, completions: Tokens, layout: Any = packed_row) -> Tensor:
+    """Run the backbone once over a `packed_row` or a `tree_row`; return what predicts the completions.
+
+    The result is [N, H], for the N tokens of the completions, one after the other. The model may be plain,
+    have a PEFT adapter, or be wrapped (DDP): its ``__call__`` runs.
     """
-
-    def __init__(self, sequences: Iterable[Sequence[int]], regimes: Sequence[tuple[int, ...]]):
-        place_of: dict[tuple[Any, int], int] = {}
-        before: list[int] = []  # the place of each token's predecessor, or -1
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.paths: list[list[int]] = []
-        for ids, regime in zip(sequences, regimes, strict=True):
-            place, path = -1, list[int]()
-            for position, token in enumerate(ids):
-                after = place if path else regime
-                following = place_of.setdefault((after, token), len(self.tokens))
-                if following == len(self.tokens):
-                    before.append(place)
-                    self.tokens.append(token)
-                    self.positions.append(position)
-                place = following
-                path.append(place)
-            self.paths.append(path)
-        # a segment begins at a token that does not follow its neighbour, and right after a branching point
-        jumps = {place: earlier for place, earlier in enumerate(before) if earlier != place - 1}
-        starts = sorted({0, *jumps, *(earlier + 1 for earlier in jumps.values())} - {len(self.tokens)})
-        ends = [*starts[1:], len(self.tokens)]
-        self.segments = [
-            Segment(bisect_right(starts, before[start]) - 1, end - start)
-            for start, end in zip(starts, ends, strict=True)
-        ]
+    inputs, lengths, predicting = layout(model, prompts, completions)
+    return last_hidden_states(model, inputs, lengths)[0, predicting]
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any], lengths: Tensor | None = None) -> Tensor:
-    """Call the whole model and return the head's input, [1, T, H]; the head projects only one position.
+    """Call the whole model and return the input of its head, [1, T, H], which computes nothing itself.
 
     ``lengths`` [1, T] says how long the sequence of each token is; None: the row is one sequence.
     """
-    causal = causal_lm_of(model)
-    captured: list[Any] = []
-    # Some models call their decoder, others the base model around it; the outermost called one ends last.
-    handles = [
-        module.register_forward_hook(lambda module, args, output: captured.append(output))
-        for module in {causal.base_model, causal.get_decoder()} - {causal}
-    ]
-    try:
-        with own_frequencies(varying_ropes(model), lengths):
-            model(**(inputs | {"use_cache": False, "logits_to_keep": 1}))
-    finally:
-        for handle in handles:
-            handle.remove()
-    hidden = getattr(captured[-1], "last_hidden_state", None) if captured else None
-    if hidden is None or hidden.shape[:2] != inputs["input_ids"].shape:
-        name = type(causal).__name__
-        raise InputError(f"{name}: its backbone did not return one hidden state for each input token")
+    captured = replaced_product(
+        head_module(causal_lm_of(model)), lambda hidden: hidden, lambda hidden: hidden
+    )
+    with own_frequencies(varying_ropes(model), lengths), captured as calls:
+        model(**inputs, use_cache=False)
+    (hidden,) = calls
     return hidden
 
 
 @torch.no_grad()
-def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
+def check_rows_of(model: Any, layout: Any = packed_row) -> None:
     """Refuse a model whose hidden states in a common row differ from those of the sequences alone.
 
     Attention that leaks changes hidden states by about their own size, rounding by some multiples of eps. The
-    limit is sqrt(eps) times the largest absolute hidden state.
+    limit is sqrt(eps) times the largest absolute hidden state. The positions of the last sequence end where
+    the context does: this shows what frequencies of RoPE beyond a length do to shorter sequences in the row.
     """
     prompts, completions = probe(model, [4, 1, 6, 2], [3, 5, 1, 2])
-    layout: Callable[..., Tensor] = packed_hidden_states
-    if shared_prefix:
-        layout, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
-    common = layout(model, prompts, completions)
-    pairs = zip(prompts, completions, strict=True)
-    separate = torch.cat([packed_hidden_states(model, [p], [c]) for p, c in pairs])
-    far = _effect_of_a_far_neighbour(model)
+    prompts = [prompts[0]] * 3 + [prompts[3]] if layout is tree_row else prompts
+    inputs, lengths, predicting = layout(model, prompts, completions)
+    context = getattr(causal_lm_of(model).config.get_text_config(), "max_position_embeddings", None) or 0
+    reach = max((2 * rope.limit for rope in varying_ropes(model)), default=context)
+    for places in (inputs["position_ids"], lengths):
+        places[:, -3:] += max(reach - 4, 0)
+    common = last_hidden_states(model, inputs, lengths)[0, predicting][:-2]
+    pairs = list(zip(prompts, completions, strict=True))[:-1]
+    separate = torch.cat([hidden_states(model, [p], [c]) for p, c in pairs])
     bound = rounding_of(separate) ** 0.5 * separate.abs().max().item()
-    difference = max((common - separate).abs().max().item(), far)
+    difference = (common - separate).abs().max().item()
     if not difference <= bound:
         raise InputError(
             f"{type(causal_lm_of(model)).__name__} cannot hold several sequences in one row: its hidden "
@@ -393,23 +335,6 @@ def rounding_of(values: Tensor) -> float:
     rounds = torch.is_autocast_enabled(kind)
     dtypes = [values.dtype, torch.get_autocast_dtype(kind) if rounds else values.dtype]
     return max(torch.finfo(dtype).eps for dtype in dtypes)
-
-
-def _effect_of_a_far_neighbour(model: Any) -> float:
-    """Return by how much hidden states differ if the positions of a neighbour end where the context does.
-
-    So a few tokens show what frequencies of RoPE beyond a length do to shorter sequences in the row.
-    """
-    context = getattr(causal_lm_of(model).config.get_text_config(), "max_position_embeddings", None) or 0
-    reach = max((2 * rope.limit for rope in varying_ropes(model)), default=context)
-    prompts, completions = probe(model, [4, 2], [3, 2])
-    inputs, lengths = packed_inputs(model, prompts, completions), lengths_by_token(prompts, completions)
-    near = last_hidden_states(model, inputs, lengths)
-    places = torch.arange(lengths.shape[1], dtype=torch.int64, device="cpu")
-    moved = torch.where(places < 6, 0, max(reach - 4, 0))
-    inputs["position_ids"] = inputs["position_ids"] + moved.to(near.device)
-    far = last_hidden_states(model, inputs, lengths + moved)
-    return (near - far)[:, :6].abs().max().item()
 
 
 def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -430,7 +355,8 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device |
 
 def offsets_on(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return ``cu_seqlens`` of sequences of these lengths."""
-    return queued(offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu")), device)
+    ends = [0, *itertools.accumulate(lengths)]
+    return queued(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)
 
 
 # Attention: transformers recognizes packed sequences by position_ids that restart, but not in every model and
@@ -442,12 +368,11 @@ def attention_of(model: Any) -> str:
     causal = causal_lm_of(model)
     config = causal.config.get_text_config()
     name = str(config._attn_implementation)
-    accepted = inspect.signature(causal.forward).parameters
     known = {"full_attention", "sliding_attention"}
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     reason = None
-    if "position_ids" not in accepted or "logits_to_keep" not in accepted:
-        reason = "its forward takes no position_ids or no logits_to_keep"
+    if "position_ids" not in inspect.signature(causal.forward).parameters:
+        reason = "its forward takes no position_ids"
     elif getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         reason = "its adapter puts tokens before every row"
     elif unknown or getattr(causal, "_is_stateful", False):
@@ -465,10 +390,9 @@ def attention_mask(model: Any, segments: Sequence[Segment], device: torch.device
     width = getattr(config, "sliding_window", None)
     default = "full_attention" if width is None else "sliding_attention"
     layers = set(getattr(config, "layer_types", None) or (default,))
-    masks = {
-        layer: RowMask(segments, width if layer == "sliding_attention" else None, device) for layer in layers
-    }
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    windows = {layer: width if layer == "sliding_attention" else None for layer in layers}
+    masks = {layer: RowMask(segments, window, device) for layer, window in windows.items()}
+    return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 class RowMask(Tensor):
@@ -485,12 +409,12 @@ class RowMask(Tensor):
     @staticmethod
     def __new__(cls, segments: Sequence[Segment], window: int | None, device: torch.device) -> RowMask:
         """Make a tensor of the mask's shape, without storage."""
-        T = sum(segment.length for segment in segments)
-        mask: RowMask = Tensor._make_wrapper_subclass(cls, (1, 1, T, T), dtype=torch.bool, device=device)
-        mask.segments, mask.window, mask.offsets = segments, window, None
-        if all(segment.parent < 0 for segment in segments):
-            ends = [0, *itertools.accumulate(segment.length for segment in segments)]
-            mask.offsets = queued(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)
+        lengths = [segment.length for segment in segments]
+        shape = (1, 1, sum(lengths), sum(lengths))
+        mask: RowMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        apart = all(segment.parent < 0 for segment in segments)
+        mask.segments, mask.window = segments, window
+        mask.offsets = offsets_on(lengths, device) if apart else None
         return mask
 
     @classmethod
@@ -510,32 +434,21 @@ class RowMask(Tensor):
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: RowMask,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: RowMask, dropout_p: float = 0.0, **options: Any
 ) -> Tensor:
     """Run SDPA under a `RowMask` on [1, heads, T, D]: a segment sees itself and those that it continues."""
-    device, sizes = query.device, {x.shape[1::2] for x in (query, key, value)}
-    kind, launch = device.type, None
+    options.pop("is_causal", None)  # False, as there is a mask
+    kind, inputs = query.device.type, (query, key, value)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if attn_mask.offsets is not None and len(sizes) == 1 and dropout_p == 0.0 and options.keys() <= {"scale"}:
-        launch = one_launch(device, dtype, query.shape[3], attn_mask.window)
-    if launch is None:
-        return _attend_by_segments(query, key, value, attn_mask, dropout_p, **options)
-    out: Tensor = launch(*(x.to(dtype) for x in (query, key, value)), attn_mask, **options)
-    return out
+    plain = attn_mask.offsets is not None and dropout_p == 0.0 and options.keys() <= {"scale"}
+    alike = plain and len({x.shape[1::2] for x in inputs}) == 1
+    if alike and (launch := one_launch(query.device, dtype, query.shape[3], attn_mask.window)):
+        return launch(*(x.to(dtype) for x in inputs), attn_mask, **options)
+    return _attend_by_segments(*inputs, attn_mask, dropout_p, **options)
 
 
 def varlen_attention(device: torch.device) -> Any:
     """Return torch's attention of many sequences in one launch, which CUDA alone has; else None."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
     accepted = inspect.signature(varlen_attn).parameters
     return varlen_attn if device.type == "cuda" and {"scale", "window_size"} <= accepted.keys() else None
 
@@ -554,21 +467,18 @@ def one_launch(device: torch.device, dtype: torch.dtype, head_size: int, window:
         out: Tensor = varlen(*tokens, *ends, scale=scale, window_size=seen)
         return out.transpose(0, 1).unsqueeze(0)
 
-    mask, generator = RowMask([Segment(-1, n) for n in (7, 1, 64, 64, 33)], window, device), torch.Generator()
-    draws = torch.randn(
-        4, 1, 2, 169, head_size, generator=generator.manual_seed(0), dtype=torch.float32, device="cpu"
-    )
+    mask = RowMask([Segment(-1, n) for n in (7, 1, 64, 64, 33)], window, device)
+    generator, shape = torch.Generator().manual_seed(0), (4, 1, 2, 169, head_size)
+    draws = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     *inputs, upstream = draws.to(device, dtype).requires_grad_()
-    results = []
+    both: tuple[Callable[..., Tensor], ...] = (_attend_by_segments, launch)
     try:
         with torch.enable_grad():
-            both: tuple[Callable[..., Tensor], ...] = (_attend_by_segments, launch)
-            for attend in both:
-                out = attend(*inputs, mask)
-                results.append(torch.stack([out, *torch.autograd.grad(out, inputs, upstream)]).detach())
+            outs = [attend(*inputs, mask) for attend in both]
+        grads = [torch.autograd.grad(out, inputs, upstream) for out in outs]
+        expected, found = (torch.stack([out.detach(), *g]) for out, g in zip(outs, grads, strict=True))
     except Exception:  # of a kernel that does not take these sizes, or that this GPU does not have
         return None
-    expected, found = results
     bound = torch.finfo(dtype).eps ** 0.5 * expected.abs().max()
     return launch if bool((found - expected).abs().max() <= bound) else None
 

@@ -2,9 +2,8 @@
 
 A checkpoint is written into a hidden directory, flushed to disk and renamed: whatever happens in between, the
 newest directory with a final name can be loaded. Each process writes and reads its shards of weights and
-optimizer (`torch.distributed.checkpoint`); the rest is one file. The directory of a run has a marker file. In
-a directory without a marker, nothing is deleted or overwritten. The process that works on a run locks its
-marker; the system releases the lock when the process ends, for whatever reason.
+optimizer (`torch.distributed.checkpoint`); the rest is one file. In a directory without a run's marker file,
+nothing is deleted or overwritten. The process that works on a run locks the marker until it ends.
 """
 
 from __future__ import annotations
@@ -22,13 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, from_mapping, load_config
 from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
@@ -54,14 +49,12 @@ class RunDirectory:
 
     def holds_a_run(self) -> bool:
         """Return whether a run has written into this directory."""
-        begun = (self.config, self.metrics, self.checkpoints, self.model)
-        return self.marker.exists() and any(path.exists() for path in begun)
+        return self.marker.exists() and any(path.exists() for path in self.written)
 
     def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
         """Mark and lock the directory, or raise before any of its files is changed.
 
-        If the directory has a run, either ``resume`` or ``overwrite`` must be true. ``others`` are names of
-        further files that will be written next to those of a run.
+        ``others`` are names of further files that will be written next to those of a run.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other")
@@ -73,13 +66,12 @@ class RunDirectory:
             raise InputError(f"{self.path} has {present}, and no run wrote that; choose another --output")
         self.__exit__()
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = self.marker.open("a")
+        self._lock = self.marker.open("a")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            lock.close()
+            self.__exit__()
             raise InputError(f"another process works on the run in {self.path}") from error
-        self._lock = lock
         if self.holds_a_run() and not (resume or overwrite):
             self.__exit__()
             choices = "go on with --resume, replace it with --overwrite, or choose another --output"
@@ -95,16 +87,9 @@ class RunDirectory:
             self._lock = None
 
     def open(
-        self,
-        config: TrainConfig,
-        accelerator: Any,
-        *,
-        resume: bool,
-        overwrite: bool,
-        force: bool,
-        dataset: str | None = None,
+        self, config: TrainConfig, accelerator: Any, rows: str, *, resume: bool, overwrite: bool, force: bool
     ) -> tuple[Path | None, list[str]]:
-        """Prepare the directory for a run on a dataset with this digest, or raise before anything is lost.
+        """Prepare the directory for a run on rows with this digest, or raise before anything is lost.
 
         Returns the checkpoint to resume from, or None; and the changed settings, which ``force`` allowed.
         """
@@ -114,15 +99,13 @@ class RunDirectory:
             changed: list[str] = []
             if resume and self.config.exists():
                 changed = changed_settings(load_config(self.config, cls=type(config)), config)
-            if resume and dataset is not None and (checkpoint := self.latest_checkpoint()):
-                before = load_state(checkpoint).get("dataset", dataset)  # older checkpoints do not say
-                if before != dataset:
-                    changed.append(f"rows of the dataset, or their order: {before} -> {dataset}")
+            if resume and (checkpoint := self.latest_checkpoint()):
+                before = load_state(checkpoint).get("dataset", rows)  # older checkpoints do not say
+                if before != rows:
+                    changed.append(f"rows of the dataset, or their order: {before} -> {rows}")
             if changed and not force:
-                what = "; ".join(changed)
-                raise InputError(
-                    f"the run was started with other settings or data ({what}); --force goes on with these"
-                )
+                what = f"other settings or data ({'; '.join(changed)})"
+                raise InputError(f"the run was started with {what}; --force goes on with these")
             for path in () if resume else self.written:
                 if path.exists():  # renamed before it is deleted, so that a kill leaves no half of it
                     path.rename(self.path / f".unfinished-{os.getpid()}-{path.name}")
@@ -161,26 +144,11 @@ class RunDirectory:
     def _whole_checkpoints(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
 
-    @contextmanager
-    def saved_on_failure(
-        self, state: Mapping[str, Any], save: Callable[[Mapping[str, Any]], None]
-    ) -> Iterator[None]:
-        """Save the state if the body raises, which it must in all processes, so that nothing gets lost."""
-        try:
-            yield
-        except (Exception, SystemExit):
-            latest = self.latest_checkpoint()
-            if latest is None or latest.name != f"step_{state['step']:06d}":
-                save(state)
-            raise
 
-
-def save_state(
-    state: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE
-) -> None:
+def save_state(state: Any, tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE) -> None:
     """Write the state of a run into a checkpoint's directory; all processes must call, with their shards."""
     with _all_processes():
-        save(dict(tensors), checkpoint_id=path / "tensors")
+        dcp.save(dict(tensors), checkpoint_id=path / "tensors")
     if accelerator.is_main_process:
         torch.save(dict(state), path / "state.pt")
 
@@ -198,16 +166,15 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     The weights must be those of the checkpoint. Of the optimizer's state, what either lacks is left out.
     """
     with _reading(path):
-        metadata = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
-    shapes = {name: each.size for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
-    here = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("weights/")}
-    saved = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
-    for name in sorted(here | saved):
-        if here.get(name) != saved.get(name):
-            other = f"{saved.get(name, 'nothing')}, the model as {here.get(name, 'nothing')}"
-            raise InputError(f"the checkpoint is of another model: it has {name[8:]} as {other}")
+        saved = dcp.FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
+    for name in sorted(name for name in {**saved, **tensors} if name.startswith("weights/")):
+        before = getattr(saved.get(name), "size", "nothing")
+        now = getattr(tensors.get(name), "shape", "nothing")
+        if before != now:
+            other = f"it has {name[8:]} as {before}, the model as {now}"
+            raise InputError(f"the checkpoint is of another model: {other}")
     with _reading(path), _all_processes():
-        load({n: each for n, each in tensors.items() if n in shapes}, checkpoint_id=path / "tensors")
+        dcp.load({n: each for n, each in tensors.items() if n in saved}, checkpoint_id=path / "tensors")
 
 
 @contextmanager
@@ -225,7 +192,7 @@ def _all_processes() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected in one process
             yield
-    except CheckpointException as error:  # a BaseException, no Exception
+    except dcp.CheckpointException as error:  # a BaseException, no Exception
         causes = [cause for cause, _ in error.failures.values()]
         raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
 
@@ -241,9 +208,8 @@ def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, hal
     if chosen is None or not chosen.is_dir():
         raise InputError(f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {run}")
     saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
-    config = from_mapping(
-        {k: v for k, v in saved.items() if k in TrainConfig.model_fields}
-    )  # a recipe's config has more keys
+    # a recipe's config has more keys
+    config = from_mapping({key: value for key, value in saved.items() if key in TrainConfig.model_fields})
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     if config.lora.rank > 0:
         add_adapters(model, config.lora)
@@ -262,16 +228,12 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
-        for path in unfinished.rglob("*"):
-            _flush(path)
-        _flush(unfinished)
+        os.sync()  # so that a name never outlives what it names
         replaced = final.parent / f".unfinished-replaced-{final.name}"
-        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
         unfinished.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
-        _flush(final.parent)
 
     on_main(accelerator, begin)
     try:
@@ -286,17 +248,11 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
 def write_text(path: Path, text: str) -> None:
     """Write a text file, all or nothing."""
     unfinished = path.parent / f".unfinished-{path.name}"
-    unfinished.write_text(text, encoding="utf-8")
-    _flush(unfinished)
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     unfinished.replace(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -306,6 +262,9 @@ def defer_signals() -> Iterator[list[int]]:
     A closed terminal sends SIGHUP. Where it is ignored already, as under nohup, it stays ignored.
     """
     caught: list[int] = []
+    heard = [signal.SIGTERM, signal.SIGINT]
+    heard += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    heard = heard if threading.current_thread() is threading.main_thread() else []
 
     def note(number: int, _: object) -> None:
         if number == signal.SIGINT:
@@ -315,11 +274,6 @@ def defer_signals() -> Iterator[list[int]]:
                 os.write(2, b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n")
         caught.append(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    heard = [signal.SIGTERM, signal.SIGINT]
-    heard += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield caught

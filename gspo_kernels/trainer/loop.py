@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from hashlib import sha256
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,14 +22,8 @@ from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollo
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
 from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
 from gspo_kernels.trainer.memory import SAMPLING, UPDATE, explained_memory, plan_memory
-from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
-from gspo_kernels.trainer.processes import (
-    check_processes,
-    make_accelerator,
-    map_shares,
-    seed_everything,
-    with_precision,
-)
+from gspo_kernels.trainer.model import Policy, export_model, load_tokenizer, make_policies
+from gspo_kernels.trainer.processes import map_shares, seed_everything, set_up
 from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import (
@@ -82,35 +75,28 @@ class GSPOTrainer:
             data.check_rows(held_out, "the eval dataset")
         self.rewards.check(data.column_names(dataset))
         self.directory = RunDirectory(config.output)
-        self.accelerator = accelerator or make_accelerator(config, self.directory.trackers)
-        check_processes(self.accelerator)
-        self.config = config = with_precision(config, self.accelerator)
+        self.accelerator, config = set_up(config, self.directory.trackers, accelerator)
+        self.config = config
         self.report = Report(config, self.accelerator, self.directory)
         compares = needs_reference(config)
         self.model, *policies = make_policies(model, self.tokenizer, config, self.accelerator, compares)
         self.updater = Updater(self.accelerator, config, *policies)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
-        limits: dict[str, Any] = {"embedded": self.model.get_input_embeddings().weight.shape[0]}
-        limits |= {"longest": self.longest_prompt, "options": config.data, "say": self.report.say}
-        prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits)
+        embedded = self.model.get_input_embeddings().weight.shape[0]
+        limits = {"embedded": embedded, "longest": self.longest_prompt, "options": config.data}
+        prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits, say=self.report.say)
         self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")
         self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
         first = excerpt(self.tokenizer.decode(self.train_prompts.tokens[0]), 2000)
         self.report.say(f"the first prompt, as the model sees it:\n{first}")
+        longest = max(map(len, self.train_prompts.tokens)) + config.rollout.max_new_tokens
         for rope in varying_ropes(self.model):
-            ends = (len(ids) + config.rollout.max_new_tokens for ids in self.train_prompts.tokens)
-            if max(ends) > rope.limit:
-                self.report.say(
-                    f"the RoPE of this model ({rope.kind}) has other frequencies beyond {rope.limit} tokens: "
-                    "a completion that crosses this length is sampled with both, and scored with those of "
-                    f"its whole length; let prompt and completion end within {rope.limit} tokens (rollout."
-                    "max_new_tokens), or set off_policy",
-                    warning=True,
-                )
+            if longest > rope.limit:
+                other = f"the model's {rope.kind} RoPE has other frequencies beyond {rope.limit} tokens"
+                both = "a completion that crosses them is sampled with both, and scored with the later ones"
+                self.report.say(f"{other}: {both}; set off_policy, or sample less", warning=True)
         self.engine: Any = make_engine(self, engine, model)
-        files = {Path(spec.partition("(")[0].rpartition(":")[0]) for spec in config.reward}
-        self.reward_files = {str(f): sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
         self.step, self.prompts_used, self.sizes = 0, 0, dict[str, int]()
 
     @lenient_output()
@@ -118,13 +104,12 @@ class GSPOTrainer:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
         SIGTERM, SIGHUP, or Ctrl-C once, ends the run after the step with a checkpoint and `SystemExit`. An
-        error in a reward or an engine leaves a checkpoint. ``resume`` with changed settings or rows needs
-        ``force``.
+        error in a reward or an engine leaves a checkpoint. ``force`` resumes with other settings or rows.
         """
         with self.directory:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
-            dataset = self.train_prompts.digest
-            checkpoint, changed = self.directory.open(self.config, self.accelerator, dataset=dataset, **flags)
+            rows = self.train_prompts.digest
+            checkpoint, changed = self.directory.open(self.config, self.accelerator, rows, **flags)
             state = {} if checkpoint is None else load_state(checkpoint)
             self.plan_memory(state.get("sizes", {}))
             if checkpoint is not None:
@@ -142,11 +127,10 @@ class GSPOTrainer:
         """Print what the run needs of memory, and replace sizes that are ``auto``, by saved ones first."""
         updater, longest = self.updater, max(map(len, self.train_prompts.tokens))
         policy = self.accelerator.unwrap_model(updater.policy)
-        reference = None if updater.reference is updater.policy else updater.reference
+        reference = updater.reference if isinstance(updater.reference, Policy) else None
         if isinstance(self.engine, ContinuousEngine):  # its cache has whole pages
             longest += -(longest + self.config.rollout.max_new_tokens) % PAGE
-        plan = plan_memory(policy, reference, self.config, self.accelerator, longest, saved)
-        self.sizes, table = plan
+        self.sizes, table = plan_memory(policy, reference, self.config, self.accelerator, longest, saved)
         self.config = replaced(self.config, "update", micro_batch_tokens=self.sizes["micro_batch_tokens"])
         self.config = updater.config = replaced(self.config, "rollout", batch_size=self.sizes["batch_size"])
         if isinstance(self.engine, ModelEngine):
@@ -158,9 +142,12 @@ class GSPOTrainer:
         config, before, started = self.config, self.state_dict(), time.monotonic()
         self.step += 1
         seed_everything(config.seed, self.step, self.accelerator.process_index)
-        with self.directory.saved_on_failure(before, self.save):
+        try:
             rollout = self.rollout()
             batch = self.compare(rollout)
+        except (Exception, SystemExit):
+            self.save(before)
+            raise
         sampled = time.monotonic()
         with explained_memory(UPDATE):
             metrics = rollout_metrics(rollout) | self.update(batch)
@@ -168,14 +155,14 @@ class GSPOTrainer:
         metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
         metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
         last = self.step == config.update.steps
-        if evaluates := last or self.step % config.evaluation.every == 0:
-            try:
-                metrics |= self.evaluate()
-            except (Exception, SystemExit):
-                self.report.step(self.step, metrics)
-                self.save(self.state_dict())
-                raise
-        self.report.step(self.step, metrics)
+        evaluates = last or self.step % config.evaluation.every == 0
+        try:
+            metrics |= self.evaluate() if evaluates else {}
+        except (Exception, SystemExit):
+            self.save(self.state_dict())
+            raise
+        finally:
+            self.report.step(self.step, metrics)
         self.report.rollout(self.step, rollout, self.tokenizer, show=evaluates)
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
@@ -286,14 +273,15 @@ class GSPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs, except the updater's tensors: numbers, containers, CPU tensors."""
-        counts = {"step": self.step, "prompts_used": self.prompts_used, "updates": self.updater.updates}
-        inputs = {
+        return {
+            "step": self.step,
+            "prompts_used": self.prompts_used,
+            "updates": self.updater.updates,
             "sizes": self.sizes,
             "dataset": self.train_prompts.digest,
-            "reward_files": self.reward_files,
+            "streaks": dict(self.report.health.streaks),
+            "processes": self.accelerator.num_processes,
         }
-        streaks = dict(self.report.health.streaks)
-        return {**counts, **inputs, "streaks": streaks, "processes": self.accelerator.num_processes}
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         """Restore the state that `state_dict` returned, and the tensors of a checkpoint."""
@@ -302,9 +290,6 @@ class GSPOTrainer:
         self.report.health.streaks = dict(state["streaks"])
         if state["processes"] != self.accelerator.num_processes:
             self.report.say("another number of processes than before: sampling has new seeds")
-        before = state.get("reward_files", {})
-        for name in (name for name, now in self.reward_files.items() if before.get(name, now) != now):
-            self.report.say(f"{name} has changed: rewards may differ from those before", warning=True)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a state; all processes must call."""

@@ -28,7 +28,7 @@ from gspo_kernels.trainer.batch import Segment, attention_mask, last_hidden_stat
 from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, place_of, size
 from gspo_kernels.trainer.data import Rows, prepare_prompts
 from gspo_kernels.trainer.model import Policy, add_adapters, load_tokenizer
-from gspo_kernels.trainer.processes import make_accelerator, with_precision
+from gspo_kernels.trainer.processes import set_up
 from gspo_kernels.trainer.rollout import cache_argument
 from gspo_kernels.trainer.update import needs_reference
 
@@ -225,8 +225,7 @@ def plan_memory(
 
 def dry_run(config: TrainConfig, rows: Rows) -> str:
     """Return the table of a run on these rows; of the model, only its configuration is read."""
-    accelerator = make_accelerator(config)
-    config = with_precision(config, accelerator)
+    accelerator, config = set_up(config)
     half = config.lora.rank > 0 and config.update.precision == "bf16"
     options = {"dtype": torch.bfloat16 if half else torch.float32, "attn_implementation": "sdpa"}
     with torch.device("meta"):

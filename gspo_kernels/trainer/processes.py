@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
+from gspo_kernels.trainer.config import InputError, replaced
 
 _Result = TypeVar("_Result")
 
@@ -23,37 +23,35 @@ ALONE: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=T
 """A substitute for accelerate's `Accelerator` where one process runs and nothing is trained."""
 
 
-def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
-    """Return accelerate's `Accelerator` for a run, with trackers that write into a folder."""
+def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tuple[Any, Any]:
+    """Return accelerate's `Accelerator`, by default a new one with trackers that write into a folder, and the
+    configuration, with the accelerator's precision where ``update.precision`` is auto.
+    """
     from accelerate import Accelerator
 
     started, precision = int(os.environ.get("WORLD_SIZE", "1")), config.update.precision
     if precision == "auto" and torch.cuda.is_available():
         precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     try:
-        accelerator = Accelerator(
+        accelerator = accelerator or Accelerator(
             mixed_precision="bf16" if precision == "bf16" else "no",
             log_with=list(config.trackers) or None,
             project_dir=folder,
             # under torchrun without GPUs, accelerate would otherwise set each process up as the only one
             cpu=True if started > 1 and not torch.accelerator.is_available() else None,
         )
-    except ValueError as error:
-        option = "trackers" if "logging" in str(error) else "update.precision"
+    except (ValueError, RuntimeError) as error:  # the latter of FSDP on a CPU
+        option = "trackers" if "logging" in str(error) else "update.precision or FSDP"
         raise InputError(f"{option}: {error}") from error
     installed = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     for name in config.trackers:  # accelerate silently leaves out trackers that are not installed
         if name not in installed:
             raise InputError(f"trackers: {name} is not installed")
-    return accelerator
-
-
-def with_precision(config: TrainConfig, accelerator: Any) -> Any:
-    """Return the configuration with the accelerator's precision where ``update.precision`` is auto."""
-    if config.update.precision != "auto":
-        return config
-    precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-    return replaced(config, "update", precision=precision)
+    check_processes(accelerator)
+    if config.update.precision == "auto":
+        precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
+        config = replaced(config, "update", precision=precision)
+    return accelerator, config
 
 
 def check_processes(accelerator: Any) -> None:
@@ -65,30 +63,21 @@ def check_processes(accelerator: Any) -> None:
             f"{started} processes were started and accelerate set up {count}, so each would train alone; "
             f"start them with accelerate launch, or torchrun --nproc_per_node {started} -m gspo_kernels.cli"
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
-        on = f"FSDP was asked for, and accelerate set up {kind} on {accelerator.device.type}"
-        raise InputError(f"{on}; it enables FSDP on GPUs only, started by accelerate launch")
-    if kind == "FSDP" and not accelerator.is_fsdp2:
-        raise InputError("FSDP version 1 is not supported; use --fsdp_version 2")
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not accelerator.is_fsdp2:
         raise InputError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
+    if (mixed := accelerator.mixed_precision) not in ("no", "bf16"):
+        raise InputError(f"accelerate's mixed_precision: got {mixed}, expected no or bf16")
     parallel = getattr(accelerator, "parallelism_config", None)
     if any(getattr(parallel, f"{name}_size", 1) > 1 for name in ("tp", "cp", "sp")):
         raise InputError("accelerate's ParallelismConfig: this trainer splits data and shards, not layers")
-    if kind == "FSDP":
-        _set_up_fsdp(accelerator)
-
-
-def _set_up_fsdp(accelerator: Any) -> None:
+    if kind != "FSDP":
+        return
     plugin = accelerator.state.fsdp_plugin
     if plugin.activation_checkpointing:
         raise InputError("FSDP's activation checkpointing: use update.gradient_checkpointing instead")
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise InputError("accelerate's dynamo_backend under FSDP is not supported; launch without it")
-    # By default only the first process would load weights; the check of the model's head needs them on all.
-    plugin.cpu_ram_efficient_loading = False
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    if accelerator.mixed_precision != "no":
+    if mixed != "no":
         # By default FSDP would round the policy's inputs (advantages) and outputs (log-probs) as well.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False

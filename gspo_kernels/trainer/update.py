@@ -1,15 +1,14 @@
 """From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
 
-Old, new and reference log-probs come from one code path, so that the clip range sees the policy's change and
-not the difference between two paths. Every process has the whole rollout and makes the same decisions about
-it. Each process runs its share of the micro-batches, and all run the same number. So the number of
-collectives never depends on a process's share, and one process or several take the same step.
+Old, new and reference log-probs come from one code path, so that the clip range sees the policy's change
+alone. Every process has the whole rollout, makes the same decisions about it, and runs its share of the
+micro-batches, as many as all others. So one process or several take the same step.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,20 +30,14 @@ from gspo_kernels.exact import exact
 from gspo_kernels.layout import queued
 from gspo_kernels.trainer.batch import Batch, micro_batches, offsets_on
 from gspo_kernels.trainer.checkpoint import load_tensors
-from gspo_kernels.trainer.config import (
-    InputError,
-    OffPolicyConfig,
-    TrainConfig,
-    UpdateConfig,
-    near_matches,
-    size,
-)
-from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, padding_token_id
+from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches, size
+from gspo_kernels.trainer.model import Policy, end_token_ids, padding_token_id
 from gspo_kernels.trainer.processes import reshard, whole_weights
 from gspo_kernels.trainer.rollout import ModelEngine, with_sampler
 from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights, vllm_engine
 
 Metrics = dict[str, float]
+Terms = dict[str, Any]  # of a loss; tensors are [B] or [N]
 
 
 def trainable_objectives() -> dict[str, Any]:
@@ -62,10 +55,9 @@ def make_objective(config: TrainConfig) -> Any:
         raise InputError(f"objective.name: no objective {name!r}{hint}")
     known = sorted(field.name for field in dataclasses.fields(classes[name]) if field.init)
     options = config.objective.model_extra or {}
-    for key in options:
-        if key not in known:
-            hint = f"{near_matches(key, known)}; it has {', '.join(known)}"
-            raise InputError(f"unknown key objective.{key} for {name}{hint}")
+    for key in sorted(options.keys() - known):
+        hint = f"{near_matches(key, known)}; it has {', '.join(known)}"
+        raise InputError(f"unknown key objective.{key} for {name}{hint}")
     try:
         return TypeAdapter(classes[name]).validate_python(options)
     except ValidationError as error:
@@ -79,21 +71,19 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
     """Raise an `InputError` for a loss that cannot be computed: wrong fields, bounds or minibatches."""
     objective, rollout, update = make_objective(config), config.rollout, config.update
     if "turn_ids" in objective.needs and not serves_turns:
-        turns = f"{config.objective.name} compares turns, and plain training has rollouts of one turn"
-        raise InputError(f"objective.name: {turns}; train with python -m examples.recipes.turns")
+        one = f"{config.objective.name} compares turns, and plain training has rollouts of one turn"
+        raise InputError(f"objective.name: {one}; train with python -m examples.recipes.turns")
     if config.off_policy.level != "none":
-        one = torch.zeros(1, dtype=torch.float32, device="cpu")
-        ends = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
+        token = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
         try:
-            off_policy_weights(config.off_policy, one, one, one == 0, ends)
+            gk.rollout_weights(token, token, **off_policy_options(config))
         except ValueError as error:
             raise InputError(f"off_policy: {error}") from error
     whole_groups = needs_whole_groups(objective, config)
     most = rollout.prompts_per_rollout * (1 if whole_groups else rollout.group_size)
     if update.minibatches > most:
-        kind = "prompts" if whole_groups else "completions"
-        expected = f"at most the {most} {kind} of a rollout"
-        raise InputError(f"update.minibatches must be {expected}, got {update.minibatches}")
+        parts = f"the {most} {'prompts' if whole_groups else 'completions'} of a rollout"
+        raise InputError(f"update.minibatches must be at most {parts}, got {update.minibatches}")
 
 
 def needs_whole_groups(objective: Any, config: TrainConfig) -> bool:
@@ -107,15 +97,12 @@ def needs_reference(config: TrainConfig) -> bool:
     return config.kl.beta > 0 or "ref_logprobs" in make_objective(config).needs
 
 
-def off_policy_weights(
-    config: OffPolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
-) -> Tensor:
-    """Return `gk.rollout_weights` of packed log-probs [N]: weights [N], or [B] for one per sequence."""
-    options = config.model_dump()
-    if config.mode == "truncate" and config.low is None and config.high is None:
+def off_policy_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options of `gk.rollout_weights`; truncation without any bound gets an upper one of 2."""
+    options = config.off_policy.model_dump()
+    if options["mode"] == "truncate" and options["low"] is None and options["high"] is None:
         options["high"] = 2.0
-    options |= {"loss_mask": mask, "cu_seqlens": cu_seqlens}
-    return gk.rollout_weights(old_logprobs, rollout_logprobs, **options)
+    return options
 
 
 def make_engine(trainer: Any, engine: Any, source: Any) -> Any:
@@ -144,22 +131,17 @@ def make_optimizer(config: UpdateConfig, policy: nn.Module) -> torch.optim.Optim
     if isinstance(policy, FSDPModule):
         shards = "checkpoints cannot hold shards of its state; under FSDP2 use adamw"
         raise InputError(f"update.optimizer: got 'adamw_8bit'; {shards}")
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        install = "pip install 'gspo-kernels[torchao]'"
-        raise InputError(f"update.optimizer: adamw_8bit needs torchao; {install}") from error
     trial = nn.Parameter(torch.zeros(64, 64, dtype=torch.float32, device=weights[0].device))
     trial.grad = torch.zeros_like(trial)
     try:
-        AdamW8bit([trial]).step()
-    except Exception as error:  # of torch.compile
-        compiler = (
-            "torchao compiles its step, and torch.compile fails here, as without a C++ compiler or Triton"
+        optimizers: Any = importlib.import_module("torchao.optim")
+        optimizers.AdamW8bit([trial]).step()
+    except Exception as error:  # of the import, or of torch.compile
+        needs = (
+            "torchao (pip install 'gspo-kernels[torchao]') and, to compile its step, Triton or a C++ compiler"
         )
-        raise InputError(f"update.optimizer: adamw_8bit: {compiler} ({error!s:.200})") from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(weights, **options)
-    return optimizer
+        raise InputError(f"update.optimizer: adamw_8bit needs {needs} ({error!s:.200})") from error
+    return optimizers.AdamW8bit(weights, **options)
 
 
 class Minibatch(NamedTuple):
@@ -171,54 +153,22 @@ class Minibatch(NamedTuple):
 
 
 class Updater:
-    """The owner of the optimizer, the learning rate's schedule and the objective.
+    """The owner of optimizer, schedule and objective; ``reference`` is called as the policy is."""
 
-    It trains the policy's parameters that require gradients. KL terms compare with ``reference``, a frozen
-    and prepared model, or with the policy itself inside ``reference_mode()``, which switches its adapter off.
-    """
-
-    def __init__(
-        self,
-        accelerator: Any,
-        config: TrainConfig,
-        policy: Policy,
-        reference: Any = None,
-        reference_mode: ReferenceMode = nullcontext,
-    ) -> None:
-        update = config.update
-        optimizer = make_optimizer(update, policy)
-        self.scheduler = LambdaLR(optimizer, partial(learning_rate_factor, config=update))
+    def __init__(self, accelerator: Any, config: TrainConfig, policy: Policy, reference: Any = None) -> None:
+        self.optimizer: Any = make_optimizer(config.update, policy)
+        self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, config=config.update))
         self.accelerator = accelerator
         self.sharded = isinstance(policy, FSDPModule)
-        self.policy: Any = policy
-        if self.sharded:
-            # FSDP takes the first module that runs for its root, so the policy runs before an engine's layer.
-            token = torch.ones(1, dtype=torch.int64, device=accelerator.device)
-            with torch.no_grad():
-                policy([token], [token])
-            reshard(policy)
-        else:
-            self.policy = accelerator.prepare_model(policy)
-        # Only a scaler of fp16 gradients needs this wrapper, which costs more than small updates.
-        prepared = accelerator.prepare_optimizer(optimizer)
-        self.optimizer: Any = optimizer if accelerator.scaler is None else prepared
-        self.reference = self.policy if reference is None else reference
-        self.reference_mode = reference_mode
+        self.policy: Any = policy if self.sharded else accelerator.prepare_model(policy)
+        self.reference = reference
         self._sent: int | None = None  # `updates` at which an engine last got the weights
-        self._minimise(config)
+        self.config, self.objective = config, make_objective(config)
 
-    def _minimise(self, config: TrainConfig) -> None:
-        self.config = config
-        self.objective = make_objective(config)
-        # A sequence's gradient depends on other sequences: all must be scored before it is known.
-        self.needs_full_minibatch = self.objective.coefficient_scope in ("group", "batch")
-        self.whole_groups = needs_whole_groups(self.objective, config)
-
-    def with_config(self, config: TrainConfig) -> Updater:
-        """Return an updater with the same weights and optimizer, and the loss of another config."""
-        other = copy.copy(self)
-        other._minimise(config)
-        return other
+    @property
+    def needs_full_minibatch(self) -> bool:
+        """Whether a sequence's gradient depends on other sequences, so that all must be scored first."""
+        return self.objective.coefficient_scope in ("group", "batch")
 
     @property
     def updates(self) -> int:
@@ -253,18 +203,17 @@ class Updater:
             self._update_minibatch(batch, terms, minibatch, on_policy=on_policy and number == 0)
             for number, minibatch in enumerate(minibatches)
         ]
-        scored = [number for number, minibatch in enumerate(minibatches) if len(minibatch.active)]
-        later = [each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0]
+        tokens = [int(batch.counted[minibatch.active].sum()) for minibatch in minibatches]
+        for count, values in zip(tokens, each, strict=True):
+            values["entropy"] = values["entropy"] if count else math.nan
+        scored = [number for number, count in enumerate(tokens) if count]
         measured = [each[n] for n in scored] or each
         metrics = {name: sum(values[name] for values in measured) / len(measured) for name in each[0]}
         metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
         metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
-        masks = batch.masks_on_host
-        tokens = [sum(int(masks[row].sum()) for row in each.active.tolist()) for each in minibatches]
-        for count, values in zip(tokens, each, strict=True):
-            values["entropy"] = values["entropy"] if count else math.nan
-        entropies = [count * values["entropy"] for count, values in zip(tokens, each, strict=True) if count]
-        metrics["entropy"] = sum(entropies) / sum(tokens) if entropies else math.nan
+        entropies = [tokens[n] * each[n]["entropy"] for n in scored]
+        metrics["entropy"] = sum(entropies) / sum(tokens) if scored else math.nan
+        later = [each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0]
         metrics["clip_fraction/after_first"] = sum(later) / max(len(later), 1)
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):
@@ -281,52 +230,66 @@ class Updater:
         """
         if minibatches is None:
             minibatches = self._minibatches(batch, step)[: self.config.update.minibatches]
+        micros = [rows for minibatch in minibatches for rows in minibatch.micro_batches]
+        return gk.TokenLogprobs(*self._run(policy, batch, micros)[:2])
+
+    def _run(
+        self, policy: Any, batch: Batch, micros: Sequence[Tensor], terms: Terms | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Score the rows of micro-batches; with terms, [B] or [N], learn from the loss that has them.
+
+        Returns log-probs and entropy, [N], 0 in other rows; and what this process's last micro-batch gave.
+        """
         values = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=batch.loss_mask.device)
-        for rows, counts in pad_micro_batches([m for each in minibatches for m in each.micro_batches]):
-            output = policy(*batch.tokens(rows), None, batch.mask(rows), return_entropy=True)
+        output: Any = None
+        for number, rows in enumerate(micros, start=1):
+            counts = len(rows) > 0
+            rows = rows if counts else rows.new_zeros(1)  # one that does not count, for the collectives
+            prompts, completions, mask = batch.inputs(rows)
+            local = None if terms is None else batch.pick(terms, rows)
+            at_once = number == len(micros) or self.sharded  # FSDP reduces each gradient, to keep only shards
+            with nullcontext() if local is None or at_once else self.accelerator.no_sync(self.policy):
+                if local is not None:
+                    local["loss_mask"] &= counts
+                output = policy(prompts, completions, local, mask)
+                if local is not None:
+                    self.accelerator.backward(output.loss)
             if counts:
-                values[:, batch.places(rows)] = torch.stack(output)
+                values[:, batch.places(rows)] = torch.stack([output.logprobs, output.entropy]).detach()
         if self.accelerator.num_processes > 1:
             all_reduce(values)
-        return gk.TokenLogprobs(*values)
+        return *values, output
 
     def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
         """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
         update, units = self.config.update, np.arange(len(batch.completions))
-        if self.whole_groups:
+        if needs_whole_groups(self.objective, self.config):
             units = batch.group_ids.to("cpu").numpy()
-        names = np.unique(units)
-        share: dict[str, Any] = {"world": self.accelerator.num_processes}
-        share |= {"rank": self.accelerator.process_index, "budget": size(update, "micro_batch_tokens")}
-        share["shared_prefix"] = update.shared_prefix
-        minibatches, active_rows = [], self._active(batch)
+        budget, minibatches, active_rows = size(update, "micro_batch_tokens"), [], self._active(batch)
         for epoch in range(update.epochs):
-            order = np.random.default_rng([self.config.seed, step, epoch]).permutation(names)
+            order = np.random.default_rng([self.config.seed, step, epoch]).permutation(np.unique(units))
             for part in np.array_split(order, update.minibatches):
                 places = (part[:, None] == units).nonzero()[1]
                 rows = torch.tensor(places, dtype=torch.int64, device="cpu")
                 active = rows[active_rows[rows]]
-                minibatches.append(Minibatch(rows, active, micro_batches(batch, active, **share)))
+                micros = micro_batches(batch, active, update.shared_prefix, budget, self.accelerator)
+                minibatches.append(Minibatch(rows, active, micros))
         return minibatches
 
     def _active(self, batch: Batch) -> Tensor:
         """Return which rows can have a gradient, [B] bool on the CPU."""
-        config = self.config
-        counted = torch.stack([mask.any() for mask in batch.masks_on_host])
+        config, active = self.config, batch.counted > 0
         beyond = self.needs_full_minibatch or config.kl.beta > 0 or config.update.entropy_coef != 0
         one_each = len(batch.advantages) == len(batch.completions)
         if self.objective.zero_advantage_is_inactive and not beyond and one_each:
-            counted &= batch.advantages.to("cpu") != 0
-        return counted
+            active &= batch.advantages.to("cpu") != 0
+        return active
 
-    def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> dict[str, Any]:
-        """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N].
-
-        "unscored" is not a term: it says whether the first minibatch has no old log-probs yet.
-        """
+    def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> Terms:
+        """Return the terms that all minibatches share; "unscored": the first one has no old log-probs yet."""
         config, old = self.config, batch.old_logprobs
         scores_first = self.needs_full_minibatch or config.off_policy.level != "none"
-        terms: dict[str, Any] = {"unscored": old is None and not scores_first}
+        terms: Terms = {"unscored": old is None and not scores_first}
         if old is None:
             later = first_epoch if scores_first else first_epoch[1:]
             old = self.score(self.policy, batch, minibatches=later).logprobs
@@ -335,15 +298,15 @@ class Updater:
         if needs_reference(config):
             ref = batch.ref_logprobs
             if ref is None:
-                with self.reference_mode():
-                    ref = self.score(self.reference, batch, minibatches=first_epoch).logprobs
+                ref = self.score(self.reference, batch, minibatches=first_epoch).logprobs
             terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
         if config.off_policy.level != "none":
             sampled = batch.rollout_logprobs
             if sampled is None:
                 raise InputError("off_policy.level: the engine returns no log-probs of what it sampled")
-            ends, mask = batch.offsets(torch.arange(len(batch.completions), device="cpu")), batch.loss_mask
-            terms["rollout_weights"] = off_policy_weights(config.off_policy, old, sampled, mask, ends)
+            options = off_policy_options(config) | {"loss_mask": batch.loss_mask}
+            options["cu_seqlens"] = offsets_on(batch.lengths, batch.loss_mask.device)
+            terms["rollout_weights"] = gk.rollout_weights(old, sampled, **options)
         full_prompts = self.needs_full_minibatch and self.objective.aggregation == "prompt_mean"
         if "group_ids" in self.objective.needs or full_prompts:
             terms["group_ids"] = batch.group_ids
@@ -352,9 +315,7 @@ class Updater:
             terms["turn_ids"] = one_turn if batch.turn_ids is None else batch.turn_ids
         return terms
 
-    def _update_minibatch(
-        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, *, on_policy: bool
-    ) -> Metrics:
+    def _update_minibatch(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> Metrics:
         objective = self.objective
         if hasattr(objective, "seed"):  # the objective draws random numbers: other ones in each update
             objective = replace(objective, seed=objective.seed + self.updates)
@@ -378,98 +339,72 @@ class Updater:
         self.optimizer.zero_grad()
         return values | {"updates_left_out": float(not finite)}
 
-    def _learn_each(
-        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
-    ) -> gk.LossOutput:
+    def _learn_each(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> gk.LossOutput:
         """Learn from a loss that each micro-batch computes alone; return the loss of the whole minibatch."""
         rows, active, micros = minibatch
-        masks, world = [batch.masks_on_host[row] for row in rows.tolist()], self.accelerator.num_processes
-        ends = offsets_on(list(map(len, masks)), torch.device("cpu"))
-        divisor = self._divisor(batch, rows, torch.cat(masks), ends)
+        divisor, world = self._divisor(batch, rows), self.accelerator.num_processes
         # DDP and FSDP average gradients over the processes.
         micro_terms = terms | {"normalizer": divisor / world}
         if on_policy:
             micro_terms["old_logprobs"] = None
-        logprobs, entropy, output = self._backward(batch, micros, micro_terms)
+        logprobs, entropy, output = self._run(self.policy, batch, micros, micro_terms)
         if on_policy:
             terms["old_logprobs"] += logprobs
         if len(micros) == 1 == world and output is not None:
             return output
         # The loss of the whole minibatch, so that metrics do not depend on how it was cut.
         places, whole = batch.places(active), batch.pick(terms | {"normalizer": divisor}, active)
-        whole |= {"cu_seqlens": batch.offsets(active)}
         return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
 
-    def _divisor(self, batch: Batch, rows: Tensor, mask: Tensor, cu_seqlens: Tensor) -> float | Tensor:
+    def _divisor(self, batch: Batch, rows: Tensor) -> float | Tensor:
         """Return the minibatch's normalizer; for "prompt_mean" [B], one for each completion."""
+        masks, cpu = [batch.masks_on_host[row] for row in rows.tolist()], torch.device("cpu")
+        options: dict[str, Any] = {"cu_seqlens": offsets_on(list(map(len, masks)), cpu)}
         if self.objective.aggregation != "prompt_mean":
-            return float(gk.normalizer(self.objective, mask, cu_seqlens=cu_seqlens))
+            return float(gk.normalizer(self.objective, torch.cat(masks), **options))
         ids = batch.group_ids.to("cpu")[rows]
-        each = gk.normalizer(self.objective, mask, cu_seqlens=cu_seqlens, group_ids=ids)
+        each = gk.normalizer(self.objective, torch.cat(masks), group_ids=ids, **options)
         divisors = each.new_ones(len(batch.completions)).index_put((rows,), each)
         return queued(divisors, batch.loss_mask.device)
 
-    def _learn_full(
-        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
-    ) -> gk.LossOutput:
+    def _learn_full(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> gk.LossOutput:
         """Learn from a loss of the whole minibatch; the micro-batches then backpropagate its gradient."""
         rows, _, micros = minibatch
         places, world = batch.places(rows), self.accelerator.num_processes
-        current = self.score(self.policy, batch, minibatches=[minibatch])
-        assert current.entropy is not None
-        logprobs = current.logprobs[places].requires_grad_()
-        entropy = current.entropy[places].requires_grad_()
-        whole = batch.pick(terms, rows) | {"cu_seqlens": batch.offsets(rows)}
-        output = gk.policy_loss(logprobs, entropy=entropy, **whole)
+        current: Any = self.score(self.policy, batch, minibatches=[minibatch])
+        logprobs, entropy = (values[places].requires_grad_() for values in current)
+        output = gk.policy_loss(logprobs, entropy=entropy, **batch.pick(terms, rows))
         gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)
         # Gradients are averaged over the processes, but each has only its part of the sum: hence the factor.
         token_weights, entropy_coef = current.logprobs.new_zeros(2, len(current.logprobs))
         token_weights[places], entropy_coef[places] = world * gradients[0], -world * gradients[1]
-        micro_terms: dict[str, Any] = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
+        micro_terms: Terms = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
         micro_terms |= {"loss_mask": terms["loss_mask"], "token_weights": token_weights}
         if terms["entropy_coef"] != 0:
             micro_terms["entropy_coef"] = entropy_coef
-        self._backward(batch, micros, micro_terms)
+        self._run(self.policy, batch, micros, micro_terms)
         return output
 
-    def _backward(
-        self, batch: Batch, micros: Sequence[Tensor], terms: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, gk.LossOutput | None]:
-        """Add the gradient of the loss with these terms, [B] or [N], to the gradient of the weights.
-
-        Returns:
-            Log-probs and entropy as `score` returns them, and the loss of this process's last micro-batch.
+    def _off_policy_metrics(self, batch: Batch, terms: Terms) -> Metrics:
+        """Return metrics of the gap, in nats, between log-probs of training, before the first update, and of
+        the engine, NaN without any token; and of rollout weights.
         """
-        values = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=batch.loss_mask.device)
-        output = None
-        for number, (rows, counts) in enumerate(pad_micro_batches(micros), start=1):
-            local = batch.pick(terms, rows)
-            local["loss_mask"] &= counts
-            at_once = number == len(micros) or self.sharded  # FSDP reduces each gradient, to keep only shards
-            with nullcontext() if at_once else self.accelerator.no_sync(self.policy):
-                output = self.policy(*batch.tokens(rows), local, batch.mask(rows), return_entropy=True)
-                self.accelerator.backward(output.loss)
-            if counts:
-                values[:, batch.places(rows)] = torch.stack([output.logprobs, output.entropy])
-        if self.accelerator.num_processes > 1:
-            all_reduce(values)
-        return *values, output and output._replace(loss=output.loss.detach())
-
-    def _off_policy_metrics(self, batch: Batch, terms: Mapping[str, Any]) -> Metrics:
-        """Return metrics of the gap between the engine's and training's log-probs, and of rollout weights."""
-        sampled = batch.rollout_logprobs
-        if sampled is None:
+        if batch.rollout_logprobs is None:
             return {}
         rows = self._active(batch).nonzero()[:, 0]
-        training, sampling = batch.pick(terms, rows), sampled[batch.places(rows)]
-        metrics = sampling_mismatch(training["old_logprobs"], sampling, training["loss_mask"])
+        part = batch.pick({**terms, "sampled": batch.rollout_logprobs}, rows)
+        gaps = (exact(part["old_logprobs"]) - exact(part["sampled"]))[part["loss_mask"]]
+        sizes = gaps.abs()
+        largest = sizes.max() if len(sizes) else sizes.new_tensor(math.nan)
+        metrics = {
+            "mismatch/mean": sizes.mean(),
+            "mismatch/ratio": gaps.exp().mean(),
+            "mismatch/max": largest,
+        }
         if len(rows) > 0 and "rollout_weights" in terms:
-            masks = {"loss_mask": training["loss_mask"], "cu_seqlens": batch.offsets(rows)}
-            measured = gk.off_policy.weight_metrics(
-                training["rollout_weights"], training["advantages"], **masks
-            )
-            metrics |= read(measured)
-        return metrics
+            options = {name: part[name] for name in ("advantages", "loss_mask", "cu_seqlens")}
+            metrics |= gk.off_policy.weight_metrics(part["rollout_weights"], **options)
+        return read(metrics)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the trained weights and the optimizer's state by name, shards under FSDP2, not copied."""
@@ -486,18 +421,15 @@ class Updater:
 
     def load(self, checkpoint: Path, updates: int) -> None:
         """Restore `tensors` from a checkpoint of any number of processes; refuse one of another model."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's scaler
         for p in self._trained().values():
             p.grad = torch.zeros_like(p)
-        optimizer.step()  # only a step makes the state; weights and state are loaded over what it does
-        optimizer.zero_grad()
-        for state in optimizer.state.values():
+        self.optimizer.step()  # only a step makes the state; weights and state are loaded over what it does
+        self.optimizer.zero_grad()
+        for state in self.optimizer.state.values():
             state["step"].zero_()  # as in a checkpoint from before the first update, which has no state
         load_tensors(checkpoint, self.tensors())
-        self.scheduler.last_epoch = updates
-        factor = learning_rate_factor(updates, self.config.update)
-        for group, rate in zip(optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-            group["lr"] = rate * factor
+        self.scheduler.last_epoch = updates - 1
+        self.scheduler.step()
 
     def _trained(self) -> dict[str, Tensor]:
         policy = self.policy if self.sharded else self.accelerator.unwrap_model(self.policy)
@@ -509,11 +441,6 @@ def read(metrics: Mapping[str, Tensor]) -> Metrics:
     return dict(zip(metrics, torch.stack([exact(x) for x in metrics.values()]).tolist(), strict=True))
 
 
-def pad_micro_batches(micros: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    """Return each micro-batch's rows and whether they count; an empty one gets row 0, not counted."""
-    return [(micro, True) if len(micro) else (micro.new_zeros(1), False) for micro in micros]
-
-
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     """Return the factor of the learning rate in the optimizer update with this index, counted from 0."""
     warmup = config.warmup_updates
@@ -523,16 +450,3 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     done = min((update - warmup) / rest, 1.0)
     factors = {"none": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return factors[config.learning_rate_decay]
-
-
-def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Metrics:
-    """Compare log-probs of the same tokens from training, before the first update, and from sampling.
-
-    Over the tokens in the mask, bool of the same shape, return "mismatch/mean" and "mismatch/max" of absolute
-    differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). No tokens give NaN.
-    """
-    difference = exact(logprobs[mask]) - exact(sampling_logprobs[mask])
-    size = difference.abs()
-    largest = size.max() if size.numel() else size.new_tensor(math.nan)
-    means = {"mismatch/mean": size.mean(), "mismatch/ratio": difference.exp().mean()}
-    return read(means | {"mismatch/max": largest})

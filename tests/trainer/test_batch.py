@@ -13,11 +13,11 @@ from gspo_kernels.trainer.batch import (
     RowMask,
     Segment,
     check_rows_of,
+    hidden_states,
     one_launch,
-    packed_hidden_states,
-    packed_inputs,
-    shared_prefix_hidden_states,
+    packed_row,
     token_budget_batches,
+    tree_row,
     varlen_attention,
 )
 from gspo_kernels.trainer.config import InputError
@@ -30,7 +30,7 @@ from tests.trainer.conftest import (
     tiny_model,
 )
 
-LAYOUTS = {"packed": packed_hidden_states, "shared prefix": shared_prefix_hidden_states}
+LAYOUTS = {"packed": packed_row, "shared prefix": tree_row}
 
 
 def build(family):
@@ -106,16 +106,20 @@ def assert_as_exact(model, run, reference):
 )
 def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
     prompts, completions = sequences(layout)
-    model, run = build(family), LAYOUTS[layout]
-    check_rows_of(model, shared_prefix=layout != "packed")
-    assert_as_exact(model, lambda m: run(m, prompts, completions), lambda m: alone(m, prompts, completions))
+    model, row = build(family), LAYOUTS[layout]
+    check_rows_of(model, row)
+    assert_as_exact(
+        model,
+        lambda m: hidden_states(m, prompts, completions, row),
+        lambda m: alone(m, prompts, completions),
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_completions_that_branch_are_a_tree(family):
     """Turns that several completions share go through the model once, at any depth, but count for each.
 
-    The model's head projects one position only, and nothing is cached.
+    The model's head projects nothing, and nothing is cached.
     """
     a, b, c, d, e = (torch.arange(first, first + 3) for first in (3, 10, 17, 24, 31))
     prompts = [a, a, a, a, a[:2], b]
@@ -123,13 +127,13 @@ def test_completions_that_branch_are_a_tree(family):
     model, seen, logits = build(family), [], []
     model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     model.lm_head.register_forward_hook(lambda m, args, output: logits.append(output.shape))
-    shared_prefix_hidden_states(model, prompts, completions)
+    hidden_states(model, prompts, completions, tree_row)
     # "a b c d" without its last token; e after c, after b and after a[:2]; "b a"
     assert seen[0]["input_ids"].numel() == 11 + 2 + 2 + 2 + 5
-    assert seen[0]["use_cache"] is False and logits == [(1, 1, 64)]
+    assert seen[0]["use_cache"] is False and logits == [(1, 22, model.config.hidden_size)]
     assert_as_exact(
         model,
-        lambda m: shared_prefix_hidden_states(m, prompts, completions),
+        lambda m: hidden_states(m, prompts, completions, tree_row),
         lambda m: alone(m, prompts, completions),
     )
 
@@ -137,7 +141,7 @@ def test_completions_that_branch_are_a_tree(family):
 def test_flash_attention_gets_the_offsets_and_no_mask():
     model = build("qwen3")
     model.config._attn_implementation = "flash_attention_2"
-    inputs = packed_inputs(model, *sequences())
+    inputs = packed_row(model, *sequences()).inputs
     lengths = [5 + 3, 3 + 5, 9 + 0, 3 + 7]  # without the last token of each sequence
     assert inputs["position_ids"].tolist() == [[place for length in lengths for place in range(length)]]
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -147,7 +151,7 @@ def test_flash_attention_gets_the_offsets_and_no_mask():
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     }
     with pytest.raises(InputError, match=r"update.shared_prefix: flash_attention_2 takes no mask.*sdpa"):
-        check_rows_of(model, shared_prefix=True)
+        check_rows_of(model, tree_row)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -189,11 +193,11 @@ def test_attention_in_one_launch(monkeypatch, window):
 
 
 def test_attention_in_one_launch_is_torchs_where_it_has_the_parameters(monkeypatch):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, cq, ck, mq, mk, *, scale, window_size: q)
-    assert varlen_attention(cuda) is varlen.varlen_attn and varlen_attention(torch.device("cpu")) is None
-    monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, cq, ck, mq, mk, is_causal=False: q)
+    cuda, name = torch.device("cuda"), "varlen_attn"
+    monkeypatch.setattr(batch_module, name, lambda q, k, v, cq, ck, mq, mk, *, scale, window_size: q)
+    assert varlen_attention(cuda) is batch_module.varlen_attn
+    assert varlen_attention(torch.device("cpu")) is None
+    monkeypatch.setattr(batch_module, name, lambda q, k, v, cq, ck, mq, mk, is_causal=False: q)
     assert varlen_attention(cuda) is None
 
 
@@ -212,9 +216,9 @@ def test_a_model_that_cannot_be_packed_is_refused():
     model.config._attn_implementation = "sdpa"
     # like a convolution along the row, which a hybrid model without layer types would have
     model.model.layers[0].register_forward_hook(lambda m, args, output: output + output.roll(1, dims=1))
-    for shared_prefix in (False, True):
+    for layout in LAYOUTS.values():
         with pytest.raises(InputError, match="differ from those of the sequences alone"):
-            check_rows_of(model, shared_prefix=shared_prefix)
+            check_rows_of(model, layout)
     model = stretch_rope(build("llama"))
     with pytest.raises(InputError, match="differ from those of the sequences alone"):
         check_rows_of(model)

@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals
@@ -22,13 +23,14 @@ from tests.trainer.conftest import ROWS, make_trainer, same, small_config, weigh
 
 
 def prepare(run, *, resume=False, overwrite=False):
-    run.open(TrainConfig(), ALONE, resume=resume, overwrite=overwrite, force=False)
+    run.open(TrainConfig(), ALONE, "the same rows", resume=resume, overwrite=overwrite, force=False)
 
 
 def writer(text):
     def write(path):
         (path / "inner").mkdir()
         (path / "inner" / "a.txt").write_text(text)
+        torch.save({}, path / "state.pt")
 
     return write
 

@@ -120,10 +120,8 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     assert cli.main(["train", *line]) == 1
     assert "--resume" in capsys.readouterr().err
     # The run resumes with its saved configuration.
-    reward_file.write_text(reward_file.read_text() + "\n")
     longer = ["train", "--resume", f"--output={run}", "--update.steps", "3"]
     assert cli.main([*longer, "--update.learning_rate", "1e-2", "--force"]) == 0
-    assert "my_rewards.py has changed" in "".join(capsys.readouterr().out.split("\n"))
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
     for name, flags in (("newest", []), ("first", ["--step", "2"]), ("half", ["--dtype", "bf16"])):
         assert cli.main(["export", str(run), "--to", str(tmp_path / name), *flags]) == 0

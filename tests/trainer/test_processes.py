@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.checkpoint import RunDirectory, load_state
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.processes import check_processes, seconds_of_collectives
@@ -196,13 +197,10 @@ def most_alive(work):
     return follower.most, result
 
 
-def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokenizer, monkeypatch):
+def test_no_process_saves_or_resumes_more_than_its_shards(tmp_path, tokenizer):
     """A process needs at most 1.2 times its shards and the largest weight; gathering everything, more."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # so that transformers loads in this thread
     # With so many layers, the layer that is gathered while it runs is a small part of the model.
     model = tiny_qwen3(tokenizer, hidden_size=64, intermediate_size=192, num_hidden_layers=20)
-    for each in (model.bfloat16(), tokenizer):
-        each.save_pretrained(tmp_path / "base")
 
     def is_within(tensors, peak):
         shards = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
@@ -211,11 +209,9 @@ def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokeni
         return peak <= 1.2 * shards + largest
 
     def work(rank):
-        config = small_config(tmp_path / "run", kl={"beta": 0.1})
-        options = {"model": str(tmp_path / "base"), "accelerator": fsdp2(make_accelerator())}
-        peak, trainer = most_alive(lambda: make_trainer(tokenizer, ROWS, odd_share, config, **options))
+        options = {"model": model, "accelerator": fsdp2(make_accelerator())}
+        trainer = make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path / "run"), **options)
         policy = trainer.updater.policy
-        assert is_within([*policy.parameters(), *trainer.updater.reference.parameters()], peak)
         for p in policy.parameters():
             p.grad = torch.ones_like(p)
         trainer.updater.optimizer.step()
@@ -236,7 +232,17 @@ def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokeni
     in_processes(2, work)
 
 
-def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_path, tokenizer):
+@pytest.mark.parametrize("read_by_one", [False, True])
+def test_a_model_of_several_processes_is_read_and_written_as_transformers_does_it(
+    tmp_path, tokenizer, monkeypatch, read_by_one
+):
+    """By default accelerate lets the first process read, which sends the others their shards."""
+    prepare, has_read = model_module.fsdp2_prepare_model, []
+
+    def noted(accelerator, policy):
+        has_read.append(not next(policy.parameters()).is_meta)
+        return prepare(accelerator, policy)
+
     models = {
         "rows that do not divide": tiny_qwen3(tokenizer, vocab_size=259),
         "tied": tiny_qwen3(tokenizer, tie_word_embeddings=True),
@@ -248,12 +254,21 @@ def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_pat
 
     def work(rank):
         for name, expected in models.items():
-            config = small_config(tmp_path / name / "run", update={"steps": 1})
-            options = {"model": str(tmp_path / name), "accelerator": fsdp2(make_accelerator())}
-            trainer = make_trainer(tokenizer, ROWS, lambda prompts: [0.0] * len(prompts), config, **options)
+            config = small_config(tmp_path / name / "run", update={"steps": 1}, kl={"beta": 0.1})
+            accelerator = fsdp2(make_accelerator())
+            accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = read_by_one
+            options = {"model": str(tmp_path / name), "accelerator": accelerator}
+            with monkeypatch.context() as patch:  # as accelerate's launcher does on GPUs
+                for flag in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+                    patch.setenv(flag, str(read_by_one))
+                patch.setattr(model_module, "fsdp2_prepare_model", noted)
+                trainer = make_trainer(
+                    tokenizer, ROWS, lambda prompts: [0.0] * len(prompts), config, **options
+                )
             found = whole(dict(trainer.model.named_parameters(remove_duplicate=False)))
             assert same(found, dict(expected.named_parameters(remove_duplicate=False))), name
             trainer.train()  # without advantages the weights do not change
+        assert set(has_read) == {rank == 0 or not read_by_one}
 
     in_processes(2, work)
     for name, expected in models.items():
@@ -290,7 +305,7 @@ def test_processes_that_were_not_set_up_are_refused(monkeypatch):
     assert seconds_of_collectives(accelerator.device) is None
     for change, words in (
         (("setenv", "WORLD_SIZE", "2"), r"2 processes were started and accelerate set up 1.*torchrun"),
-        (("setenv", "ACCELERATE_USE_FSDP", "true"), "FSDP was asked for"),
+        (("setitem", vars(accelerator.state), "_mixed_precision", "fp16"), "got fp16, expected no or bf16"),
         (("setattr", accelerator.state, "distributed_type", DistributedType.DEEPSPEED), "FSDP version 2"),
     ):
         with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
