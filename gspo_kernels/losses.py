@@ -16,7 +16,7 @@ from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.loss import LinearPolicyFunction
-from gspo_kernels.linear.schedule import DEFERRED_ROWS, choose, unsupported
+from gspo_kernels.linear.schedule import SUM_ROWS, choose, unsupported
 from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
@@ -25,6 +25,7 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
+from gspo_kernels.ops.memory import LEAST_BYTES
 from gspo_kernels.ops.selected import SelectedLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
@@ -635,7 +636,9 @@ def _normalize_linear(
             reasons |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
         lengths_known = plan.leaves_out or not packed or not hidden.is_cuda or known.lengths is not None
         name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
-        defers = 0 if "deferred" in reasons else DEFERRED_ROWS["cpu" if hidden.is_cpu else "cuda"]
+        if name == "two_pass" and any(needs) and not chunking.max_chunk_bytes:
+            chunking, known = (each._replace(max_chunk_bytes=LEAST_BYTES) for each in (chunking, known))
+        defers = 0 if "deferred" in reasons else SUM_ROWS["cpu" if hidden.is_cpu else "cuda"]
         plan = plan._replace(schedule=name, defers=defers)
         keep(key, (chunking, row_options, plan, reason))
     operands = LinearOperands(rows, weight, bias, row_labels, row_options, known, base)

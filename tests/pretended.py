@@ -6,6 +6,7 @@ of the host and the bytes alive at once are recorded. Times are not.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from typing import Any
@@ -114,6 +115,8 @@ class PretendedGpu:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self._storages and size:
+            if size >= 2**15 and self.alive + size > self.peak:
+                gc.collect()  # the interpreter's cycles may hold tensors that are gone on a device
             self._storages[key] = size
             self.alive += size
             self.peak = max(self.peak, self.alive)

@@ -222,6 +222,20 @@ def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch, schedul
     assert (ours <= 1.1 * theirs).all() and (theirs <= 1.5 * ours).all(), (ours, theirs)
 
 
+@pytest.mark.parametrize(("schedule", "rows"), [("aligned", 0), ("aligned", 16), ("two_pass", 16)])
+def test_peak_memory_is_what_the_plan_says(schedule, rows, monkeypatch):
+    """Rows take two bytes for each logit. 0: one chunk."""
+    monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
+    hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
+    leaves, budget = [hidden.requires_grad_(), weight.requires_grad_()], 2 * 2048 * (rows or 64)
+    options = {"schedule": schedule, "skip_inactive": "none", "max_chunk_bytes": budget}
+    gpu = PretendedGpu(monkeypatch)
+    with gpu:
+        plan = gk.explain_schedule(*leaves, labels, None, advantages, **options)
+        gk.fused_linear_policy_loss(*leaves, labels, None, advantages, **options).loss.backward()
+    assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
 @pytest.mark.parametrize("size", [1.0, 40.0])
 def test_the_host_does_not_wait_for_rows_that_are_computed_again(monkeypatch, size):
     """It looks as often as for logits, also where labels lie far from the other logits."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.linear.sums import ROUNDED_COLUMNS
 from gspo_kernels.ops import memory
 from gspo_kernels.ops.memory import used_memory
 from tests.cases import generator
@@ -24,11 +25,15 @@ TOKENS, VOCABULARY, WIDTH = 880, 151936, 128
 CHUNK = 440 * VOCABULARY * 4
 # Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
 ALLOWANCE = 32 * MIB
-# Schedule, dtype, number of sequences, how many fp32 [V, H] sums it keeps besides dWeight, and the part of a
-# chunk that it needs. A chunk holds whole sequences only where there are two.
+# Schedule, dtype, number of sequences, how many fp32 [V, H] sums it keeps besides dWeight, and how many times
+# ``CHUNK`` it needs, which holds whole sequences only where there are two. With KL "auto" can't defer.
 CASES = {
     "auto, bf16": ("auto", "bf16", 1, 2, 1.0),
+    "auto, bf16, KL": ("auto", "bf16", 1, 0, 0.25),
     "aligned": ("aligned", "fp32", 2, 0, 1.0),
+    "aligned, bf16": ("aligned", "bf16", 2, 1, 1.0),
+    "aligned, bf16, one chunk": ("aligned", "bf16", 2, 0, 2.0),
+    "known, bf16, one chunk": ("known", "bf16", 2, 0, 2.0),
     "deferred": ("deferred", "fp32", 1, 1, 1.0),
     "frozen": ("frozen", "fp32", 1, 0, 1.0),
     "two_pass": ("two_pass", "fp32", 1, 0, 1.0),
@@ -93,9 +98,12 @@ def measure():
     arguments = inputs(128, VOCABULARY, torch.float32, 4, True)
     shown["plain"] = [raised(naive, *arguments)]
     for name, (schedule, dtype, sequences, *_) in CASES.items():
-        options = {"schedule": schedule, "max_chunk_bytes": CHUNK}
+        options = {"schedule": schedule, "max_chunk_bytes": CHUNK * (1 + ("one chunk" in name))}
+        options["objective"] = gk.GRPO() if schedule == "known" else gk.GSPO()
         for tokens, vocabulary in ((64, 1000), (TOKENS, VOCABULARY)):
             arguments = inputs(tokens, vocabulary, DTYPES[dtype], sequences, schedule != "frozen")
+            if "KL" in name:
+                options |= {"ref_logprobs": arguments[3], "kl_beta": 0.1}
             used = raised(ours, *arguments, **options)
         assert bool((arguments[0].grad != 0).any(-1).all())
         shown[name] = [used, gk.explain_schedule(*arguments, **options).peak_bytes]
@@ -232,7 +240,7 @@ def test_whatever_refers_to_a_gradient_keeps_its_pages(given_back):
 
 @on_linux
 def test_a_second_step_takes_the_pages_of_the_first_ones_gradient(given_back):
-    """From logits they are the gradient's own, from 16-bit weights those of the fp32 sum that was rounded."""
+    """From logits they are the gradient's own, from 16-bit weights those of columns in fp32."""
     logits = torch.randn(1, 64, 2**17, requires_grad=True)
     labels = torch.zeros(1, 64, dtype=torch.int64)
     shown = []
@@ -249,7 +257,7 @@ def test_a_second_step_takes_the_pages_of_the_first_ones_gradient(given_back):
         loss = gk.fused_linear_policy_loss(*leaves, labels, None, torch.ones(2)).loss
         loss.backward()
         gradients.append(leaves[1].grad)
-        assert [len(pages) for pages in given_back] == [4 * weight.numel()]
+        assert [len(pages) for pages in given_back] == [4 * ROUNDED_COLUMNS * 256]
     assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0
 
 

@@ -1,9 +1,9 @@
 """Requests to a pretended GPU: products, their memory, launches, and waits of the host."""
 
-import gc
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from gspo_kernels import lengths
 from gspo_kernels.integrations import hooks
 from gspo_kernels.linear.products import exponentials, products_of, pytorch
 from gspo_kernels.linear.sums import HeadSums
+from gspo_kernels.ops import memory
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import LogitTransform, RowOptions
 from tests.cases import HEAD, LAYOUTS, Result, call, generator, make_case, poisoned, run
@@ -71,25 +72,52 @@ def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
     assert gpu.products == [logits, hidden, first] + (B // 2 - 1) * [logits, hidden, others]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("dtype", "schedule"), IN_16_BITS)
-def test_peak_memory_is_what_the_plan_says(gpu, monkeypatch, dtype, schedule, ahead):
+@pytest.mark.parametrize(
+    ("dtype", "schedule", "rows", "logits", "of_weight"),
+    [
+        (NARROW[0], "aligned", 8, 0, 6),  # dWeight's sum and, at the end, dWeight
+        (NARROW[1], "deferred", 8, 4, 8),  # two sums, and the logits of a sequence
+        (NARROW[0], "two_pass", 8, 8, 3),  # dWeight, and a quarter of it in fp32
+        (NARROW[1], "two_pass", 8, 8, 2),
+        (NARROW[1], "two_pass", None, 32, 0),  # log-probs come first
+        (NARROW[0], "aligned", None, 0, 6),
+        (NARROW[1], "aligned", None, 32, 2),
+        (NARROW[1], "known", None, 32, 2),
+        (NARROW[1], "auto", 3, 3, 2),  # no sequence fits, and few rows are not deferred
+    ],
+)
+def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule, rows, logits, of_weight, monkeypatch):
     """The plan counts all memory but a few numbers per token. Rows p - onehot in 16 bits lie over their own
-    fp32 logits, whose memory is kept. ``ahead``: two rows of the next chunk are there, too.
+    fp32 logits, whose memory is kept. Here these are 32 rows. The default chunk has 8, or all for a bf16
+    dWeight that is then one product. At the peak there are ``logits`` rows of logits, and ``of_weight`` bytes
+    for each element of the weight.
     """
     width, vocabulary, length = 24, 8192, 4
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**40))
+    for name, value in (("CHUNK_ROWS", {"cuda": (8, 8)}), ("CHUNK_BYTES", 0), ("MIN_CHUNK_BYTES", 0)):
+        monkeypatch.setattr(memory, name, value)
     leaves, *given = problem(dtype, width, vocabulary, length)
-    options = {"schedule": schedule, "max_chunk_bytes": 4 * length * vocabulary * 4}
-    options |= {"skip_inactive": "backward" if ahead else "none", "objective": gk.GSPO(0.999, 1e9)}
-    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 4.0 * vocabulary * width)
+    options = {"schedule": schedule, "skip_inactive": "none"}
+    options["max_chunk_bytes"] = None if rows is None else rows * vocabulary * 4
+    options["objective"] = gk.GRPO() if schedule == "known" else gk.GSPO()
+    with gpu:
+        plan = gk.explain_schedule(*leaves, *given, **options)
+        gk.fused_linear_policy_loss(*leaves, *given, **options).loss.backward()
+    assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+    assert gpu.peak == pytest.approx(vocabulary * (4 * logits + width * of_weight), rel=0.02)
+    assert plan.gradient_bytes == sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def test_peak_memory_has_rows_of_the_next_chunk(gpu, monkeypatch):
+    """The host looks at the device, and two rows are multiplied before."""
+    leaves, *given = problem(torch.bfloat16, 24, 8192, 4)
+    options = {"schedule": "aligned", "max_chunk_bytes": 16 * 8192 * 4, "objective": gk.GSPO(0.999, 1e9)}
+    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 4.0 * 8192 * 24)
     monkeypatch.setattr(pytorch, "AHEAD", 0.5)
     with gpu:
         plan = gk.explain_schedule(*leaves, *given, **options)
-        loss = gk.fused_linear_policy_loss(*leaves, *given, **options).loss
-        gc.collect()
-        loss.backward()
+        gk.fused_linear_policy_loss(*leaves, *given, **options).loss.backward()
     assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
-    assert plan.gradient_bytes == sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
 @pytest.mark.parametrize(

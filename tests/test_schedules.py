@@ -159,6 +159,7 @@ def test_memory_chooses_schedule_and_chunks():
     least, numbers = explain(case, memory="least"), explain(case, schedule="two_pass", max_chunk_bytes=2**28)
     assert replace(least, reason="") == replace(numbers, reason="") and least.schedule == "two_pass"
     assert "memory='least'" in least.reason
+    assert explain(case, schedule="two_pass") == replace(least, reason="it was passed")
     result, same = (
         run(case, ENTRY, GSPO, **options) for options in ({"memory": "least"}, {"schedule": "two_pass"})
     )
@@ -172,6 +173,49 @@ def test_memory_chooses_schedule_and_chunks():
     ):
         with pytest.raises(ValueError, match=message):
             run(case, ENTRY, GSPO, memory="least", **option)
+
+
+KL = {"terms": "kl_tensor"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "schedule", "rows", "joins", "terms", "parts", "rounded"),
+    [
+        # 11 tokens, of which one has no advantage; with KL 9 have one, 5 of them in sequences of 1 or 2
+        ("bfloat16", "aligned", 11, 192, {}, {"aligned": 10, "forward": 1}, True),
+        ("float16", "aligned", 11, 192, {}, {"aligned": 10, "forward": 1}, False),
+        ("bfloat16", "aligned", 9, 192, {}, {"aligned": 10, "forward": 1}, False),
+        ("bfloat16", "known", 11, 192, {}, {"known": 11}, True),
+        ("bfloat16", "known", 10, 192, {}, {"known": 11}, False),
+        ("bfloat16", "deferred", 11, 192, {}, {"deferred": 10, "forward": 1}, False),
+        ("bfloat16", "auto", 2, 192, KL, {"two_pass": 9}, True),
+        ("bfloat16", "auto", 2, 6, KL, {"two_pass": 9}, True),
+        ("bfloat16", "auto", 2, 5, KL, {"two_pass": 4, "aligned": 5}, False),
+        ("float16", "auto", 2, 192, KL, {"two_pass": 4, "aligned": 5}, False),
+    ],
+)
+def test_dweight_that_is_one_product_has_no_sum_in_fp32(
+    dtype, schedule, rows, joins, terms, parts, rounded, monkeypatch
+):
+    """Few sequences that fit in a chunk join those that don't, where this spares the sum. fp16 keeps it, as
+    the upstream gradient comes later.
+    """
+    case = make_case("linear", "packed", dtype=getattr(torch, dtype), **terms)
+    options = {"schedule": schedule, "max_chunk_bytes": rows * ROW}
+    objective = GRPO if schedule == "known" else GSPO
+    monkeypatch.setitem(linear_schedule.SUM_ROWS, "cpu", joins)
+    dtypes, result = [], HeadSums.result
+
+    def seen(self):
+        sums = result(self)
+        dtypes.append(sums[0].dtype)
+        return sums
+
+    monkeypatch.setattr(HeadSums, "result", seen)
+    got = run(case, ENTRY, objective, **options)
+    assert_equals_oracle(got, case, objective)
+    assert set(dtypes) == {case.inputs["weight"].dtype if rounded else torch.float32}
+    assert explain(case, objective=objective, **options).parts == parts
 
 
 @pytest.mark.slow
@@ -234,9 +278,10 @@ def explain(case, **options):
         name: value.detach().clone().requires_grad_(name not in case.frozen)
         for name, value in case.inputs.items()
     }
+    terms = {name: value for name, value in case.terms.items() if name != "kl_estimator"} | options
     return gk.explain_schedule(
         leaves["hidden"], leaves["weight"], case.labels, case.old_logprobs, case.advantages,
-        bias=leaves["bias"], loss_mask=case.loss_mask, cu_seqlens=case.cu_seqlens, **case.terms, **options,
+        bias=leaves["bias"], loss_mask=case.loss_mask, cu_seqlens=case.cu_seqlens, **terms,
     )  # fmt: skip
 
 
@@ -253,7 +298,7 @@ def test_the_rule_takes_the_first_schedule_that_is_exact():
     assert explain(replace(make_case("linear", terms="entropy"), **frozen)).schedule == "aligned"
     assert explain(case).schedule == "aligned"
     assert explain(case, **two_rows).parts == {"aligned": 3, "two_pass": 7, "forward": 1}
-    least = linear_schedule.DEFERRED_ROWS["cpu"]
+    least = linear_schedule.SUM_ROWS["cpu"]
     long = make_case("linear", lengths=(least - 1, 2, least))
     assert explain(long, **two_rows).parts == {"two_pass": least - 1, "deferred": least, "aligned": 2}
     kl = {"ref_logprobs": case.old_logprobs, "kl_beta": 0.1}
@@ -336,15 +381,22 @@ def test_memory_of_the_plan():
 
 
 def test_the_default_chunk_is_a_function_of_shapes_and_memory():
-    for vocabulary, gib, device, expected in (
+    for vocabulary, gib, device, *all_rows, expected in (
         (151936, 80, "cuda", 4096 * 4 * 151936),
         (151936, 24, "cpu", 1024 * 4 * 151936),
         (50000, 24, "cpu", 2**28),
         (32000, 24, "cpu", 2048 * 4 * 32000),
         (32000, 2, "cpu", 2**27),
         (1000, 24, "cpu", memory.MIN_CHUNK_BYTES),
+        # all rows, where they take up to a GiB or as much as the weight
+        (32768, 80, "cuda", 8192, 0, 2**30),
+        (32768, 80, "cuda", 8193, 0, 4096 * 4 * 32768),
+        (151936, 80, "cuda", 4608, 2 * 9216 * 151936, 4608 * 4 * 151936),
+        (151936, 80, "cuda", 4609, 2 * 9216 * 151936, 4096 * 4 * 151936),
+        (32768, 8, "cuda", 8192, 0, 2**29),
+        (32768, 80, "cpu", 8192, 0, 2048 * 4 * 32768),
     ):
-        assert memory.default_chunk_bytes(4 * vocabulary, gib * 2**30, device) == expected
+        assert memory.default_chunk_bytes(4 * vocabulary, gib * 2**30, device, *all_rows) == expected
     assert memory.host_memory() > 2**30
 
 

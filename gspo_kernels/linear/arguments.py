@@ -14,9 +14,10 @@ from gspo_kernels.layout import queued
 from gspo_kernels.lengths import lengths_on_host
 from gspo_kernels.linear.call import Chunking
 from gspo_kernels.linear.products import fixed_unavailable, pytorch
-from gspo_kernels.linear.schedule import LEAST_BYTES, MEMORY
+from gspo_kernels.linear.schedule import MEMORY
 from gspo_kernels.logit_options import check_scores
 from gspo_kernels.ops.library import matrix_operator
+from gspo_kernels.ops.memory import LEAST_BYTES
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import LoRAHead, stats_dtype

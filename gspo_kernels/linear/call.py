@@ -15,9 +15,10 @@ from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
 from gspo_kernels.linear.products import products_of, pytorch
 from gspo_kernels.ops.backends import hidden_kernels
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
-from gspo_kernels.ops.memory import chunk_rows
+from gspo_kernels.ops.memory import LEAST_BYTES, chunk_rows
 from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
+from gspo_kernels.plan import Plan
 from gspo_kernels.types import RowOptions
 
 
@@ -86,10 +87,18 @@ class Call:
         products: the products with this rank's part of the weight, and the row operations between them.
         hidden_kernels: the steps around the gradient products.
         chunk_rows: the most rows of logits at once, the same on all ranks.
+        least_rows: the same where all rows are projected twice.
         tokens: which rank has which hidden states; None where they are not scattered.
     """
 
-    def __init__(self, operands: LinearOperands, checked: bool = True, whole_logits: bool = True):
+    def __init__(
+        self,
+        operands: LinearOperands,
+        checked: bool = True,
+        whole_logits: bool = True,
+        plan: Plan | None = None,
+    ):
+        """``plan``: of a loss, whose rows may all share a chunk by default, see ``memory.ALL_ROWS_BYTES``."""
         hidden, weight, bias, labels, options, chunking, base = operands
         if chunking.batch_invariant:
             refuse_backend(options.backend)
@@ -98,16 +107,21 @@ class Call:
             weight, bias, base, chunking.logits_dtype, chunking.batch_invariant, options, whole_logits
         )
         self.hidden_kernels = hidden_kernels(options.backend)
-        rows = chunk_rows(self.products.row_bytes, chunking.max_chunk_bytes, weight.device)
-        multiple = self.products.multiple
-        self.chunk_rows = rows - rows % multiple if rows > multiple else rows
+        row_bytes, multiple = self.products.row_bytes, self.products.multiple
+        budget = chunking.max_chunk_bytes
+        all_rows = 0
+        if plan is not None and plan.requires_grad.weight and self.products.rounds_early:
+            all_rows = labels.numel() if plan.schedule in ("auto", "aligned", "known") else 0
+        rows = chunk_rows(row_bytes, budget, weight.device, all_rows, 2 * weight.numel())
+        least = min(rows, chunk_rows(row_bytes, budget or LEAST_BYTES, weight.device))
+        self.chunk_rows, self.least_rows = (n - n % multiple if n > multiple else n for n in (rows, least))
         self.tokens: ScatteredTokens | None = None
         if checked and options.shard.group:
             ranges = range_of(labels, self.products.vocabulary, options)
-            numbers = (*ranges, self.chunk_rows, hidden.shape[1])
+            numbers = (*ranges, self.least_rows, self.chunk_rows, hidden.shape[1])
             every = gathered_numbers(options.shard.group, labels.device, numbers)
             check_ranges([each[: len(ranges)] for each in every], options)
-            self.chunk_rows = min(each[-2] for each in every)
+            self.least_rows, self.chunk_rows = (min(each[i] for each in every) for i in (-3, -2))
             if chunking.scattered:
                 lengths = [each[-1] for each in every]
                 self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])

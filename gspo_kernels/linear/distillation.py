@@ -63,8 +63,25 @@ def linear_distillation(
             rows = min(rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
         both = products.row_bytes + products.vocabulary * theirs.products.dtype.itemsize
         call.chunk_rows = max(1, rows * products.row_bytes // both)
-    gradients = Gradients(call, needs, normalised=True)
+    where = call.projected
+    rows = where.stop if isinstance(where, slice) else len(where)
+    gradients = Gradients(call, needs, normalised=True, once=rows <= call.chunk_rows)
     divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
+    _add_chunks(call, theirs, teacher, spec, shares, gradients, divergences)
+    return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
+
+
+def _add_chunks(
+    call: Call,
+    theirs: Call | None,
+    teacher: TeacherRows,
+    spec: DivergenceSpec,
+    shares: Tensor,
+    gradients: Gradients,
+    divergences: Tensor,
+) -> None:
+    """Write the divergences of all rows and add up their gradients. Logits are gone when this returns."""
+    products, device = call.products, call.hidden.device
     # one block of memory where both sides have the same dtype
     rows = min(call.chunk_rows, call.labels.numel())
     shared = theirs is not None and theirs.products.dtype == products.dtype
@@ -79,7 +96,7 @@ def linear_distillation(
             theirs.products.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
         teacher_rows = teacher.at(chunk.where, teacher_logits)
         pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, spec)
-        if not any(needs):
+        if not any(gradients.needs):
             stats = pair.evaluate(chunk.options)
             divergences.view(-1)[chunk.where] = stats.divergences
             continue
@@ -97,7 +114,6 @@ def linear_distillation(
         divergences.view(-1)[chunk.where] = stats.divergences
         active = share.squeeze(0) != 0
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
-    return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
 
 
 @linear_distillation.register_fake

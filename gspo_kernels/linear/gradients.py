@@ -37,12 +37,14 @@ time for 160 to 240. On a CPU smaller blocks are new pages of memory each time."
 class HeadGradients(NamedTuple):
     """Gradients of hidden, weight and bias as an operator returns them; empty where not needed.
 
-    A loss's forward computes these for an upstream gradient of 1, and not yet in the parameters' dtypes.
+    A loss's forward computes these for an upstream gradient of 1. What fp16 couldn't hold then has the
+    statistics' dtype.
 
     Attributes:
         hidden: [B, T, H] in hidden's dtype.
         scales: [B, T], factors on ``hidden``, see ``Gradients``; empty where there are none.
-        weight, bias: [V, H] and [V]; in the statistics' dtype where there are scales, otherwise in hidden's.
+        weight: [V, H] in its own dtype, but where there are scales fp32 in place of fp16.
+        bias: [V] in hidden's dtype, but where there are scales in the statistics'.
     """
 
     hidden: Tensor
@@ -55,10 +57,11 @@ class HeadGradients(NamedTuple):
         """Return tensors of the right shapes and dtypes without values, for tracing."""
         hidden, weight = operands.hidden, operands.weight
         dtype = stats_dtype(hidden.dtype) if normalised else hidden.dtype
+        of_weight = dtype if weight.dtype == torch.float16 else weight.dtype
         return cls(
-            hidden.new_empty(hidden.shape) if needs.hidden else hidden.new_empty(0, dtype=dtype),
+            hidden.new_empty(hidden.shape if needs.hidden else 0),
             hidden.new_empty(hidden.shape[:-1] if normalised else 0, dtype=dtype),
-            weight.new_empty(weight.shape if needs.weight else 0, dtype=dtype),
+            weight.new_empty(weight.shape if needs.weight else 0, dtype=of_weight),
             weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=dtype),
         )
 
@@ -79,7 +82,9 @@ class Gradients:
     def __init__(
         self, call: Call, needs: RequiresGrad, normalised: bool, all_rows: bool = False, once: bool = False
     ):
-        """``all_rows``: a gradient of every row will be stored. ``once``: see ``HeadSums``."""
+        """``all_rows``: a gradient of every row will be stored. ``once``: see ``HeadSums``; it has no effect
+        where dWeight can't be rounded yet.
+        """
         self.call, self.needs, hidden = call, needs, call.hidden
         self.dtype, shape, device = stats_dtype(hidden.dtype), hidden.shape, hidden.device
         self.hidden: Tensor | None = None
@@ -88,6 +93,7 @@ class Gradients:
         if normalised:
             stored = all_rows and needs.hidden
             self.scales = (torch.empty if stored else torch.ones)(shape[:-1], dtype=self.dtype, device=device)
+        once = once and (call.products.rounds_early or not normalised)
         self.sums = HeadSums(call.products, needs, call.options.backend, once)
         self.one = torch.ones((), dtype=self.dtype, device=device)
 
@@ -190,7 +196,7 @@ class Gradients:
             for piece, ends in pieces:
                 sums.add(piece, ends)
             if rows.rests is not None:
-                sums.add_rests(rows.rests, chunk.labels.squeeze(0), parts)
+                sums.add_rests(rows.rests, chunk.labels.squeeze(0), parts[1:], rows.values)
         if values is None:
             return
         for work in works:
@@ -251,6 +257,7 @@ class Gradients:
             width: how many columns at a time.
         """
         products, V = self.call.products, self.call.products.vocabulary
+        products.memory = None  # blocks take other memory than chunks
         start = columns_of(self.call.options.shard, V)[0]
         # without a label in the vocabulary the log-prob is NaN and depends on no logit
         grad = grad.masked_fill((stats.logprobs.isnan() & stats.lse.isfinite()).squeeze(0), 0.0)
@@ -278,7 +285,7 @@ class Gradients:
                 self.sums.add((values, *operands), None, block, first)
             del values
         if operands and rests is not None:
-            self.sums.add_rests(rests, chunk.labels.squeeze(0), (memory, *operands))
+            self.sums.add_rests(rests, chunk.labels.squeeze(0), operands)
         del memory, operands, known
         if total is not None:
             rows = GradientRows(total, powers, factors, None, rests)
@@ -297,15 +304,22 @@ class Gradients:
 
     def result(self) -> HeadGradients:
         """Return the gradients as an operator returns them."""
-        hidden, sums = self.call.hidden, self.sums.result()
+        hidden, (weight, bias) = self.call.hidden, self.sums.result()
         if self.needs.hidden and self.hidden is None:
             self.hidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        self.call.products.memory = None  # the rounded dWeight may lie there
         dtype = hidden.dtype if self.scales is None else self.dtype
-        weight, bias = (None if total is None else total.to(dtype) for total in sums)
-        # one empty tensor each: an operator's outputs may not be the same tensor
+        own = self.call.products.trained.dtype
+        dtypes = (hidden.dtype, dtype, dtype if own == torch.float16 else own, dtype)
         computed = (self.hidden, self.scales, weight, bias)
-        empty = functools.partial(torch.empty, 0, dtype=dtype, device=hidden.device)
-        return HeadGradients(*(empty() if x is None else x for x in computed))
+        # one empty tensor each: an operator's outputs may not be the same tensor
+        empty = functools.partial(torch.empty, 0, device=hidden.device)
+        return HeadGradients(
+            *(
+                empty(dtype=dtype) if x is None else x.to(dtype)
+                for x, dtype in zip(computed, dtypes, strict=True)
+            )
+        )
 
 
 def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
@@ -315,7 +329,7 @@ def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
 
 def block_width(call: Call, rows: int) -> int:
     """Return how many columns of ``rows`` rows are projected again at a time, with no more logits than a
-    chunk has; 0: all, in chunks of rows.
+    chunk has; 0: all, in chunks of rows, of which there is one if ``products.by_columns``.
 
     Weights of more than 16 bits show in gradients whether logits are those of the statistics, bit by bit, so
     they take chunks. So do batch-invariant calls, whose sums over rows have an order. Ranks that share the
@@ -328,7 +342,7 @@ def block_width(call: Call, rows: int) -> int:
     columns = min(most, max(1, call.chunk_rows * V // rows))
     if columns > 64:
         columns -= columns % 64
-    return min(columns, V) if columns < V or call.options.shard.group else 0
+    return min(columns, V) if columns < V or rows > call.chunk_rows or call.options.shard.group else 0
 
 
 def recompute(

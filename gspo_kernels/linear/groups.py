@@ -14,10 +14,10 @@ from gspo_kernels.exact import exact_dtype
 from gspo_kernels.layout import queued
 from gspo_kernels.linear.call import Call
 from gspo_kernels.linear.chunk import as_index, rows_at
-from gspo_kernels.linear.schedule import Part
+from gspo_kernels.linear.schedule import SUM_ROWS, Part, plan_parts
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
-from gspo_kernels.plan import ratio_clip_of
+from gspo_kernels.plan import Plan, ratio_clip_of
 from gspo_kernels.policy_step import evaluate_objective
 from gspo_kernels.terms import SPECS, ArgSpec, Terms, shows_inactive
 
@@ -73,10 +73,13 @@ class CoefficientGroups:
         all_rows: whether every row of the call is in a group.
         in_place: whether these are padded sequences in the order of the call.
         total: the call's ``Aggregation.total``, 0-d, where the host knows it; otherwise None.
+        parts: the groups cut into parts.
+        in_one_product: whether dWeight is one product of all rows with a gradient, however many columns at a
+            time: these rows share a chunk, or are projected again some columns at a time.
     """
 
-    def __init__(self, call: Call, terms: Terms, depends_on: str, skip: bool):
-        self._call, self._terms = call, terms
+    def __init__(self, call: Call, terms: Terms, plan: Plan):
+        self._call, self._terms, depends_on, skip = call, terms, plan.depends_on, plan.leaves_out
         compact, grouped = call.chunking.compact, depends_on == "group" and terms.group_ids is not None
         counts, without, ids = _lengths(call, terms, skip, grouped)
         present_sequences = [i for i, count in enumerate(counts) if count]
@@ -120,6 +123,23 @@ class CoefficientGroups:
             self.total = torch.full(
                 (), number, dtype=exact_dtype(call.labels.device), device=call.labels.device
             )
+
+        joins = 0
+        if plan.requires_grad.weight and call.products.rounds_early:
+            joins = SUM_ROWS["cpu" if call.hidden.is_cpu else "cuda"]
+        if not any(plan.requires_grad):
+            self.parts = [Part("forward", 0, len(groups), total)]
+        elif plan.schedule == "known":
+            self.parts = [Part("known", 0, len(groups), total)]
+        else:
+            chunk_rows = call.chunk_rows
+            self.parts = plan_parts(plan.schedule, self.rows, self.inactive, chunk_rows, plan.defers, joins)
+        served = [part for part in self.parts if part.schedule != "forward"]
+        names = {part.schedule for part in served}
+        if names == {"two_pass"}:
+            call.chunk_rows = call.least_rows
+        fits = len(served) == 1 and (names == {"two_pass"} or served[0].rows <= call.chunk_rows)
+        self.in_one_product = call.products.by_columns and fits and names != {"deferred"}
 
     def prepare(
         self, parts: Sequence[Part], terms: Terms, at_once: bool

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.call import Call, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, HeadGradients, block_width, is_active, recompute
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
@@ -52,7 +52,7 @@ def linear_logprobs_backward(
         where = call.index(keep)
     grad = grad_logprobs.flatten()[where]
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
-    gradients = Gradients(call, needs, normalised=False, once=block_width(call, len(grad)) > 0)
+    gradients = Gradients(call, needs, normalised=False, once=call.products.by_columns)
     recompute(scores, gradients, where, new_stats, grad, grad_entropy)
     return gradients.result()
 

@@ -28,7 +28,6 @@ from gspo_kernels.linear.gradients import (
     take_gradients,
 )
 from gspo_kernels.linear.groups import CoefficientGroups, known_coefficients, token_terms
-from gspo_kernels.linear.schedule import plan_parts
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.objective_loss import PolicyStep, evaluate, metric_names
@@ -57,7 +56,7 @@ class LinearLoss(NamedTuple):
 def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
     """Return a hidden-state loss, its log-probs and its gradients."""
     terms = check_values(operands.labels, terms)
-    run = Run(Call(operands, whole_logits=False), terms, plan)
+    run = Run(Call(operands, whole_logits=False, plan=plan), terms, plan)
     if plan.schedule == "known":
         run.known()
     else:
@@ -153,24 +152,24 @@ class Run:
             call.chunking.batch_invariant and plan.depends_on in ("group", "batch")
         )
         self._step: PolicyStep | None = None
-        self._sequence_sums: HeadSums | None = None
 
-    def start(self, all_rows: bool, all_active: bool) -> None:
+    def start(self, all_rows: bool, all_active: bool, once: bool) -> None:
         """Make room for statistics and gradients: zeros where rows may be left out, which nothing writes.
 
-        ``all_active``: no row is known to have no gradient.
+        ``all_active``: no row is known to have no gradient. ``once``: dWeight is one product.
         """
         call = self.call
         keeps = all_rows and all_active and call.tokens is None and self.leaves_out_from > call.labels.numel()
         self.scores = Scores(call, self.plan.entropy, all_rows=all_rows)
-        self.gradients = Gradients(call, self.plan.requires_grad, normalised=True, all_rows=keeps)
+        self.gradients = Gradients(call, self.plan.requires_grad, True, all_rows=keeps, once=once)
 
     def known(self) -> None:
         """Serve a call in which a token's coefficient is known beforehand, or depends on the token's log-prob
         alone: log-probs and gradient come from the same chunk.
         """
         call, where, terms = self.call, self.call.projected, self.terms
-        self.start(isinstance(where, slice), True)
+        rows = where.stop if isinstance(where, slice) else len(where)
+        self.start(isinstance(where, slice), True, rows <= call.chunk_rows)
         if self.plan.depends_on == "nothing":
             grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
             keep = call.index(grads[where] != 0) if self.leaves_out_from <= call.labels.numel() else None
@@ -226,18 +225,22 @@ class Run:
     def by_parts(self) -> None:
         """Cut the batch into parts, and work through each by its schedule."""
         call, plan = self.call, self.plan
-        groups = CoefficientGroups(call, self.terms, plan.depends_on, plan.leaves_out)
-        parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
+        groups = CoefficientGroups(call, self.terms, plan)
+        parts = groups.parts
         call.products.max_rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
         if self.at_once:
             # the one evaluation needs all tokens projected, so parts that are only projected go first
             parts.sort(key=lambda part: part.schedule != "forward")
-        self.start(groups.all_rows, not any(part.schedule == "forward" for part in parts))
+        all_active = not any(part.schedule == "forward" for part in parts)
+        self.start(groups.all_rows, all_active, groups.in_one_product)
         if groups.total is not None:
             self.terms = self.terms._replace(normalizer=groups.total)
         if len(parts) == 1 and not call.chunking.batch_invariant:
             # the evaluation of the call is that of its part; sums of a part would have an order of their own
             self.at_once = True
+        sequence_sums = None
+        if any(part.schedule == "deferred" for part in parts):
+            sequence_sums = HeadSums(call.products, plan.requires_grad, plan.backend)
         if call.labels.is_cuda:
             call.look_ahead(plan.leaves_out, [part.rows for part in parts if part.schedule == "aligned"])
         items, begun = list(groups.prepare(parts, self.terms, self.at_once)), list[Chunk]()
@@ -255,8 +258,8 @@ class Run:
                 self.scores.forward(where)
             elif part.schedule == "aligned":
                 self.aligned(begun.pop() if begun else call.chunk(where, labels), terms, meanwhile)
-            elif part.schedule == "deferred":
-                self.deferred(where, terms)
+            elif sequence_sums is not None and part.schedule == "deferred":
+                self.deferred(where, terms, sequence_sums)
             elif part.schedule == "frozen":
                 self.frozen(where, terms)
             else:
@@ -273,12 +276,9 @@ class Run:
         grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
         self.gradients.add(projected, chunk, grad, grad_entropy, skip, meanwhile)
 
-    def deferred(self, where: slice | Tensor, terms: Terms) -> None:
-        """Serve a sequence in chunks: its one coefficient multiplies the sequence's sums at its end."""
+    def deferred(self, where: slice | Tensor, terms: Terms, sums: HeadSums) -> None:
+        """Serve a sequence in chunks: its one coefficient multiplies the sequence's ``sums`` at its end."""
         call, gradients, factors = self.call, self.gradients, self.terms.token_weights
-        if self._sequence_sums is None:
-            self._sequence_sums = HeadSums(call.products, self.plan.requires_grad, self.plan.backend)
-        sums = self._sequence_sums
         sums.clear()
         counted = call.counted.flatten()[where]
         weights = gradients.one.expand(counted.shape)

@@ -13,14 +13,16 @@ sequences that determine each other's coefficients: one sequence, a group of the
 | two_pass | always | (1 + 3f)G | rows with a gradient are projected once more |
 
 "auto" is the first row of the table that is exact for the call: groups that fit in a chunk are aligned, each
-longer group is deferred, or two_pass if it is shorter than ``DEFERRED_ROWS``. If no input needs a gradient,
+longer group is deferred, or two_pass if it is shorter than ``SUM_ROWS``. If no input needs a gradient,
 there is only the forward product.
 
-How many rows of logits exist at once follows ``memory``. "auto" takes chunks of ``max_chunk_bytes``, on a
-GPU 4,096 rows by default: a chunk moves 8VH bytes of dWeight's fp32 sum in products of 6 * 4096 VH
-operations, 3,072 a byte, where a GPU has time for 160 to 240. With R rows in a chunk and 16-bit weights the
-peak is 4RV + 4VH + 2NH + 6RH bytes. "least" is two_pass with ``LEAST_BYTES`` of logits, or frozen where
-that is exact: up to 16,384 tokens the peak is 16,384N + 2VH + 6NH bytes.
+How many rows of logits exist at once follows ``memory``. "auto" takes one chunk of all rows if their logits
+are small beside dWeight (``memory.ALL_ROWS_BYTES``). A bf16 dWeight is one product then, and the peak is
+4NV + 2VH + 8NH bytes. Otherwise it takes chunks of ``max_chunk_bytes``, on a GPU 4,096 rows by default: a
+chunk moves 8VH bytes of dWeight's fp32 sum in products of 6 * 4096 VH operations, 3,072 a byte, where a GPU
+has time for 160 to 240. With R rows in a chunk and 16-bit weights the peak is 4RV + 4VH + 2NH + 6RH bytes. A
+call that is two_pass takes ``memory.LEAST_BYTES`` of logits: up to 16,384 tokens the peak is 16,384N + 2VH +
+6NH bytes. "least" is that, or frozen where this is exact.
 """
 
 from __future__ import annotations
@@ -35,18 +37,22 @@ from gspo_kernels.plan import Plan
 from gspo_kernels.terms import Terms
 
 MEMORY = ("auto", "least")
-LEAST_BYTES = 256 * 2**20
-"""``max_chunk_bytes`` of ``memory="least"``. Statistics then take 441 rows of 151,936 logits at a time,
-enough for products at full speed, and blocks of up to 16,384 rows have all of ``gradients.BLOCK_COLUMNS``."""
-DEFERRED_ROWS = {"cpu": 192, "cuda": 2048}
-"""The rows from which on a group that doesn't fit in a chunk is deferred.
+SUM_ROWS = {"cpu": 192, "cuda": 2048}
+"""The rows from which on sums of dWeight in fp32 take less time than one more product of these rows. So many
+rows of a group that doesn't fit in a chunk are deferred.
 
 "deferred" saves one of two_pass's four products, 2L VH operations for L rows. It moves 8VH bytes per chunk
 of R rows, and 12VH to add a sequence's sums; two_pass moves 8LH bytes of dHidden per block. On a GPU with
 time for 200 operations a byte, deferred is faster from L (2 / 200 + 8 / 4096 - 8 / R) = 12 on: 1,200 rows
 in chunks of 4,096 rows, 2,900 in chunks of 1,024. Measured on AMD AVX-512, one thread, V = 32,000, H = 512,
 in two chunks, two_pass takes 0.57 (32 rows), 0.76 (64), 0.90 (128), 1.07 (256) and 1.14 (512) times as long
-in bf16, and 0.81, 0.87, 0.93, 1.06 and 1.14 times in fp32."""
+in bf16, and 0.81, 0.87, 0.93, 1.06 and 1.14 times in fp32.
+
+Beside two_pass over a bf16 weight, fewer rows of groups that fit in a chunk are projected twice, too. By
+themselves they would need the sum in fp32: two_pass writes it (4VH bytes), their chunk adds to it (8VH), and
+it is rounded (6VH), where one product writes 2VH. These 16VH bytes take as long as a product of 1,600 rows.
+Measured as above, beside 300 rows, they take 1.10 (32 rows), 1.07 (64), 1.03 (128) and 0.95 (256) times as
+long by themselves."""
 SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
@@ -152,7 +158,9 @@ class Part(NamedTuple):
     inactive_rows: int = 0
 
 
-def plan_parts(schedule: str, rows: Sequence[int], inactive: int, chunk_rows: int, defers: int) -> list[Part]:
+def plan_parts(
+    schedule: str, rows: Sequence[int], inactive: int, chunk_rows: int, defers: int, joins: int = 0
+) -> list[Part]:
     """Cut groups into parts.
 
     Args:
@@ -161,6 +169,7 @@ def plan_parts(schedule: str, rows: Sequence[int], inactive: int, chunk_rows: in
         inactive: how many groups at the end have no gradient, whatever the forward gives.
         chunk_rows: rows of logits that fit the budget.
         defers: from how many rows on a group that doesn't fit is deferred; 0: none is.
+        joins: fewer rows than these of groups that fit join a two_pass part; 0: none do. See ``SUM_ROWS``.
 
     Raises:
         ValueError: "aligned" by name, but a group doesn't fit in a chunk.
@@ -178,6 +187,9 @@ def plan_parts(schedule: str, rows: Sequence[int], inactive: int, chunk_rows: in
             "deferred" if name == "two_pass" and 0 < defers <= count else name
             for name, count in zip(fits, working, strict=True)
         ]
+        fitting = sum(count for name, count in zip(schedules, working, strict=True) if name == "aligned")
+        if "two_pass" in schedules and "deferred" not in schedules and fitting < joins:
+            schedules = ["two_pass"] * len(working)
     parts: list[Part] = []
     for name, run in itertools.groupby(range(len(working)), schedules.__getitem__):
         members = list(run)

@@ -14,6 +14,9 @@ from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
+ROUNDED_COLUMNS = 16384
+"""How many columns of rows are multiplied at a time where a product for dWeight can't round to 16 bits."""
+
 
 class GradientRows(NamedTuple):
     """The rows of the gradient products: d loss/d logits is each row times its factor and its coefficient.
@@ -41,7 +44,7 @@ class HeadSums:
     """
 
     def __init__(self, products: Products, needs: RequiresGrad, backend: str, once: bool = False):
-        """``once``: only the rows of one ``add_columns`` enter, so that dWeight has its own dtype at once."""
+        """``once``: each column is added once, with all rows, so that dWeight has its own dtype at once."""
         weight = products.trained
         self._dtype, device = stats_dtype(weight.dtype), weight.device
         self._products, self._backend, self._kernels = products, load(backend), hidden_kernels(backend)
@@ -104,11 +107,7 @@ class HeadSums:
             if total.dtype == self._dtype or (products.writes_16_bits and self._power is None):
                 products.add_weight(total, values, operand, self._empty, ends)
             else:
-                if self._wide is None:
-                    self._wide = used_memory(total.shape, self._dtype, total.device)
-                wide = self._wide[: len(total)]
-                products.add_weight(wide, values, operand, True, ends)
-                total.copy_(wide if self._power is None else wide.mul_(self._power))
+                self._add_rounded(products, total, values, operand)
         if self._bias is not None:
             products.add_bias(self._bias[first:last], values, factors[0], self._empty, ends)
         if last == self._products.vocabulary:
@@ -116,15 +115,38 @@ class HeadSums:
             if self._wide is not None:
                 self._power = self._wide = None  # dWeight is rounded, and not in units
 
-    def add_rests(self, rests: Tensor, labels: Tensor, parts: tuple[Tensor, ...]) -> None:
-        """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order. It is
-        less than a sum of 16 bits could show.
+    def _add_rounded(self, products: Products, total: Tensor, values: Tensor, operand: Tensor) -> None:
+        """Write the product of all rows to ``total``, rounded from fp32 some columns at a time."""
+        width = min(len(total), ROUNDED_COLUMNS)
+        if self._wide is None:
+            self._wide = used_memory(torch.Size((width, total.shape[1])), self._dtype, total.device)
+        for first in range(0, len(total), width):
+            some = total[first : first + width]
+            wide = self._wide[: len(some)]
+            products.add_weight(wide, values[:, first : first + width], operand, True, None)
+            some.copy_(wide if self._power is None else wide.mul_(self._power))
+
+    def add_rests(
+        self, rests: Tensor, labels: Tensor, operands: tuple[Tensor, ...], values: Tensor | None = None
+    ) -> None:
+        """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order.
+
+        ``operands`` are those of the rows. dWeight in 16 bits, which one product has rounded, needs the rows
+        in ``values``; None: it is left as it is.
         """
-        at = labels.clamp(0, self._products.vocabulary - 1)
-        if self._weight is not None and self._weight.dtype == self._dtype:
-            self._weight.index_put_((at,), parts[1] * rests.unsqueeze(1), accumulate=True)
+        at, weight = labels.clamp(0, self._products.vocabulary - 1), self._weight
+        if weight is not None and weight.dtype == self._dtype:
+            weight.index_put_((at,), operands[0] * rests.unsqueeze(1), accumulate=True)
+        elif weight is not None and values is not None:
+            # these rows of dWeight are multiplied again, so that they, too, are rounded once
+            ordered, order = at.sort(stable=True)
+            first = order[torch.searchsorted(ordered, at)]  # the first row with the same label
+            exact = torch.empty_like(operands[0], dtype=self._dtype)
+            self._products.add_weight(exact, values[:, at], operands[0], True, None)
+            exact.index_put_((first,), operands[0] * rests.unsqueeze(1), accumulate=True)
+            weight[at] = exact[first].to(weight.dtype)
         if self._bias is not None:
-            self._bias.index_put_((at,), parts[2] * rests, accumulate=True)
+            self._bias.index_put_((at,), operands[1] * rests, accumulate=True)
 
     def _unit(self, coefficients: Tensor, factors: Tensor | None) -> Tensor:
         """Raise the unit of dWeight's sum to at least the largest factor of rows, and return it."""

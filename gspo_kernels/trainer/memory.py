@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gspo_kernels.ops.memory import chunk_rows, host_memory
+from gspo_kernels.ops.memory import ALL_ROWS_BYTES, chunk_rows, host_memory
 from gspo_kernels.trainer.batch import Segment, attention_mask, last_hidden_states
 from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, place_of, size
 from gspo_kernels.trainer.data import Rows, prepare_prompts
@@ -155,10 +155,14 @@ def memory_of(
         sizes = [p.numel() for p in weights if p.requires_grad]
         state = sum(2 * n + n // 32 if n >= 4096 and n % 256 == 0 else 8 * n for n in sizes)
     head = policy.model.get_output_embeddings().weight
-    rows = chunk_rows(4 * head.shape[0], 0, device or torch.device("cpu"))
+    row_bytes, rounded, device = 4 * head.shape[0], gradients // 2 * bf16, device or torch.device("cpu")
+    rows = chunk_rows(row_bytes, 0, device)
     if head.requires_grad and config.rollout.max_new_tokens > rows:  # the sums of one sequence that is longer
         update = [(n, loss + 4 * head.numel(), later) for n, loss, later in update]
-    logits, rounded = (rows, 4 * head.shape[0]), gradients // 2 * bf16
+    if head.requires_grad and bf16:  # a small micro-batch has a chunk of all its rows
+        all_rows = max(2 * head.numel(), ALL_ROWS_BYTES) // row_bytes
+        rows = chunk_rows(row_bytes, 0, device, all_rows, 2 * head.numel())
+    logits = rows, row_bytes
     return Memory(total, other, gradients, state, update, logits, completion, rounded)
 
 

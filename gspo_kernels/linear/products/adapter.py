@@ -24,6 +24,7 @@ class AdapterProducts(Products):
         converts = base.rows_dtype != base.weight.dtype
         super().__init__(base.weight, base.bias, base.logits_dtype, converts, base.options)
         self.name, self.base, self.trained = f"{base.name}, with a low-rank adapter", base, adapter
+        self.rounds_early = False
         self.first_column, self.operand_dtype = base.weight.shape[1], adapter.dtype
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:

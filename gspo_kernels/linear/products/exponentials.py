@@ -35,7 +35,6 @@ class ExponentialProducts(Products):
         self._stride = -(-self.vocabulary // ALIGNED) * ALIGNED
         self.row_bytes = self._stride * self.rows_dtype.itemsize
         self.block_dtype = self.rows_dtype
-        self._rows: Tensor | None = None
         self._early: Any = None
         self._first = 0
 
@@ -51,14 +50,14 @@ class ExponentialProducts(Products):
         """Return statistics and rows. Beside an entropy the slope of a softcap is still missing in the rows,
         and ``add_entropy`` multiplies it.
         """
-        if self._rows is None:
+        if self.memory is None:
             size = torch.Size((max(chunk.size, self.max_rows) + self.ahead, self._stride))
-            self._rows = used_memory(size, self.rows_dtype, self.weight.device)
+            self.memory = used_memory(size, self.rows_dtype, self.weight.device)
         if self.ahead:
-            out = self._place(self._rows, chunk.size)[:, : self.vocabulary]
+            out = self._place(self.memory, chunk.size)[:, : self.vocabulary]
             stats, factors, rests = self._finish(chunk, out, entropy)
         else:
-            out = self._rows[: chunk.size, : self.vocabulary]
+            out = self.memory[: chunk.size, : self.vocabulary]
             stats, factors, rests = self._project(chunk, out, entropy)
         written = not (entropy and self.options.transform.softcap)
         return Projected(out, stats, written, factors, rests)
@@ -66,8 +65,8 @@ class ExponentialProducts(Products):
     def begin(self, chunk: Chunk, entropy: bool) -> None:
         """Queue the product of some rows, along with their statistics."""
         rows = self._next(chunk.size)
-        assert self._rows is not None
-        out = self._place(self._rows, chunk.size)[:, : self.vocabulary]
+        assert self.memory is not None
+        out = self._place(self.memory, chunk.size)[:, : self.vocabulary]
         self._early = self._project(chunk.part(rows), out[rows], entropy)
 
     def _finish(self, chunk: Chunk, out: Tensor, entropy: bool) -> Any:

@@ -57,9 +57,12 @@ class Products:
         by_columns: whether logits that are projected again come some columns at a time, see
             ``gradients.add_by_columns``.
         block_dtype: the dtype of the memory of such columns.
+        rounds_early: whether dWeight may have its own 16 bits before the upstream gradient multiplies it, so
+            that one product of all rows needs no sum in fp32. fp16 lacks the range for that.
         operand_dtype: the dtype of the hidden states that are multiplied for dWeight.
         first_column: the first column of hidden states that ``trained`` multiplies.
         max_rows: how many rows of logits to make room for.
+        memory: where these rows lie; None before the first.
         rows_worth_a_look: from how many rows on it pays to look at the device, so that rows without gradient
             stay out of gradient products. See ``WORTH_A_LOOK``.
         ahead: how many rows of the next chunk ``begin`` multiplies; there is room for that many more.
@@ -88,6 +91,7 @@ class Products:
         exact = weight.dtype in (torch.float32, torch.float64)
         self.varies = exact and self.any_order
         self.by_columns = not exact and self.any_order
+        self.rounds_early = self.by_columns and weight.dtype == torch.bfloat16
         self.dtype = weight.dtype if exact or logits_dtype == "input" else torch.float32
         self.rows_dtype = stats_dtype(weight.dtype) if converts else weight.dtype
         extra = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
@@ -96,7 +100,7 @@ class Products:
         self.operand_dtype, self.first_column = self.rows_dtype, 0
         self.rows_worth_a_look = WORTH_A_LOOK / weight.numel() if weight.is_cuda else 0.0
         self.max_rows = self.ahead = 0
-        self._logits: Tensor | None = None
+        self.memory: Tensor | None = None
         self._at_end, self._begun = False, slice(0, 0)
 
     def columns(self, first: int, last: int) -> Products:
@@ -136,12 +140,12 @@ class Products:
 
     def logits_of(self, chunk: Chunk) -> Tensor:
         """Return logits [n, V], in memory that the next call of this method overwrites."""
-        if self._logits is None:
+        if self.memory is None:
             size = torch.Size((max(chunk.size, self.max_rows) + self.ahead, self.vocabulary))
-            self._logits = used_memory(size, self.dtype, self.weight.device)
+            self.memory = used_memory(size, self.dtype, self.weight.device)
         if not self.ahead:
-            return self.logits(chunk.hidden, self._logits[: chunk.size])
-        out, rest = self._place(self._logits, chunk.size), self._rest(chunk.size)
+            return self.logits(chunk.hidden, self.memory[: chunk.size])
+        out, rest = self._place(self.memory, chunk.size), self._rest(chunk.size)
         if rest.start < rest.stop:
             self.logits(chunk.hidden[rest], out[rest])
         return out
@@ -149,8 +153,8 @@ class Products:
     def begin(self, chunk: Chunk, entropy: bool) -> None:
         """Queue the product of the first or last rows of the chunk that is projected next."""
         rows = self._next(chunk.size)
-        assert self._logits is not None
-        self.logits(chunk.hidden[rows], self._place(self._logits, chunk.size)[rows])
+        assert self.memory is not None
+        self.logits(chunk.hidden[rows], self._place(self.memory, chunk.size)[rows])
 
     def _place(self, memory: Tensor, rows: int) -> Tensor:
         """Return where the current chunk lies. Chunks lie at the start and at the end of the memory by turns,
