@@ -29,7 +29,12 @@ B = 8
 V = 61
 ROW = V * 4
 NARROW = [torch.float16, torch.bfloat16]
-IN_16_BITS = [(NARROW[0], "aligned"), (NARROW[1], "deferred"), (NARROW[1], "two_pass")]
+IN_16_BITS = [
+    (NARROW[0], "aligned"),
+    (NARROW[1], "deferred"),
+    (NARROW[0], "two_pass"),
+    (NARROW[1], "two_pass"),
+]
 
 
 @pytest.fixture
