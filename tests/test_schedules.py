@@ -19,7 +19,7 @@ from gspo_kernels.linear.products.pytorch import Products, SlabProducts
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.ops import memory
 from tests import oracle
-from tests.cases import LAYOUTS, for_objective, make_case, run
+from tests.cases import LAYOUTS, device_of, for_objective, generator, make_case, run
 from tests.judging import assert_equals_oracle
 
 ENTRY, V = "fused_linear_policy_loss", 61
@@ -218,6 +218,32 @@ def test_dweight_that_is_one_product_has_no_sum_in_fp32(
     assert_equals_oracle(got, case, objective)
     assert set(dtypes) == {case.inputs["weight"].dtype if rounded else torch.float32}
     assert explain(case, objective=objective, **options).parts == parts
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
+@pytest.mark.parametrize("schedule", ["aligned", "two_pass"])
+def test_rows_that_move_keep_their_own_temperature(schedule, backend):
+    """Every second sequence is clipped and leaves the products, so that the others move to the front."""
+    B, T, H = 6, 5, 7
+    rng, served = generator(0), device_of(backend)
+    hidden, weight = (torch.randn(*shape, generator=rng) for shape in ((B, T, H), (V, H)))
+    labels, temperature = torch.randint(V, (B, T), generator=rng), torch.linspace(0.5, 2.0, B)
+    logits = (hidden.double() @ weight.double().t()).requires_grad_()
+    options = {"temperature": temperature, "objective": gk.GSPO(clip_low=0.1, clip_high=0.1)}
+    old = gk.token_logprobs(logits.detach(), labels, temperature=temperature, backend="reference").logprobs
+    old, advantages = old - torch.tensor([0.0, 1.0] * (B // 2)).unsqueeze(1), torch.ones(B)
+    loss = gk.fused_policy_loss(logits, labels, old, advantages, backend="reference", **options).loss
+    (rows,) = torch.autograd.grad(loss, logits)
+    assert [bool(each.any()) for each in rows] == [True, False] * (B // 2)
+
+    leaves = [each.to(served, copy=True).requires_grad_() for each in (hidden, weight)]
+    options["temperature"] = temperature.to(served)
+    given = (each.to(served) for each in (labels, old, advantages))
+    out = gk.fused_linear_policy_loss(*leaves, *given, schedule=schedule, backend=backend, **options)
+    got = torch.autograd.grad(out.loss, leaves)
+    want = rows @ weight.double(), rows.flatten(0, 1).t() @ hidden.flatten(0, 1).double()
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double().cpu(), other, rtol=1e-4, atol=1e-6 * float(other.abs().max()))
 
 
 @pytest.mark.slow
