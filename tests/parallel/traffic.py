@@ -30,7 +30,7 @@ from tests.parallel.ranks import (
 from tests.parallel.results import FORMS, of_shard
 from tests.test_distillation import COUNTED, Problem
 
-SIZES_BYTES = 48
+SIZES_BYTES = 56
 """Bytes that a rank of a ``tp_group`` sends to each other rank before a pass over hidden states is cut."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.exact import largest, power_of_two
 from gspo_kernels.linear.chunk import Chunk, Projected
-from gspo_kernels.ops.backends import OnePassBackend
+from gspo_kernels.ops.backends import OnePassBackend, load
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import rows_of
 from gspo_kernels.torch_internals import onednn_multiplies
@@ -235,7 +235,9 @@ class Products:
         """
         logits = self.logits(chunk.hidden, memory)
         values = self.rows_memory(logits)
-        self.backend.logprobs_backward(chunk.rows(logits), stats, grads, values.unsqueeze(0), sharded=True)
+        # not the rows of a whole shard: the chunk's labels count from its own first column
+        backend = load(self.options.backend)
+        backend.logprobs_backward(chunk.rows(logits), stats, grads, values.unsqueeze(0), sharded=True)
         return values
 
     # --- gradient products
