@@ -117,7 +117,8 @@ class Report:
         file = folder / "run_id"
         settings = config.model_dump(mode="json")
         if self.accelerator.is_main_process:
-            records = [each for each in read_metrics(self.directory.metrics) if each["step"] <= (step or 0)]
+            last, before = -1 if step is None else step, read_metrics(self.directory.metrics)
+            records = [each for each in before if each["step"] <= last]
             write_text(self.directory.metrics, "".join(json.dumps(each) + "\n" for each in records))
             write_text(self.directory.config, yaml.safe_dump(settings, sort_keys=False))
             if config.trackers and not file.exists():
