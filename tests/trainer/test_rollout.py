@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import gspo_kernels as gk
 from gspo_kernels import bits
-from gspo_kernels.trainer import loop
+from gspo_kernels.trainer import loop, rollout
 from gspo_kernels.trainer.config import AUTO, InputError, RolloutConfig
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import (
@@ -305,7 +305,7 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
         with pytest.raises(InputError, match=f"got 'continuous', and .* cannot sample: .*{words}"):
             engine_of(**{"model": model, "sampler": "continuous", **changes})
     with monkeypatch.context() as patch:
-        patch.setattr(transformers, "ContinuousBatchingConfig", object)
+        patch.setattr(rollout, "transformers", SimpleNamespace(ContinuousBatchingConfig=object))
         with pytest.raises(InputError, match="no log-probs, or changes the attention, in this version"):
             engine_of(model, sampler="continuous")
 
