@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 
 import gspo_kernels as gk
