@@ -189,7 +189,7 @@ def test_no_kernel_becomes_dearer(report):
         if line is not None:
             assert not dearer(entry["counts"], line), (line["name"], entry["counts"], line)
             compared.add((line["name"], line["target"]))
-    assert {target for _, target in compared} == {*NVIDIA, "gfx942"} and len(compared) >= 32
+    assert {target for _, target in compared} == {*NVIDIA, "gfx942"} and len(compared) >= 30
 
 
 def test_shapes_do_not_recompile_and_alignment_does(report):
