@@ -1,5 +1,6 @@
 """A call that looks like an earlier one is not checked again: what it gives must be the same."""
 
+import math
 import random
 
 import pytest
@@ -101,6 +102,21 @@ def test_calls_that_look_alike_are_checked_as_if_they_were_the_first():
         assert got == want or repr(got) == repr(want), values
         errors += isinstance(want, str)
     assert 100 < errors < 400
+
+
+def test_options_of_an_objective_tell_calls_apart():
+    """A ratio of e is clipped by one objective, and not by another one of its class."""
+    weight, labels = torch.zeros(2, 3), torch.zeros(1, 2, dtype=torch.int64)
+    old = torch.full((1, 2), -math.log(2) - 1)
+    losses = []
+    for clip_high in (0.5, 9.0, 0.5):
+        hidden = torch.ones(1, 2, 3, requires_grad=True)
+        objective = gk.GSPO(clip_high=clip_high)
+        loss = gk.fused_linear_policy_loss(
+            hidden, weight, labels, old, torch.ones(1), objective=objective
+        ).loss
+        losses.append(loss.item())
+    assert losses == pytest.approx([-1.5, -math.e, -1.5])
 
 
 def test_only_so_many_decisions_are_kept(monkeypatch):
