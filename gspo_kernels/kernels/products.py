@@ -379,7 +379,7 @@ def _has_tensor_maps(device: torch.device) -> bool:
         return False
     try:
         if torch.cuda.is_current_stream_capturing():
-            return True  # a graph can't capture a comparison
+            return False  # a graph can't capture a comparison, and without one addresses serve
         _FOUND[device] = True
         _FOUND[device] = _agrees(device)
     except Exception:  # of a driver, Triton or its compiler: whatever it is, addresses serve
