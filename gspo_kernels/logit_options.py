@@ -69,12 +69,12 @@ class LogitOptions(NamedTuple):
         backend = resolve(self.backend, labels.device)
         if backend == "reference" and in_force(None):
             refuse_backend(backend)
-        shard = _WHOLE if parallel.tp_group is None else _shard(parallel, width)
-        kept = None if self.kept_mask is None else self._kept(labels, width, shard)
+        shard = _UNSHARDED if parallel.tp_group is None else _shard(parallel, width)
+        kept = None if self.kept_mask is None else self._kept_mask(labels, width, shard)
         transform = LogitTransform(scale, cap, scalar, row_temperature, kept)
         return RowOptions(transform, self.ignore_index, backend, shard)
 
-    def _kept(self, labels: Tensor, width: int, shard: Shard) -> Tensor:
+    def _kept_mask(self, labels: Tensor, width: int, shard: Shard) -> Tensor:
         """Return the sampling mask of this process's columns, in rows."""
         shape, device = tuple(labels.shape), labels.device
         if shard.group:  # a mask of the whole vocabulary, of which this process has some columns
@@ -96,7 +96,7 @@ class LogitOptions(NamedTuple):
         return mask.unsqueeze(0) if labels.ndim == 1 else mask
 
 
-_WHOLE = Shard()
+_UNSHARDED = Shard()
 
 
 def _shard(parallel: Parallel, width: int) -> Shard:

@@ -50,10 +50,10 @@ def signature(
         arguments: tensors, and numbers that may be tensors, in a fixed order.
         options: all others, in a fixed order; a tensor among them has no signature.
     """
-    alone = isinstance(parallel, Parallel) and parallel._alone
+    no_groups = isinstance(parallel, Parallel) and parallel._is_default
     kind = type(objective)
     known_objective = objective is None or Objective in kind.__mro__
-    if is_compiling() or validates() or not alone or not known_objective or type(tokens) not in _TENSORS:
+    if is_compiling() or validates() or not no_groups or not known_objective or type(tokens) not in _TENSORS:
         return None
     if tokens.is_nested or tokens.ndim == 0:
         return None

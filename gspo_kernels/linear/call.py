@@ -112,9 +112,11 @@ class Call:
         all_rows = 0
         if plan is not None and plan.requires_grad.weight and self.products.rounds_early:
             all_rows = labels.numel() if plan.schedule in ("auto", "aligned", "known") else 0
-        rows = chunk_rows(row_bytes, budget, weight.device, all_rows, 2 * weight.numel())
-        least = min(rows, chunk_rows(row_bytes, budget or LEAST_BYTES, weight.device))
-        self.chunk_rows, self.least_rows = (n - n % multiple if n > multiple else n for n in (rows, least))
+        row_count = chunk_rows(row_bytes, budget, weight.device, all_rows, 2 * weight.numel())
+        least = min(row_count, chunk_rows(row_bytes, budget or LEAST_BYTES, weight.device))
+        self.chunk_rows, self.least_rows = (
+            n - n % multiple if n > multiple else n for n in (row_count, least)
+        )
         self.tokens: ScatteredTokens | None = None
         if checked and options.shard.group:
             ranges = range_of(labels, self.products.vocabulary, options)
@@ -175,16 +177,16 @@ class Call:
         begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
             span = slice(first + start, first + end)
-            rows = span if isinstance(where, slice) else where[span]
+            positions = span if isinstance(where, slice) else where[span]
             if self.tokens is None:
-                yield self.chunk(rows, labels[start:end])
+                yield self.chunk(positions, labels[start:end])
                 continue
-            begun.append((rows, labels[start:end], self.tokens.begin_gather(self.hidden, rows)))
+            begun.append((positions, labels[start:end], self.tokens.begin_gather(self.hidden, positions)))
             if len(begun) > 1:
-                rows, chunk_labels, gather = begun.pop(0)
-                yield self.chunk(rows, chunk_labels, gather())
-        for rows, chunk_labels, gather in begun:
-            yield self.chunk(rows, chunk_labels, gather())
+                positions, chunk_labels, gather = begun.pop(0)
+                yield self.chunk(positions, chunk_labels, gather())
+        for positions, chunk_labels, gather in begun:
+            yield self.chunk(positions, chunk_labels, gather())
 
     def chunk(
         self, where: slice | Tensor, labels: Tensor | None = None, hidden: Tensor | None = None

@@ -45,11 +45,11 @@ class Chunk(NamedTuple):
         options = self.options._replace(transform=transform, ignore_index=ignore_index)
         return self._replace(labels=self.labels.to(torch.int64) - label, options=options)
 
-    def part(self, rows: slice) -> Chunk:
+    def part(self, span: slice) -> Chunk:
         """Return a chunk of neighbouring rows, for a product."""
-        options = self.options._replace(transform=self.options.transform.rows(lambda each: each[:, rows]))
-        hidden = self.hidden[rows]
-        return Chunk(self.where, hidden, self.labels[:, rows], options, hidden.shape[0])
+        options = self.options._replace(transform=self.options.transform.rows(lambda each: each[:, span]))
+        hidden = self.hidden[span]
+        return Chunk(self.where, hidden, self.labels[:, span], options, hidden.shape[0])
 
     def select(self, keep: Tensor) -> Chunk:
         """Return a chunk of the rows with these indices."""
@@ -76,16 +76,16 @@ class Projected(NamedTuple):
     factors: Tensor | None = None
     rests: Tensor | None = None
 
-    def select(self, rows: Tensor, gaps: Tensor) -> Projected:
+    def select(self, sources: Tensor, gaps: Tensor) -> Projected:
         """Move some rows to the front of the same memory, a few at a time; see ``compacted``."""
         values = self.values
         step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
         for start in range(0, gaps.numel(), step):
             some = gaps[start : start + step]
-            values[some] = values[rows[some]]
-        factors, rests = (None if each is None else each[rows] for each in (self.factors, self.rests))
-        stats = self.stats.each(lambda stat: stat[:, rows])
-        return Projected(values[: rows.numel()], stats, self.written, factors, rests)
+            values[some] = values[sources[some]]
+        factors, rests = (None if each is None else each[sources] for each in (self.factors, self.rests))
+        stats = self.stats.each(lambda stat: stat[:, sources])
+        return Projected(values[: sources.numel()], stats, self.written, factors, rests)
 
 
 def compacted(
@@ -112,11 +112,11 @@ def compacted(
     if count == keep.numel():
         return None
     kept = keep.nonzero_static(size=count).squeeze(1)
-    rows = torch.arange(count, device=keep.device)
+    sources = torch.arange(count, device=keep.device)
     if in_order:
-        return kept, (kept != rows).nonzero().squeeze(1)
+        return kept, (kept != sources).nonzero().squeeze(1)
     gaps = (~keep[:count]).nonzero_static(size=count - stay).squeeze(1)
-    return rows.index_copy(0, gaps, kept[stay:]), gaps
+    return sources.index_copy(0, gaps, kept[stay:]), gaps
 
 
 def rows_at(values: Tensor, where: slice | Tensor) -> Tensor:

@@ -58,14 +58,14 @@ def linear_distillation(
             checked=False,
         )
         # both sides take the memory that the student alone would: by default the fewest rows of CHUNK_ROWS
-        rows = call.chunk_rows
+        row_count = call.chunk_rows
         if not call.chunking.max_chunk_bytes:
-            rows = min(rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
+            row_count = min(row_count, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
         both = products.row_bytes + products.vocabulary * theirs.products.dtype.itemsize
-        call.chunk_rows = max(1, rows * products.row_bytes // both)
+        call.chunk_rows = max(1, row_count * products.row_bytes // both)
     where = call.projected
-    rows = where.stop if isinstance(where, slice) else len(where)
-    gradients = Gradients(call, needs, normalised=True, once=rows <= call.chunk_rows)
+    row_count = where.stop if isinstance(where, slice) else len(where)
+    gradients = Gradients(call, needs, normalised=True, once=row_count <= call.chunk_rows)
     divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
     _add_chunks(call, theirs, teacher, spec, shares, gradients, divergences)
     return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
@@ -83,12 +83,14 @@ def _add_chunks(
     """Write the divergences of all rows and add up their gradients. Logits are gone when this returns."""
     products, device = call.products, call.hidden.device
     # one block of memory where both sides have the same dtype
-    rows = min(call.chunk_rows, call.labels.numel())
+    row_count = min(call.chunk_rows, call.labels.numel())
     shared = theirs is not None and theirs.products.dtype == products.dtype
-    block = used_memory(torch.Size(((1 + shared) * rows, products.vocabulary)), products.dtype, device)
-    teacher_block = block[rows:]
+    block = used_memory(torch.Size(((1 + shared) * row_count, products.vocabulary)), products.dtype, device)
+    teacher_block = block[row_count:]
     if theirs is not None and not shared:
-        teacher_block = torch.empty(rows, products.vocabulary, dtype=theirs.products.dtype, device=device)
+        teacher_block = torch.empty(
+            row_count, products.vocabulary, dtype=theirs.products.dtype, device=device
+        )
     for chunk in call.chunks(call.projected):
         logits, teacher_logits = products.logits(chunk.hidden, block[: chunk.size]), None
         if theirs is not None:

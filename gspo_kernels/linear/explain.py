@@ -42,7 +42,7 @@ class SchedulePlan:
 
     def __str__(self) -> str:
         """Describe the plan in four lines."""
-        tokens = ", ".join(f"{name} {rows}" for name, rows in self.parts.items())
+        tokens = ", ".join(f"{name} {count}" for name, count in self.parts.items())
         return (
             f"schedule {self.schedule}, because {self.reason}\n"
             f"  {self.products:.2f} matrix products over the counted tokens ({tokens})\n"
@@ -56,12 +56,12 @@ def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> 
     """Return the plan of a call with its schedule from ``schedule.choose``; reads lengths from the device."""
     call, needs = Call(operands, checked=False, whole_logits=False, plan=plan), plan.requires_grad
     groups = CoefficientGroups(call, terms, plan)
-    trained, total = needs.weight or needs.bias, sum(groups.rows)
+    trained, total = needs.weight or needs.bias, sum(groups.row_counts)
     products, tokens = 0, dict[str, int]()
     for part in groups.parts:
         gradients = {"forward": 0, "two_pass": 1 + needs.hidden + trained}
-        active = part.rows - part.inactive_rows
-        products += part.rows + active * gradients.get(part.schedule, needs.hidden + trained)
+        active = part.row_count - part.inactive_rows
+        products += part.row_count + active * gradients.get(part.schedule, needs.hidden + trained)
         tokens[part.schedule] = tokens.get(part.schedule, 0) + active
         if part.inactive_rows:
             tokens["forward"] = tokens.get("forward", 0) + part.inactive_rows
@@ -78,9 +78,9 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups) -> tuple[int, i
     trained = products.trained.numel() if needs.weight else 0
     of_hidden = hidden.numel() * narrow if needs.hidden else 0
     of_weight = trained * products.trained.element_size()
-    parts, count = groups.parts, sum(groups.rows)
-    rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
-    chunks = [part.rows for part in parts if part.schedule == "aligned"]
+    parts, count = groups.parts, sum(groups.row_counts)
+    rows = min(call.chunk_rows, max((part.row_count for part in parts), default=0))
+    chunks = [part.row_count for part in parts if part.schedule == "aligned"]
     if parts and parts[0].schedule == "known" and plan.depends_on == "token":
         ends = products.cut(count, call.chunk_rows)
         chunks = ends[:1] * len(ends)
@@ -94,7 +94,7 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups) -> tuple[int, i
     in_place = hidden.is_contiguous() and count == call.labels.numel() and (groups.all_rows or in_backward)
     operand = products.trained.shape[1] * products.operand_dtype.itemsize if needs.weight else 0
     row = (0 if in_place else H * narrow) + operand + (H * wide if needs.hidden else 0)
-    longest = max((part.rows for part in parts if part.schedule == "two_pass"), default=0)
+    longest = max((part.row_count for part in parts if part.schedule == "two_pass"), default=0)
     longest = count if in_backward else longest
     width, kept = block_width(call, longest), list[int]()
     chunk, sums = rows * products.row_bytes, trained * wide

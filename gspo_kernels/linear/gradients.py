@@ -119,12 +119,12 @@ class Gradients:
         invariant = self.call.chunking.batch_invariant
         kept = compacted(active, invariant, meanwhile) if active is not None and skip else None
         if active is not None and kept is not None:
-            rows, gaps = kept
-            if not rows.numel():
+            sources, gaps = kept
+            if not sources.numel():
                 return
-            projected, chunk = projected.select(rows, gaps), chunk.select(rows)
-            active, grad = active[rows], grad[rows]
-            grad_entropy = None if grad_entropy is None else grad_entropy[rows]
+            projected, chunk = projected.select(sources, gaps), chunk.select(sources)
+            active, grad = active[sources], grad[sources]
+            grad_entropy = None if grad_entropy is None else grad_entropy[sources]
         self.add_rows(self.rows(projected, chunk, grad, grad_entropy, active), chunk)
 
     def rows(
@@ -327,8 +327,8 @@ def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
     return grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
 
 
-def block_width(call: Call, rows: int) -> int:
-    """Return how many columns of ``rows`` rows are projected again at a time, with no more logits than a
+def block_width(call: Call, row_count: int) -> int:
+    """Return how many columns of ``row_count`` rows are projected again at a time, with no more logits than a
     chunk has; 0: all, in chunks of rows, of which there is one if ``products.by_columns``.
 
     Weights of more than 16 bits show in gradients whether logits are those of the statistics, bit by bit, so
@@ -336,13 +336,13 @@ def block_width(call: Call, rows: int) -> int:
     vocabulary sum dHidden once for all rows, however few columns one of them has.
     """
     V = call.products.vocabulary
-    if not rows or not call.products.by_columns:
+    if not row_count or not call.products.by_columns:
         return 0
-    most = BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"]
-    columns = min(most, max(1, call.chunk_rows * V // rows))
+    max_columns = BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"]
+    columns = min(max_columns, max(1, call.chunk_rows * V // row_count))
     if columns > 64:
         columns -= columns % 64
-    return min(columns, V) if columns < V or rows > call.chunk_rows or call.options.shard.group else 0
+    return min(columns, V) if columns < V or row_count > call.chunk_rows or call.options.shard.group else 0
 
 
 def recompute(

@@ -68,7 +68,7 @@ class CoefficientGroups:
     """The rows of a call by group: groups in the order of their parts, groups without any gradient last.
 
     Attributes:
-        rows: the number of rows of each group.
+        row_counts: the number of rows of each group.
         inactive: how many groups at the end have no gradient, whatever the forward gives.
         all_rows: whether every row of the call is in a group.
         in_place: whether these are padded sequences in the order of the call.
@@ -99,7 +99,7 @@ class CoefficientGroups:
             working = [working[i] for i in sorted(range(len(working)), key=fit.__getitem__)]
         groups = working + inactive_groups
         self.inactive = len(inactive_groups)
-        self.rows = [sum(counts[i] for i in group) for group in groups]
+        self.row_counts = [sum(counts[i] for i in group) for group in groups]
         self._sequences = [i for group in groups for i in group]
         self._sequence_ends = [0, *itertools.accumulate(len(group) for group in groups)]
         self._row_ends = [0, *itertools.accumulate(counts[i] for i in self._sequences)]
@@ -133,12 +133,14 @@ class CoefficientGroups:
             self.parts = [Part("known", 0, len(groups), total)]
         else:
             chunk_rows = call.chunk_rows
-            self.parts = plan_parts(plan.schedule, self.rows, self.inactive, chunk_rows, plan.defers, joins)
+            self.parts = plan_parts(
+                plan.schedule, self.row_counts, self.inactive, chunk_rows, plan.defers, joins
+            )
         served = [part for part in self.parts if part.schedule != "forward"]
         names = {part.schedule for part in served}
         if names == {"two_pass"}:
             call.chunk_rows = call.least_rows
-        fits = len(served) == 1 and (names == {"two_pass"} or served[0].rows <= call.chunk_rows)
+        fits = len(served) == 1 and (names == {"two_pass"} or served[0].row_count <= call.chunk_rows)
         self.in_one_product = call.products.by_columns and fits and names != {"deferred"}
 
     def prepare(
@@ -155,11 +157,11 @@ class CoefficientGroups:
         labels, where = rows_at(self._call.labels, self._where), self._where
         if at_once:
             for part in parts:
-                rows = slice(*(self._row_ends[self._sequence_ends[end]] for end in (part.start, part.stop)))
+                span = slice(*(self._row_ends[self._sequence_ends[end]] for end in (part.start, part.stop)))
                 yield (
                     part,
-                    rows if isinstance(where, slice) else rows_at(where, rows),
-                    rows_at(labels, rows),
+                    span if isinstance(where, slice) else rows_at(where, span),
+                    rows_at(labels, span),
                     terms,
                 )
             return
@@ -177,9 +179,9 @@ class CoefficientGroups:
             length = self._call.labels.shape[1]
             for part in parts:
                 first, last = self._sequence_ends[part.start], self._sequence_ends[part.stop]
-                rows = slice(first * length, last * length)
+                span = slice(first * length, last * length)
                 sliced: dict[str, Any] = {name: value[first:last] for name, value in values.items()}
-                yield part, rows, labels[rows], call_terms._replace(**sliced)
+                yield part, span, labels[span], call_terms._replace(**sliced)
             return
         if not parts:
             return
@@ -198,13 +200,13 @@ class CoefficientGroups:
             for name, value in values.items()
         }
         for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
-            rows = slice(ends[first], ends[last])
+            span = slice(ends[first], ends[last])
             part_terms: dict[str, Any] = {
-                name: value[first:last] if value.ndim == 1 else value[:, rows]
+                name: value[first:last] if value.ndim == 1 else value[:, span]
                 for name, value in ordered.items()
             }
             terms = call_terms._replace(**part_terms, cu_seqlens=cu_seqlens)
-            yield part, rows if isinstance(where, slice) else where[rows], labels[rows], terms
+            yield part, span if isinstance(where, slice) else where[span], labels[span], terms
 
 
 def _lengths(call: Call, terms: Terms, skip: bool, grouped: bool) -> tuple[list[int], list[int], list[int]]:

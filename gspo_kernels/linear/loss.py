@@ -79,11 +79,11 @@ def linear_centered_policy(
     per_token = token_terms(call.labels, terms, plan.backend)
     loss = torch.zeros((), dtype=exact_dtype(call.labels.device), device=call.labels.device)
     for chunk in call.chunks(call.projected):
-        rows, logits, some = chunk.where, call.products.logits_of(chunk), centering.at(chunk.where)
+        where, logits, some = chunk.where, call.products.logits_of(chunk), centering.at(chunk.where)
         scored = score(logits.unsqueeze(0), some.ids, chunk.options, False)
         logprobs = scored.logprobs[..., 0].contiguous()
         scores.keep(chunk, RowStats(logprobs, scored.lse_others, None))
-        chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(1))  # noqa: B023
+        chunk_terms = per_token.each(lambda _, value: value.flatten()[where].unsqueeze(1))  # noqa: B023
         step = evaluate(logprobs.t(), None, chunk_terms, want_metrics=False)
         of_ids = coefficients_of(scored.logprobs, scored.tail, some)
         loss = loss + sum_of(scored.logprobs[..., 1:], of_ids, "")
@@ -168,8 +168,8 @@ class Run:
         alone: log-probs and gradient come from the same chunk.
         """
         call, where, terms = self.call, self.call.projected, self.terms
-        rows = where.stop if isinstance(where, slice) else len(where)
-        self.start(isinstance(where, slice), True, rows <= call.chunk_rows)
+        row_count = where.stop if isinstance(where, slice) else len(where)
+        self.start(isinstance(where, slice), True, row_count <= call.chunk_rows)
         if self.plan.depends_on == "nothing":
             grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
             keep = call.index(grads[where] != 0) if self.leaves_out_from <= call.labels.numel() else None
@@ -190,7 +190,7 @@ class Run:
         if in_one_launch:
             per_token, ratio_clip = sum_over_tokens(per_token, ratio_clip)
         if call.labels.is_cuda:
-            ends = call.products.cut(where.stop if isinstance(where, slice) else len(where), call.chunk_rows)
+            ends = call.products.cut(row_count, call.chunk_rows)
             call.look_ahead(self.plan.leaves_out, ends[:1] * len(ends))
         chunks = call.chunks(where)
         begun = list(itertools.islice(chunks, 1))
@@ -206,10 +206,10 @@ class Run:
             skip = self.leaves_out_from <= chunk.size
             projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
             self.scores.keep(chunk, projected.stats)
-            rows, (logprobs, _, entropy) = chunk.where, projected.stats
+            at, (logprobs, _, entropy) = chunk.where, projected.stats
             # the launch takes the chunk as one row of tokens, PyTorch each token as a sequence
             across = 0 if in_one_launch else 1
-            chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(across))  # noqa: B023
+            chunk_terms = per_token.each(lambda _, value: value.flatten()[at].unsqueeze(across))  # noqa: B023
             if in_one_launch:
                 step = evaluate_objective(
                     logprobs, None, chunk_terms, self.plan.backend, ratio_clip, want_metrics=False
@@ -227,7 +227,7 @@ class Run:
         call, plan = self.call, self.plan
         groups = CoefficientGroups(call, self.terms, plan)
         parts = groups.parts
-        call.products.max_rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
+        call.products.max_rows = min(call.chunk_rows, max((part.row_count for part in parts), default=0))
         if self.at_once:
             # the one evaluation needs all tokens projected, so parts that are only projected go first
             parts.sort(key=lambda part: part.schedule != "forward")
@@ -242,7 +242,7 @@ class Run:
         if any(part.schedule == "deferred" for part in parts):
             sequence_sums = HeadSums(call.products, plan.requires_grad, plan.backend)
         if call.labels.is_cuda:
-            call.look_ahead(plan.leaves_out, [part.rows for part in parts if part.schedule == "aligned"])
+            call.look_ahead(plan.leaves_out, [part.row_count for part in parts if part.schedule == "aligned"])
         items, begun = list(groups.prepare(parts, self.terms, self.at_once)), list[Chunk]()
         items.reverse()
 

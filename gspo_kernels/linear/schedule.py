@@ -148,24 +148,24 @@ def choose(
 class Part(NamedTuple):
     """Groups ``start`` to ``stop - 1`` and the schedule that serves them.
 
-    The last ``inactive_rows`` of the ``rows`` have no gradient: they only share the projection.
+    The last ``inactive_rows`` of the rows have no gradient: they only share the projection.
     """
 
     schedule: str
     start: int
     stop: int
-    rows: int
+    row_count: int
     inactive_rows: int = 0
 
 
 def plan_parts(
-    schedule: str, rows: Sequence[int], inactive: int, chunk_rows: int, defers: int, joins: int = 0
+    schedule: str, row_counts: Sequence[int], inactive: int, chunk_rows: int, defers: int, joins: int = 0
 ) -> list[Part]:
     """Cut groups into parts.
 
     Args:
         schedule: "auto", or any name but "known", which needs no parts.
-        rows: the number of rows of each group.
+        row_counts: the number of rows of each group.
         inactive: how many groups at the end have no gradient, whatever the forward gives.
         chunk_rows: rows of logits that fit the budget.
         defers: from how many rows on a group that doesn't fit is deferred; 0: none is.
@@ -174,7 +174,7 @@ def plan_parts(
     Raises:
         ValueError: "aligned" by name, but a group doesn't fit in a chunk.
     """
-    working = rows[: len(rows) - inactive]
+    working = row_counts[: len(row_counts) - inactive]
     if schedule == "aligned" and working and max(working) > chunk_rows:
         raise ValueError(
             f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), one has {max(working)} "
@@ -204,14 +204,14 @@ def plan_parts(
                 first, count = i, 0
             count += working[i]
         parts.append(Part(name, first, members[-1] + 1, count))
-    parts = [part for part in parts if part.rows]
+    parts = [part for part in parts if part.row_count]
     stop = len(working)
     if parts and parts[-1].schedule == "aligned":
         # groups without a gradient fill up the last chunk
-        last, count = parts[-1], parts[-1].rows
-        while stop < len(rows) and count + rows[stop] <= chunk_rows:
-            count += rows[stop]
+        last, count = parts[-1], parts[-1].row_count
+        while stop < len(row_counts) and count + row_counts[stop] <= chunk_rows:
+            count += row_counts[stop]
             stop += 1
-        parts[-1] = Part("aligned", last.start, stop, count, count - last.rows)
-    rest = sum(rows[stop:])
-    return [*parts, Part("forward", stop, len(rows), rest)] if rest else parts
+        parts[-1] = Part("aligned", last.start, stop, count, count - last.row_count)
+    rest = sum(row_counts[stop:])
+    return [*parts, Part("forward", stop, len(row_counts), rest)] if rest else parts

@@ -20,7 +20,7 @@ from gspo_kernels.types import RowGradients, RowOptions, RowStats, SequenceRatio
 
 SMALL_BYTES = 2**20
 """Logits on the CPU that take at most this many bytes stay until the backward."""
-_LEAST, _MAX = 2.0**-64, 2.0**64
+_MIN, _MAX = 2.0**-64, 2.0**64
 """Coefficients with a magnitude between these, or zero, neither lose accuracy nor overflow in a product."""
 
 
@@ -64,7 +64,7 @@ def small_loss(
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())
-    if not finite or not all(c == 0 or _LEAST < abs(c) < _MAX for c in coefficients.tolist()):
+    if not finite or not all(c == 0 or _MIN < abs(c) < _MAX for c in coefficients.tolist()):
         return None
     return logits, stats
 

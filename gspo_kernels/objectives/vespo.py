@@ -8,8 +8,8 @@ import torch
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import by_sign, policy_gradient
 
-_LOG_MOST = 20.0
-_LOG_LEAST = math.log(1e-8)
+_LOG_MAX = 20.0
+_LOG_MIN = math.log(1e-8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class VESPO(Objective):
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
-        total = batch.layout.sum(batch.log_ratio.clamp(-_LOG_MOST, _LOG_MOST))
-        log_ratio = batch.per_token(total.clamp(_LOG_LEAST, _LOG_MOST))
+        total = batch.layout.sum(batch.log_ratio.clamp(-_LOG_MAX, _LOG_MAX))
+        log_ratio = batch.per_token(total.clamp(_LOG_MIN, _LOG_MAX))
         # where A = 0 any phi gives 0
         k = by_sign(batch, self.k_positive, self.k_negative)
         decay = by_sign(batch, self.lambda_positive, self.lambda_negative)

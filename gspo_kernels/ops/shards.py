@@ -35,7 +35,7 @@ from gspo_kernels.types import (
 Rows = TypeVar("Rows", LogitRows, RowPair)
 IGNORED, ELSEWHERE = -1, -2
 """Labels within a shard: for ignored rows, and for rows whose label is in another shard or in none."""
-LEAST = torch.finfo(torch.float64).min
+LOWEST = torch.finfo(torch.float64).min
 _NOT_HERE = 1.0
 """A value in place of a log-prob, which is at most 0: the label is not in this shard."""
 
@@ -76,7 +76,7 @@ class ShardedRows:
     def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
         """See ``ops.backends.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
         local = self._local(rows)
-        return self._whole(self._inner.logprobs_forward(local, entropy), local.labels)
+        return self._combined(self._inner.logprobs_forward(local, entropy), local.labels)
 
     def logprobs_backward(
         self, rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = True
@@ -136,7 +136,7 @@ class ShardedRows:
         columns.masked_fill_(rows.labels == rows.ignore_index, IGNORED)
         return rows._replace(labels=columns, ignore_index=IGNORED)
 
-    def _whole(self, stats: RowStats, local: Tensor) -> RowStats:
+    def _combined(self, stats: RowStats, local: Tensor) -> RowStats:
         """Return the statistics of whole rows, from those of this shard and of the other ranks'."""
         if not local.numel():
             return stats
@@ -178,7 +178,7 @@ def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k:
     every = gathered(shard.group, torch.stack([padded, ids.to(torch.float64)]))
     values, ids = (each.movedim(0, -2).flatten(-2) for each in every.unbind(1))
     # the padding of a small shard comes after all logits, whatever their values
-    values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LEAST))
+    values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LOWEST))
     leading = ids.gather(-1, values.topk(k).indices).to(torch.int64)
     return leading.masked_fill(leading < 0, bits.NO_ID)
 

@@ -54,11 +54,11 @@ class Parallel:
     reduce_hidden_grad: bool = True
     sequence_parallel: bool = False
     cp_group: ProcessGroup | DeviceMesh | None = None
-    _alone: ClassVar[bool]
+    _is_default: ClassVar[bool]
 
     def __post_init__(self) -> None:
         # every call asks whether all fields have their defaults
-        self.__dict__["_alone"] = all(getattr(self, each.name) == each.default for each in fields(self))
+        self.__dict__["_is_default"] = all(getattr(self, each.name) == each.default for each in fields(self))
         for name in ("tp_group", "cp_group"):
             if getattr(self, name) is not None:
                 group_name(name, getattr(self, name))
@@ -91,7 +91,7 @@ class Parallel:
         """
         if not isinstance(parallel, Parallel):
             raise TypeError(f"parallel: got {type(parallel).__name__}, expected Parallel(...)")
-        if parallel._alone:
+        if parallel._is_default:
             return
         if parallel.tp_group is not None or parallel.cp_group is not None:
             refuse_groups(in_force(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)

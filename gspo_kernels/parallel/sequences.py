@@ -95,20 +95,20 @@ class GatheredTokens:
         counts = gathered(group, local.sum(torch.ones_like(tokens, dtype=torch.float64)).to(torch.int64))
         self.cu_seqlens = pad(counts.sum(0).cumsum(0), (1, 0)).to(torch.int32)
         totals = counts.sum(1)
-        self._most = int(totals.max())
+        self._max_count = int(totals.max())
         ranks, sequences = counts.shape
         sequence = torch.arange(sequences, device=tokens.device).repeat(ranks)
         sequence = sequence.repeat_interleave(counts.flatten())
         rank = torch.arange(ranks, device=tokens.device).repeat_interleave(totals)
         place = torch.arange(len(rank), device=tokens.device) - (totals.cumsum(0) - totals)[rank]
         order = sequence.argsort(stable=True)
-        self._places = (rank * self._most + place)[order]
+        self._places = (rank * self._max_count + place)[order]
         self._mine = (rank[order] == rank_and_size(group)[0]).nonzero().squeeze(1)
 
     def gather(self, local_values: Sequence[Tensor]) -> list[Tensor]:
         """Gather values of this rank's tokens to those of all tokens, [1, N]; one gather, 8 bytes a value."""
         stacked = torch.stack([values.flatten().to(torch.float64) for values in local_values])
-        every = gathered(self._group, pad(stacked, (0, self._most - stacked.shape[1])))
+        every = gathered(self._group, pad(stacked, (0, self._max_count - stacked.shape[1])))
         packed = every.transpose(0, 1).flatten(1)[:, self._places]
         return [row.unsqueeze(0).to(values.dtype) for row, values in zip(packed, local_values, strict=True)]
 

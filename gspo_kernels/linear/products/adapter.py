@@ -43,26 +43,26 @@ class AdapterProducts(Products):
         block.base = self.base.columns(first, last)
         return block
 
-    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
+    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply rows [n, V] by both matrices: [n, H + r] in the statistics' dtype."""
-        parts = type(self.base)(in_parts(self.trained, rows.dtype), None, "float32", False, self.options)
-        low = sum_of_parts(parts.grad_hidden(rows), self.trained.shape[1])
-        product = torch.cat([self.base.grad_hidden(rows), low], 1)
+        parts = type(self.base)(in_parts(self.trained, grad_rows.dtype), None, "float32", False, self.options)
+        low = sum_of_parts(parts.grad_hidden(grad_rows), self.trained.shape[1])
+        product = torch.cat([self.base.grad_hidden(grad_rows), low], 1)
         return product if total is None else total.add_(product)
 
     def add_weight(
-        self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add to the adapter's sum; ``operand`` has r columns, in the dtype of statistics."""
-        if operand.dtype == rows.dtype:
-            self.base.add_weight(total, rows, operand, first, ends)
+        if operand.dtype == grad_rows.dtype:
+            self.base.add_weight(total, grad_rows, operand, first, ends)
             return
-        operand = in_parts(operand, rows.dtype)
-        product = torch.empty(rows.shape[1], operand.shape[1], dtype=total.dtype, device=total.device)
-        self.base.add_weight(product, rows, operand, True, ends)
+        operand = in_parts(operand, grad_rows.dtype)
+        product = torch.empty(grad_rows.shape[1], operand.shape[1], dtype=total.dtype, device=total.device)
+        self.base.add_weight(product, grad_rows, operand, True, ends)
         product = sum_of_parts(product, total.shape[1])
         total.copy_(product) if first else total.add_(product)
 
-    def transposed(self, rows: Tensor, operand: Tensor) -> Tensor:
+    def transposed(self, grad_rows: Tensor, operand: Tensor) -> Tensor:
         """Multiply as with the weight."""
-        return self.base.transposed(rows, operand)
+        return self.base.transposed(grad_rows, operand)

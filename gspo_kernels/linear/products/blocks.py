@@ -90,15 +90,15 @@ class StreamedProducts(SlabProducts):
         """Whether statistics write no logits: with the C++ backend, of fp32 or fp64 logits."""
         return self.backend is cpp and self.dtype not in (torch.float16, torch.bfloat16)
 
-    def statistics_rows(self, rows: int) -> int:
+    def statistics_rows(self, row_count: int) -> int:
         """Return more rows than there may be logits where none are written."""
-        return max(rows, STATISTICS_ROWS) if self.fuses and self.streams else rows
+        return max(row_count, STATISTICS_ROWS) if self.fuses and self.streams else row_count
 
-    def statistics_bytes(self, rows: int) -> int:
+    def statistics_bytes(self, row_count: int) -> int:
         """Return the bytes of a slab of logits, or nothing where a block is reduced as it is computed."""
         if not self.streams:
-            return super().statistics_bytes(rows)
-        return 0 if self.fuses else rows * min(self.vocabulary, LOGITS_SLAB) * self.rows_dtype.itemsize
+            return super().statistics_bytes(row_count)
+        return 0 if self.fuses else row_count * min(self.vocabulary, LOGITS_SLAB) * self.rows_dtype.itemsize
 
     def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
         """Return statistics without writing logits, with the bits of those of written logits."""
@@ -125,23 +125,24 @@ class BlockProducts(StreamedProducts):
             return super().logits(hidden, out)
         return multiply(hidden, self.weight.t(), out, bias=self.bias)
 
-    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
+    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply rows by the weight in fp32."""
         out = total
         if out is None:
-            out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
-        return multiply(rows, self.weight, out, accumulate=total is not None)
+            size, device = (len(grad_rows), self.weight.shape[1]), grad_rows.device
+            out = torch.empty(size, dtype=torch.float32, device=device)
+        return multiply(grad_rows, self.weight, out, accumulate=total is not None)
 
     def add_weight(
-        self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add in place."""
-        multiply(rows.t(), operand, total, accumulate=not first, ends=ends)
+        multiply(grad_rows.t(), operand, total, accumulate=not first, ends=ends)
 
-    def transposed(self, rows: Tensor, operand: Tensor) -> Tensor:
+    def transposed(self, grad_rows: Tensor, operand: Tensor) -> Tensor:
         """Multiply rows in bf16 and operands in fp32 to fp32."""
-        if rows.dtype == operand.dtype:
-            return super().transposed(rows, operand)
-        parts = in_parts(operand, rows.dtype)
-        out = torch.empty(rows.shape[1], parts.shape[1], dtype=torch.float32, device=rows.device)
-        return sum_of_parts(multiply(rows.t(), parts, out), operand.shape[1])
+        if grad_rows.dtype == operand.dtype:
+            return super().transposed(grad_rows, operand)
+        parts = in_parts(operand, grad_rows.dtype)
+        out = torch.empty(grad_rows.shape[1], parts.shape[1], dtype=torch.float32, device=grad_rows.device)
+        return sum_of_parts(multiply(grad_rows.t(), parts, out), operand.shape[1])

@@ -38,9 +38,9 @@ class ExponentialProducts(Products):
         self._early: Any = None
         self._first = 0
 
-    def statistics_rows(self, rows: int) -> int:
+    def statistics_rows(self, row_count: int) -> int:
         """Return more rows than may be stored."""
-        return max(rows, STATISTICS_ROWS)
+        return max(row_count, STATISTICS_ROWS)
 
     def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
         """Return statistics without writing anything else."""

@@ -36,13 +36,13 @@ class FixedProducts(BlockProducts):
         step = SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
         self.segments = Segments(step, self.options.ignore_index)
 
-    def cut(self, count: int, rows: int) -> list[int]:
+    def cut(self, row_count: int, max_rows: int) -> list[int]:
         """Return ends at whole segments, so that chunks split few of them."""
-        if rows % SEGMENT or not count:
-            return super().cut(count, rows)
-        pieces = -(-count // rows)
-        size = -(-count // (pieces * SEGMENT)) * SEGMENT
-        return [min(count, end) for end in range(size, count + size, size)]
+        if max_rows % SEGMENT or not row_count:
+            return super().cut(row_count, max_rows)
+        pieces = -(-row_count // max_rows)
+        size = -(-row_count // (pieces * SEGMENT)) * SEGMENT
+        return [min(row_count, end) for end in range(size, row_count + size, size)]
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Write logits; on the CPU 16-bit ones are rounded from fp32."""
@@ -51,25 +51,26 @@ class FixedProducts(BlockProducts):
         fixed_product(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
         return out.copy_(wide) if rounds else out
 
-    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
+    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply rows by the weight."""
         out = total
         if out is None:
-            out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
-        return fixed_product(rows, self.weight, out, accumulate=total is not None)
+            size, device = (len(grad_rows), self.weight.shape[1]), grad_rows.device
+            out = torch.empty(size, dtype=torch.float32, device=device)
+        return fixed_product(grad_rows, self.weight, out, accumulate=total is not None)
 
     def add_weight(
-        self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add whole segments."""
-        fixed_product(rows.t(), operand, total, accumulate=not first, ends=ends)
+        fixed_product(grad_rows.t(), operand, total, accumulate=not first, ends=ends)
 
     def add_bias(
-        self, total: Tensor, rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add whole segments."""
-        column = factors.to(rows.dtype).unsqueeze(1)
-        fixed_product(rows.t(), column, total.unsqueeze(1), accumulate=not first, ends=ends)
+        column = factors.to(grad_rows.dtype).unsqueeze(1)
+        fixed_product(grad_rows.t(), column, total.unsqueeze(1), accumulate=not first, ends=ends)
 
 
 def fixed_product(

@@ -113,18 +113,18 @@ class Products:
 
     # --- chunks
 
-    def statistics_rows(self, rows: int) -> int:
-        """Return how many rows ``statistics`` takes at a time, where there may be ``rows`` of logits."""
-        return rows
+    def statistics_rows(self, row_count: int) -> int:
+        """Return how many rows ``statistics`` takes at a time, where there may be ``row_count`` of logits."""
+        return row_count
 
-    def statistics_bytes(self, rows: int) -> int:
-        """Return the bytes of logits that ``statistics`` of ``rows`` rows writes at a time."""
-        return rows * self.row_bytes
+    def statistics_bytes(self, row_count: int) -> int:
+        """Return the bytes of logits that ``statistics`` of ``row_count`` rows writes at a time."""
+        return row_count * self.row_bytes
 
-    def cut(self, count: int, rows: int) -> list[int]:
-        """Return where chunks of at most ``rows`` of ``count`` rows end: they have about the same size."""
-        pieces = -(-count // rows)
-        return [count * piece // pieces for piece in range(1, pieces + 1)]
+    def cut(self, row_count: int, max_rows: int) -> list[int]:
+        """Return where chunks of at most ``max_rows`` rows end. Chunks have about the same size."""
+        pieces = -(-row_count // max_rows)
+        return [row_count * piece // pieces for piece in range(1, pieces + 1)]
 
     # --- logits, and what is computed along with them
 
@@ -156,11 +156,11 @@ class Products:
         assert self.memory is not None
         self.logits(chunk.hidden[rows], self._place(self.memory, chunk.size)[rows])
 
-    def _place(self, memory: Tensor, rows: int) -> Tensor:
+    def _place(self, memory: Tensor, row_count: int) -> Tensor:
         """Return where the current chunk lies. Chunks lie at the start and at the end of the memory by turns,
         if rows of the next one are multiplied while the current one is needed.
         """
-        return memory[len(memory) - rows :] if self._at_end else memory[:rows]
+        return memory[len(memory) - row_count :] if self._at_end else memory[:row_count]
 
     def _next(self, size: int) -> slice:
         """Turn to the next chunk, of ``size`` rows; return those that don't overlap the current one."""
@@ -242,27 +242,27 @@ class Products:
 
     # --- gradient products
 
-    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
+    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply rows [n, V] by the weight: [n, H] in the statistics' dtype, or added to ``total``."""
-        wide = stats_dtype(rows.dtype)
-        if rows.dtype != wide:
+        wide = stats_dtype(grad_rows.dtype)
+        if grad_rows.dtype != wide:
             if total is None:
-                return torch.mm(rows, self.weight, out_dtype=wide)
-            return torch.addmm(total, rows, self.weight, out_dtype=wide, out=total)
-        return torch.mm(rows, self.weight) if total is None else total.addmm_(rows, self.weight)
+                return torch.mm(grad_rows, self.weight, out_dtype=wide)
+            return torch.addmm(total, grad_rows, self.weight, out_dtype=wide, out=total)
+        return torch.mm(grad_rows, self.weight) if total is None else total.addmm_(grad_rows, self.weight)
 
     def add_weight(
-        self, total: Tensor, rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add rows [n, V].T times hidden states [n, H], which contain the coefficients, to dWeight's sum.
 
         Args:
             total: [V, H], the sum.
-            rows, operand: the rows and the hidden states, of one dtype.
+            grad_rows, operand: the rows and the hidden states, of one dtype.
             first: overwrite ``total``.
             ends: see ``Segments``; None where sums may have any order.
         """
-        left = rows.t()
+        left = grad_rows.t()
         # the first product overwrites the memory: filling it with zeros would cost extra
         if left.dtype == total.dtype:
             torch.mm(left, operand, out=total) if first else total.addmm_(left, operand)
@@ -272,20 +272,20 @@ class Products:
             torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
 
     def add_bias(
-        self, total: Tensor, rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add rows [n, V] times their factors [n] to dBias's sum [V]; see ``add_weight``."""
-        if rows.dtype != torch.float16:
-            total += self.transposed(rows, factors.unsqueeze(1)).squeeze(1)
+        if grad_rows.dtype != torch.float16:
+            total += self.transposed(grad_rows, factors.unsqueeze(1)).squeeze(1)
             return
         scale = power_of_two(largest(factors))
-        total.addcmul_(self.transposed(rows, (factors / scale).unsqueeze(1)).squeeze(1), scale)
+        total.addcmul_(self.transposed(grad_rows, (factors / scale).unsqueeze(1)).squeeze(1), scale)
 
-    def transposed(self, rows: Tensor, operand: Tensor) -> Tensor:
+    def transposed(self, grad_rows: Tensor, operand: Tensor) -> Tensor:
         """Return [n, V].T @ [n, k] in the operand's dtype."""
-        if rows.dtype == operand.dtype:
-            return torch.mm(rows.t(), operand)
-        product = torch.mm(rows.t(), in_parts(operand, rows.dtype), out_dtype=torch.float32)
+        if grad_rows.dtype == operand.dtype:
+            return torch.mm(grad_rows.t(), operand)
+        product = torch.mm(grad_rows.t(), in_parts(operand, grad_rows.dtype), out_dtype=torch.float32)
         return sum_of_parts(product, operand.shape[1])
 
 
@@ -325,16 +325,17 @@ class SlabProducts(Products):
                 columns.add_(bias)
             yield first, columns
 
-    def grad_hidden(self, rows: Tensor, total: Tensor | None = None) -> Tensor:
+    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
         """Multiply in the dtype of sums, slab by slab where the weight has another."""
         weight, out = self.weight, total
-        if rows.dtype == weight.dtype:
-            return torch.mm(rows, weight) if out is None else out.addmm_(rows, weight)
+        if grad_rows.dtype == weight.dtype:
+            return torch.mm(grad_rows, weight) if out is None else out.addmm_(grad_rows, weight)
         if out is None:
-            out = torch.zeros(rows.shape[0], weight.shape[1], dtype=rows.dtype, device=rows.device)
+            size, device = (len(grad_rows), weight.shape[1]), grad_rows.device
+            out = torch.zeros(size, dtype=grad_rows.dtype, device=device)
         for first in range(0, self.vocabulary, HIDDEN_SLAB):
             slab = slice(first, first + HIDDEN_SLAB)
-            out.addmm_(rows[:, slab], weight[slab].to(rows.dtype))
+            out.addmm_(grad_rows[:, slab], weight[slab].to(grad_rows.dtype))
         return out
 
 
