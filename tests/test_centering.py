@@ -30,6 +30,7 @@ OBJECTIVES = [
         aggregation="constant", aggregation_constant=7.0,
     ),
     gk.PrimeIPO(eps=0.02, max_ratio=1.5),
+    gk.CISPO(0.6, 1.2, aggregation="prompt_mean"),
 ]  # fmt: skip
 by_objective = pytest.mark.parametrize(
     "objective", OBJECTIVES, ids=lambda o: f"{type(o).__name__}-{o.aggregation}"
@@ -53,9 +54,10 @@ class Problem:
         rng, fixed = generator(300 + draw), generator(31)
         self.objective, self.packed, self.linear = objective, packed, linear
         self.part = slice(None)  # the tokens of this rank
-        lengths = (5, 0, 3) if packed else (4, 4)
+        lengths = (1, 4, 0, 3) if packed else (4, 4)
         N = sum(lengths)
-        self.lengths, self.cu_seqlens = lengths, torch.tensor((0, 5, 5, 8)) if packed else None
+        self.lengths, self.cu_seqlens = lengths, torch.tensor((0, 1, 5, 5, 8)) if packed else None
+        self.groups = torch.tensor((7, 7, 3, 3) if packed else (7, 3))
         self.mask = torch.ones(N, dtype=torch.bool)
         self.mask[2] = self.mask[5] = False
         self.ids = torch.stack([torch.randperm(V, generator=fixed)[:K] for _ in range(N)])
@@ -81,16 +83,18 @@ class Problem:
         log_p, o = scores_of(leaves).log_softmax(-1), self.objective
         f, loss, end = functools.partial(WEIGHTS[type(o).__name__], o), log_p.new_zeros(()), 0
         counts = [int(part.sum()) for part in self.mask.split(self.lengths)]
+        prompts = {group: sum(torch.tensor(counts)[self.groups == group]) for group in self.groups.tolist()}
         outer = {
             "token_mean": sum(counts), "sequence_mean": sum(n > 0 for n in counts), "sum": 1.0,
-            "constant": sum(n > 0 for n in counts) * (o.aggregation_constant or 1.0),
+            "constant": sum(n > 0 for n in counts) * (o.aggregation_constant or 1.0), "prompt_mean": len(prompts),
         }[o.aggregation]  # fmt: skip
         for i, length in enumerate(self.lengths):
             end += length
             for t in range(end - length, end):
                 if not self.mask[t]:
                     continue
-                share = 1.0 / outer / (counts[i] if o.aggregation == "sequence_mean" else 1.0)
+                inner = {"sequence_mean": counts[i], "prompt_mean": prompts[int(self.groups[i])]}
+                share = 1.0 / outer / inner.get(o.aggregation, 1.0)
                 advantage = self.advantages[t if self.packed else i].to(dtype)
                 logp, old = log_p[t, self.labels[t]], self.old[t].to(dtype)
                 p_label, q_label = logp.detach().exp(), old.exp()
@@ -132,6 +136,8 @@ class Problem:
         }  # fmt: skip
         if self.packed:
             terms["cu_seqlens"] = self.cu_seqlens.to(device)
+        if self.objective.aggregation == "prompt_mean":
+            terms["group_ids"] = self.groups.to(device)
         return tokens(self.labels), terms, tokens
 
     def ours(self, backend, given=False, **options):
@@ -170,7 +176,8 @@ def test_equals_its_formula(objective, backend):
     check(objective, backend)
     check(objective, backend, packed=True, options={"given": True})
     chunks = {"max_chunk_bytes": 3 * 61 * 4}
-    check(objective, backend, linear=True, packed=True, options={"schedule": "known"} | chunks)
+    for schedule in ("known", "two_pass"):
+        check(objective, backend, linear=True, packed=True, options={"schedule": schedule} | chunks)
 
 
 SERVED = [
@@ -359,7 +366,7 @@ def test_what_cannot_be_meant_is_refused():
             gk.fused_linear_policy_loss(**given)
 
     by_sequence = "centering: GSPO can't be centred: its weight depends on the sequence"
-    refuse(by_sequence, objective=gk.GSPO(), advantages=torch.ones(3), rollout_weights=None)
+    refuse(by_sequence, objective=gk.GSPO(), advantages=torch.ones(4), rollout_weights=None)
     refuse("GRPO can't be centred: .* the same for every advantage", objective=gk.GRPO())
     refuse("ABCGRPO can't", objective=gk.ABCGRPO(positive_high=0.3))
     refuse("PrimeIPO can't", objective=gk.PrimeIPO(kl_tau=0.1))
