@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -87,8 +88,37 @@ class Lines:
 
 # --- products in a fixed order, and fp32 gradients of logits
 
-BACKWARDS = {"rows": "logprobs_backward", "grid": "logprobs_backward_grid"}
-"""Functions of the backend that write gradients of logits: a program per row, or per row and block."""
+BLOCKS = (4, 1, 16)
+"""Blocks of columns in a program of Triton's backward; the first is what ships."""
+
+
+def backwards(N: int, V: int, lines: Lines) -> None:
+    """Time fp32 gradients of N rows of logits with more and with fewer programs, beside a copy."""
+    device = lines.options.device
+    if missing := backends.why_not("triton", device):
+        lines.add("fp32 dLogits", f"skipped: {missing}")
+        return
+    module = importlib.import_module("gspo_kernels.kernels.gradients")
+    logits = torch.randn(1, N, V, device=device)
+    gradient, labels = torch.empty_like(logits), torch.zeros(1, N, dtype=torch.int64, device=device)
+    operand = LogitRows(logits, labels, LogitTransform(), -100)
+    stats = backends.load("triton").logprobs_forward(operand, False)
+    upstream = RowGradients(torch.ones(1, N, device=device))
+
+    def write(blocks: int) -> Tensor:
+        with mock.patch.object(module, "_BLOCKS", blocks):
+            module.logprobs_backward(operand, stats, upstream, gradient)
+        return gradient[:, :256]
+
+    calls: dict[str, Call] = {"copy": partial(gradient.copy_, logits)}
+    shipped = write(BLOCKS[0]).clone()
+    for blocks in BLOCKS:
+        name = f"{blocks} blocks in a program"
+        if torch.equal(write(blocks), shipped):
+            calls[name] = partial(write, blocks)
+        else:
+            lines.add(f"fp32 dLogits: {name}", f"its bits differ from those with {BLOCKS[0]}")
+    lines.add_times("fp32 dLogits", calls)
 
 
 @suite("fixed", "Products in a fixed order, and fp32 gradients of logits", everything=False)
@@ -120,18 +150,7 @@ def fixed(options: Options) -> dict[str, Any]:
         calls = {"mm": partial(mm, a, b, out), "fixed": partial(fixed_product, a, b, out)}
         lines.add_times(name, calls, 2.0 * N * V * H)
     del rows, weight, out
-    logits = torch.randn(1, 4 * N, V, generator=generator, device=device)
-    backend = backends.load("triton" if device.type == "cuda" else "cpp")
-    operand = LogitRows(
-        logits, torch.zeros(1, 4 * N, dtype=torch.int64, device=device), LogitTransform(), -100
-    )
-    stats, gradient = backend.logprobs_forward(operand, False), torch.empty_like(logits)
-    upstream = RowGradients(torch.ones(1, 4 * N, device=device))
-    found = {name: getattr(backend, function, None) for name, function in BACKWARDS.items()}
-    calls = {name: partial(each, operand, stats, upstream, gradient) for name, each in found.items() if each}
-    lines.add_times("fp32 dLogits", calls | {"copy": partial(gradient.copy_, logits)})
-    for name in found.keys() - calls.keys():
-        lines.add(f"fp32 dLogits: {name}", f"skipped: {BACKWARDS[name]} does not exist yet")
+    backwards(N if options.tiny else 4 * N, V, lines)
     return lines.finish()
 
 
