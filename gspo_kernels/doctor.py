@@ -85,6 +85,24 @@ def _products() -> list[str]:
     ]
 
 
+def _own_products(device: torch.device) -> list[str]:
+    """Return lines that say which of Triton's products serve a GPU, and what their first use there showed."""
+    if (missing := backends.why_not("triton", device)) is not None:
+        return [f"  products by torch.mm: {missing}"]
+    from gspo_kernels.kernels.products import TENSOR_MAPS
+
+    def line(what: str, product: str, other: str, missing: str | None) -> str:
+        if missing is None:
+            return f"  {what} by {product}: compared here with PyTorch's, it differs by roundings alone"
+        return f"  {what} by {other}, not by {product}: {missing}"
+
+    exponentials, bulk = "Triton's product with exponentials", "Triton's product by tensor maps"
+    return [
+        line("logits of bf16", exponentials, "torch.mm and a pass over logits", unavailable_on(device)),
+        line("batch-invariant products", bulk, "Triton's product by addresses", TENSOR_MAPS.why_not(device)),
+    ]
+
+
 def report() -> str:
     """Return the text that ``gspo doctor`` prints."""
     lines = [
@@ -113,13 +131,7 @@ def report() -> str:
         if device.type == "cpu":
             lines += _products()
         elif device.type == "cuda":
-            missing = unavailable_on(device)
-            how = (
-                "by torch.mm and Triton's pass over logits: " + missing
-                if missing
-                else "by Triton's own product"
-            )
-            lines.append(f"  logits of bf16 {how}")
+            lines += _own_products(device)
         if exact_dtype(device) == torch.float32:
             lines.append("  products by PyTorch")
             lines.append("  no fp64 on this device: statistics and losses in fp32, with compensated sums")

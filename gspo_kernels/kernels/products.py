@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gspo_kernels.first_use import FirstUse
 from gspo_kernels.kernels.columns import decode, decode_wide
 from gspo_kernels.kernels.launch import (
     Tile,
@@ -364,31 +365,8 @@ def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> tuple[_Pr
     return _BULK if bulk else (_WIDE if wide and whole else _NARROW)[size], bulk
 
 
-_FOUND: dict[torch.device, bool] = {}
-"""What the first use of tensor maps on a device showed."""
-
-
-def _has_tensor_maps(device: torch.device) -> bool:
-    """Return whether there are tensor maps, and 192 KiB of shared memory for what they bring: on Hopper and
-    on Blackwell's server GPUs, and in the interpreter. The first use there compares products with PyTorch's,
-    since no GPU had run them when they were written; after another result they are not used.
-    """
-    if platform() == "interpreter" or device in _FOUND:
-        return _FOUND.get(device, True)
-    if platform() != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return False
-    try:
-        if torch.cuda.is_current_stream_capturing():
-            return False  # a graph can't capture a comparison, and without one addresses serve
-        _FOUND[device] = True
-        _FOUND[device] = _agrees(device)
-    except Exception:  # of a driver, Triton or its compiler: whatever it is, addresses serve
-        _FOUND[device] = False
-    return _FOUND[device]
-
-
-def _agrees(device: torch.device) -> bool:
-    """Return whether sums are right for the operands of logits, dHidden and dWeight."""
+def excess(device: torch.device) -> float:
+    """Compare sums of operands as for logits, dHidden and dWeight with PyTorch's; see ``FirstUse``."""
     rng, bf16 = torch.Generator("cpu").manual_seed(0), torch.bfloat16
     a, b = (
         torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu").to(device, bf16)
@@ -400,7 +378,16 @@ def _agrees(device: torch.device) -> bool:
         fixed_product(*pair, torch.ones_like(exact, dtype=torch.float32), accumulate=True)
         for pair in operands
     ]
-    return all(bool(((each - exact).abs() < 1e-2).all()) for each in sums)
+    return float((torch.stack(sums) - exact).abs().max() / 1e-2)
+
+
+TENSOR_MAPS = FirstUse(excess)
+"""Where tensor maps, and 192 KiB of shared memory, bring what 16-bit products multiply."""
+
+
+def _has_tensor_maps(device: torch.device) -> bool:
+    """Return whether tensor maps bring the operands: where they serve, and in the interpreter."""
+    return platform() == "interpreter" or TENSOR_MAPS.why_not(device) is None
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -164,34 +163,21 @@ def test_products_of_a_head(way, product):
         assert torch.equal(way(left, right, got.new_empty(72, 139)[:, 3:]), got)
 
 
-def test_tensor_maps_that_give_other_results_are_not_used(way, monkeypatch):
+def test_the_first_use_of_tensor_maps_sees_one_wrong_sum(way, monkeypatch):
     if way.name != "triton":
         pytest.skip("only Triton's products take tensor maps")
     from gspo_kernels.kernels import products as ours
 
     right = ours.fixed_product
-    assert ours._agrees(way.device)
-    for place in ((0, 0), (135, 263)):
+    assert ours.excess(way.device) < 1
+    for place, error in (((0, 0), 0.1), ((135, 263), 0.1), ((7, 70), torch.nan)):
 
-        def wrong(a, b, out, place=place, **options):
-            right(a, b, out, **options)[place] += 0.1 * (a.stride(1) != 1)
+        def wrong(a, b, out, place=place, error=error, **options):
+            right(a, b, out, **options)[place] += error * (a.stride(1) != 1 or error != error)
             return out
 
         monkeypatch.setattr(ours, "fixed_product", wrong)
-        assert not ours._agrees(way.device)
-    monkeypatch.setattr(ours, "platform", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for capability, finds, takes in ((9, True, True), (10, False, False), (9, None, False), (8, True, False)):
-        monkeypatch.setattr(ours, "_FOUND", {})
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=capability: (major, 0))
-        monkeypatch.setattr(
-            ours, "_agrees", mock.Mock(return_value=finds, side_effect=OSError if finds is None else None)
-        )
-        with monkeypatch.context() as patch:  # while a graph is captured, nothing is compared or settled
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            assert not ours._has_tensor_maps(way.device) and not ours._FOUND
-        assert [ours._has_tensor_maps(way.device) for _ in range(2)] == [takes] * 2
-        assert ours._agrees.call_count == (capability > 8)
+        assert not ours.excess(way.device) <= 1
 
 
 def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(way):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.first_use import FirstUse
 from gspo_kernels.linear.chunk import Chunk, Projected
 from gspo_kernels.linear.products.pytorch import Products
 from gspo_kernels.ops.memory import used_memory
@@ -164,36 +165,10 @@ def exponentials_unavailable(weight: Tensor, logits_dtype: str, options: RowOpti
     return unavailable_on(weight.device)
 
 
-_FOUND: dict[torch.device, str | None] = {}
-"""What a look at a device gave."""
-
-
-def unavailable_on(device: torch.device) -> str | None:
-    """Return why the product can't run on a device, or None. Its first use there compares it with PyTorch's
-    products in fp64: no GPU had run it when it was written.
+def excess(device: torch.device) -> float:
+    """Compare a small head, with labels and rows of every kind, with PyTorch's products in fp64; see
+    ``FirstUse``.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "it is for NVIDIA GPUs"
-    if device not in _FOUND:
-        try:
-            if torch.cuda.is_current_stream_capturing():
-                return "its first use compares results, which a graph can't capture"
-            _FOUND[device] = _look(device)
-        except Exception as error:  # of a driver, Triton or its compiler: whatever it is, PyTorch multiplies
-            _FOUND[device] = f"it fails here: {type(error).__name__}: {error}"
-    return _FOUND[device]
-
-
-def _look(device: torch.device) -> str | None:
-    from gspo_kernels.kernels import exponentials
-
-    if exponentials.capability(device) not in (9, 10):
-        return "it needs the tensor maps and the shared memory of Hopper or B200"
-    return None if agrees(device) else "its results differ from PyTorch's by more than roundings"
-
-
-def agrees(device: torch.device) -> bool:
-    """Return whether the product is right for a small head with labels and rows of every kind."""
     from gspo_kernels.kernels.exponentials import exponentials
 
     n, V, H = 132, 300, 72
@@ -212,9 +187,17 @@ def agrees(device: torch.device) -> bool:
     want = logp.gather(1, labels.t()).squeeze(1)
     p = logp.exp()
     rows = -p.scatter_add(1, labels.t(), torch.full_like(want, -1.0).unsqueeze(1))
-    found = (
-        (head.stats.logprobs[0] - want).abs() / (1 + want.abs()) < 1e-4,
-        (out.double() * head.factors.double().unsqueeze(1) - rows).abs() < 2.0**-7,
-        head.stats.logprobs == alone.stats.logprobs,
+    shares = (
+        (head.stats.logprobs[0] - want).abs() / (1 + want.abs()) / 1e-4,
+        (out.double() * head.factors.double().unsqueeze(1) - rows).abs() / 2.0**-7,
+        torch.where(head.stats.logprobs == alone.stats.logprobs, 0.0, torch.inf),
     )
-    return all(bool(each.all()) for each in found)
+    return float(torch.stack([share.max() for share in shares]).max())
+
+
+_FIRST_USE = FirstUse(excess)
+
+
+def unavailable_on(device: torch.device) -> str | None:
+    """Return why the product can't run on a device, or None."""
+    return _FIRST_USE.why_not(device)
