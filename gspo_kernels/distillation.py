@@ -382,8 +382,9 @@ def fused_linear_distillation_loss(
         bias, teacher_bias: [V] or None.
         beta, top_k, top_k_of, add_tail, ids, teacher_logprobs: as in ``distillation_loss``.
         loss_mask, cu_seqlens: as in ``distillation_loss``. Tokens that don't count are never projected.
-        aggregation, aggregation_constant, token_weights, lengths, normalizer, temperature, logit_scale,
-            softcap, teacher_temperature, teacher_logit_scale, teacher_softcap: as in ``distillation_loss``.
+        aggregation, aggregation_constant, token_weights, lengths, normalizer: as in ``distillation_loss``.
+        temperature, logit_scale, softcap: as in ``distillation_loss``.
+        teacher_temperature, teacher_logit_scale, teacher_softcap: as in ``distillation_loss``.
         logits_dtype, batch_invariant, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes: bytes of logits that exist at once, of both models together; None: chosen by the
             device's memory.

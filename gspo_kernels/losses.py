@@ -427,8 +427,8 @@ def fused_linear_policy_loss(
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         bias: [V] or None.
-        labels, old_logprobs, advantages, objective, all terms from loss_mask to normalizer, temperature,
-            kept_mask, return_entropy: as in ``fused_policy_loss``.
+        labels, old_logprobs, advantages, objective: as in ``fused_policy_loss``.
+        all terms from loss_mask to normalizer, temperature, kept_mask, return_entropy: as there, too.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``.
         memory: "auto", or "least" for the schedule and chunks that need the least memory; see

@@ -495,6 +495,13 @@ def test_the_hooks_turn_pages_and_leave_the_reference():
 
 
 def test_the_reference_has_every_public_name_with_a_docstring():
+    """The first line of an argument or an error names it before a colon, or the site can't be built."""
     shown = [name for _, names in SITE.REFERENCE.values() for name in names.split()]
+    for each in map(pkgutil.resolve_name, shown):
+        described = [each, *vars(each).values()] if inspect.isclass(each) else [each]
+        for text in filter(None, map(inspect.getdoc, described)):
+            sections = re.findall(r"^(?:Args|Attributes|Raises):\n((?: .*\n|\n)*)", text + "\n", re.MULTILINE)
+            entries = re.findall(r"^ {4}\S.*$", "\n".join(sections), re.MULTILINE)
+            assert all(":" in entry for entry in entries), (each, entries)
     assert all(pkgutil.resolve_name(name).__doc__ for name in shown)
     assert set(gk.__all__) - {"objectives"} <= {name.removeprefix("gspo_kernels.") for name in shown}
