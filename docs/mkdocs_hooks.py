@@ -91,7 +91,7 @@ def in_site(path: Path) -> str | None:
 
 
 def turned(markdown: str, place: str, repository: str | None = None) -> str:
-    """The text of a page with links that hold in the site.
+    """The text of a page with links that hold in the site, and code of its tables as it is meant.
 
     Args:
         markdown: as it stands in the tree.
@@ -102,7 +102,9 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
 
     def turn(link: re.Match[str]) -> str:
         image, text, target, anchor = link.group(1), link.group(2), link.group(3), link.group(4) or ""
-        if not target or re.match(r"\w+:", target):  # code, an anchor of this page, or elsewhere
+        if re.fullmatch("`[^`\n]+`", link.group(0)):  # for | in code GitHub wants \|, the site doesn't
+            return link.group(0).replace("\\|", "|")
+        if not target or re.match(r"\w+:", target):  # code in a block, an anchor of this page, or elsewhere
             return link.group(0)
         path = (source.parent / target).resolve()
         if path.parent == ROOT / "gspo_kernels" / "objectives" and text in OBJECTIVES:

@@ -465,6 +465,7 @@ LINKS = [
     ("losses.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
     ("objectives.md", *GSPO),
     ("benchmarks.md", "in [`results`](../benchmarks/results).", "in `results`."),
+    ("objectives.md", r"| `-\|y\| s` | \|y\| |", r"| `-|y| s` | \|y\| |"),
     # these stay as they are
     ("integrations/trl.md", "[a](../objectives.md) [b](README.md)", None),
     ("index.md", "[a](https://arxiv.org) [b](#here)", None),
