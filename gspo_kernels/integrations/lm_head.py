@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +153,46 @@ def weight_of(head: Any) -> Tensor | LoRAHead:
         f"model: its lm_head carries {reason}; expected one plain LoRA without dropout, or leave lm_head out "
         "of target_modules and train it whole with modules_to_save=['lm_head']"
     )
+
+
+@contextmanager
+def replaced_product(
+    head: Any, product: Callable[[Tensor], Any], stand_in: Callable[[Any], Tensor]
+) -> Iterator[list[Any]]:
+    """Let the head's module compute ``product(hidden)``, and give the model's forward ``stand_in`` of it.
+
+    The module's own hooks run. Hooks that gather its weight (FSDP2, ZeRO-3) also get the result of
+    ``product``, and attach to its gradient.
+
+    Yields:
+        A list with one entry for each call of the head: ``product(hidden)``, as changed by the hooks.
+    """
+    outputs: list[Any] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> Tensor:
+        outputs.append(output)
+        return stand_in(output)
+
+    def without_layouts(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+        layouts = "torch.distributed.tensor"
+        return OrderedDict(
+            (key, hook) for key, hook in hooks.items() if not hook.__module__.startswith(layouts)
+        )
+
+    before, hooks = head.__dict__.get("forward"), (head._forward_pre_hooks, head._forward_hooks)
+    if getattr(head, "_distribute_module_applied", False):
+        # hooks of parallelize_module would make DTensors of a result that isn't logits
+        head._forward_pre_hooks, head._forward_hooks = map(without_layouts, hooks)
+    handle = head.register_forward_hook(keep)
+    head.forward = product
+    try:
+        yield outputs
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+        handle.remove()
+        head._forward_pre_hooks, head._forward_hooks = hooks
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +28,12 @@ from gspo_kernels.integrations.lm_head import (
     check_causal,
     head_module,
     lm_head_of,
+    replaced_product,
     virtual_tokens_of,
     weight_of,
 )
 from gspo_kernels.integrations.rope import VaryingRope, own_frequencies, varying_ropes
+from gspo_kernels.integrations.rows import Row, Tokens, check_rows_of, plain_row
 from gspo_kernels.layout import queued, segment_ids
 from gspo_kernels.lengths import prefetch
 from gspo_kernels.logprobs import linear_token_logprobs
@@ -463,7 +464,12 @@ def _lay_out_packed(
     kwargs["position_ids"] = positions
     separated = shared or mask is not None or "cu_seq_lens_q" in kwargs
     if not separated and not model._gspo_fused.packing_checked:
-        _check_packing(model, forward, labels.device)
+        try:
+            check_rows_of(model, _row_of_a_packed_call, call=forward, device=labels.device)
+        except IntegrationError as error:
+            raise IntegrationError(
+                f"cu_seqlens: {error}; pass padded rows, or a 4-D attention_mask"
+            ) from None
         model._gspo_fused.packing_checked = True
     for name, value in options.items():
         if isinstance(value, Tensor) and value.shape == labels.shape:
@@ -493,41 +499,12 @@ def _text_positions(model: Any, positions: Tensor) -> Tensor | None:
     return positions[0] if positions.shape[0] == _rope_axes(model) + 1 else None
 
 
-@torch.no_grad()
-def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
-    """Raise IntegrationError if packed sequences see each other. All processes use the same few tokens."""
-    config, ropes = model.config.get_text_config(), varying_ropes(model)
-    tokens = torch.arange(1, 7, device=device).unsqueeze(0) % config.vocab_size
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], dtype=torch.int64, device=device)
-    context = getattr(config, "max_position_embeddings", None) or 0
-    reach = min((rope.limit for rope in ropes), default=context)
-    far = positions + torch.tensor([3 * [0] + 3 * [max(reach - 3, 0)]], dtype=torch.int64, device=device)
-    axes = _rope_axes(model)
+def _row_of_a_packed_call(model: Any, prompts: Tokens, completions: Tokens) -> Row:
+    """Lay sequences out as a packed call does, where transformers keeps them apart by their positions."""
+    row, axes = plain_row(model, prompts, completions), _rope_axes(model)
     if axes:
-        positions, far = (each.expand(axes + 1, -1, -1) for each in (positions, far))
-    training = [module for module in model.modules() if module.training]
-    for module in training:  # dropout would differ
-        module.training = False
-    try:
-        with replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
-            for position_ids, part in ((positions, slice(6)), (positions, slice(3, 6)), (far, slice(6))):
-                inputs = {"input_ids": tokens[:, part], "position_ids": position_ids[..., part]}
-                forward(**inputs, use_cache=False, return_dict=True)
-    finally:
-        for module in training:
-            module.training = True
-    # the second sequence beside the first and alone, the first beside a near and a far one
-    packed = exact(torch.cat([hidden[0][:, 3:], hidden[0][:, :3]]))
-    separate = exact(torch.cat([hidden[1], hidden[2][:, :3]]))
-    # allow rounding; at 16 bits it may make a router send a token to another expert
-    tolerance = 0.1 if hidden[0].dtype in _LOW_PRECISION else 1e-3
-    difference = float((packed - separate).norm() / separate.norm())
-    if not difference <= tolerance:
-        raise IntegrationError(
-            f"cu_seqlens: packed sequences see each other in {type(model).__name__} with "
-            f"{model.config._attn_implementation!r} attention (hidden states change by {difference:.1%}); "
-            "pass padded rows, or a 4-D attention_mask"
-        )
+        row.inputs["position_ids"] = row.inputs["position_ids"].repeat(axes + 1, 1, 1)
+    return row
 
 
 # The loss in the place of the head's product.
@@ -576,7 +553,7 @@ def _run_with_loss(
                 "expected [V, H]; hooks gather sharded weights, so call the outermost module"
             )
         if compare and not _is_dtensor(head.weight):  # the module's own product takes DTensors
-            _compare_product(head, head_forward, hidden, weight, bias, lora)
+            _compare_product(model, head_forward, hidden, weight, bias, lora)
         made_up = torch.linspace(-30.0, 30.0, len(weight), dtype=torch.float32, device=hidden.device)
         test_logits = made_up.view(1, 1, -1)
         if labels.ndim == 1:
@@ -602,51 +579,11 @@ def _run_with_loss(
     if len(calls) != 1:
         raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
     if compare:
-        _compare_logits(lm_head, test_logits, outputs.logits)
+        _compare_logits(model, lm_head, test_logits, outputs.logits)
     names = [name for name in computed if name != "metrics"]
     for name, hooked in zip(names, calls[0], strict=True):
         computed[name] = unrounded(computed[name], hooked)
     return outputs, computed
-
-
-@contextmanager
-def replaced_product(
-    head: Any, product: Callable[[Tensor], Any], stand_in: Callable[[Any], Tensor]
-) -> Iterator[list[Any]]:
-    """Let the head's module compute ``product(hidden)``, and give the model's forward ``stand_in`` of it.
-
-    The module's own hooks run. Hooks that gather its weight (FSDP2, ZeRO-3) also get the result of
-    ``product``, and attach to its gradient.
-
-    Yields:
-        A list with one entry for each call of the head: ``product(hidden)``, as changed by the hooks.
-    """
-    outputs: list[Any] = []
-
-    def keep(module: Any, inputs: Any, output: Any) -> Tensor:
-        outputs.append(output)
-        return stand_in(output)
-
-    def without_layouts(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
-        layouts = "torch.distributed.tensor"
-        return OrderedDict(
-            (key, hook) for key, hook in hooks.items() if not hook.__module__.startswith(layouts)
-        )
-
-    before, hooks = head.__dict__.get("forward"), (head._forward_pre_hooks, head._forward_hooks)
-    if getattr(head, "_distribute_module_applied", False):
-        # hooks of parallelize_module would make DTensors of a result that isn't logits
-        head._forward_pre_hooks, head._forward_hooks = map(without_layouts, hooks)
-    handle = head.register_forward_hook(keep)
-    head.forward = product
-    try:
-        yield outputs
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before
-        handle.remove()
-        head._forward_pre_hooks, head._forward_hooks = hooks
 
 
 def unrounded(value: Tensor, returned: Tensor) -> Tensor:
@@ -698,8 +635,21 @@ def _check_gathered(head: Any) -> None:
         )
 
 
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Refuse a model whose head, tried on a few tokens, gives other logits than ``lm_head_of`` describes.
+
+    Raises:
+        IntegrationError: its product is not that with its weight and bias, or the forward changes logits in
+            another way.
+    """
+    tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
+    forward, head = functools.partial(model, tokens, use_cache=False), lm_head_of(model)
+    _run_with_loss(causal_lm_of(model), head, forward, tokens, {}, True, False, compare=True)
+
+
 def _compare_product(
-    head: Any, forward: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor | LoRAHead
+    model: Any, forward: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor | LoRAHead
 ) -> None:
     row = torch.linspace(-1, 1, weight.shape[1], device=hidden.device, dtype=hidden.dtype).view(1, 1, -1)
     theirs = forward(row).detach().float()
@@ -709,16 +659,17 @@ def _compare_product(
     # 1/64: far above bf16 rounding, far below what another product would differ by
     if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= ours.abs().max() / 64:
         raise IntegrationError(
-            f"model: its lm_head, {type(head).__name__}, is not the product with its weight and bias"
+            f"model: the lm_head of {type(model).__name__}, {type(head_module(model)).__name__}, is not the "
+            "product with its weight and bias"
         )
 
 
-def _compare_logits(lm_head: LMHead, raw_logits: Tensor, logits: Tensor) -> None:
+def _compare_logits(model: Any, lm_head: LMHead, raw_logits: Tensor, logits: Tensor) -> None:
     expected = lm_head.transform(exact(raw_logits))
     same = logits.shape == expected.shape
     if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
         raise IntegrationError(
-            "model: its forward changes logits after the lm_head in a way that is not understood: "
+            f"model: {type(model).__name__} changes logits after the lm_head in an unknown way: "
             f"logit_scale={lm_head.logit_scale:g} and softcap={lm_head.softcap}, read from its config, do "
             "not describe it"
         )

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import lm_head_of
-from gspo_kernels.trainer import batch
+from gspo_kernels.integrations.rows import Tokens, check_rows_of, hidden_states, packed_row, tree_row
+from gspo_kernels.integrations.transformers import check_head
 from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path, reason
 from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
 
@@ -114,7 +115,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.layout = batch.tree_row if shared_prefix else batch.packed_row
+        self.layout = tree_row if shared_prefix else packed_row
         # FSDP reads this attribute to wrap one module per layer.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
         # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
@@ -142,7 +143,7 @@ class Policy(nn.Module):
         """Run a few tokens; refuse a model with an unknown head, or one that common rows would change."""
         try:
             check_head(self.model)
-            batch.check_rows_of(self.model, self.layout)
+            check_rows_of(self.model, self.layout)
         except Exception as error:  # of the model's own code
             if isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
@@ -162,7 +163,7 @@ class Policy(nn.Module):
             layer.training = False
 
     def forward(
-        self, prompts: batch.Tokens, completions: batch.Tokens, terms: Any = None, mask: Any = None
+        self, prompts: Tokens, completions: Tokens, terms: Any = None, mask: Any = None
     ) -> gk.TokenLogprobs | gk.LossOutput:
         """Score completions, or return the loss of `gk.fused_linear_policy_loss` with ``terms``.
 
@@ -175,7 +176,7 @@ class Policy(nn.Module):
             labels, given.get("loss_mask"), given.get("advantages"), cu_seqlens=given.get("cu_seqlens")
         )
         with self.checkpointed():
-            hidden = batch.hidden_states(self.model, prompts, completions, self.layout)
+            hidden = hidden_states(self.model, prompts, completions, self.layout)
         head = lm_head_of(self.model)
         options = {"temperature": self.temperature, "return_entropy": True, **head.options()}
         if mask is not None:
@@ -183,27 +184,6 @@ class Policy(nn.Module):
         if terms is None:
             return gk.linear_token_logprobs(hidden, head.weight, labels, **options)
         return gk.fused_linear_policy_loss(hidden, head.weight, labels, **options, **terms)
-
-
-@torch.no_grad()
-def check_head(model: Any) -> None:
-    """Refuse a model whose next-token log-probs differ from those of its backbone and head run separately.
-
-    The steps between raw logits and softmax (soft-capping, logit scaling) are read from the model's config.
-    """
-    prompts, completions = batch.probe(model, [3], [4])
-    hidden, labels = batch.hidden_states(model, prompts, completions), torch.cat(completions)
-    head, name = lm_head_of(model), type(model).__name__
-    ours = gk.linear_token_logprobs(hidden, head.weight, labels, **head.options()).logprobs
-    logits = model(torch.cat([*prompts, *completions]).unsqueeze(0)).logits[0, 2:-1].float()
-    if not logits.isfinite().all():
-        raise InputError(f"the logits of {name} are not finite: its weights are damaged")
-    theirs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    tolerance = 1e-3 if batch.rounding_of(head.matrix) < 1e-6 else 0.1
-    difference = (ours - theirs).abs().max().item()
-    if not difference <= tolerance * (1.0 + theirs.abs().max().item()):
-        unknown = f"the head of {name} does something that this trainer does not know"
-        raise InputError(f"{unknown}: log-probs of hidden states and lm_head differ by {difference:.3g}")
 
 
 def make_policies(

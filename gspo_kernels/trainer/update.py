@@ -27,8 +27,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
 from gspo_kernels.exact import exact
+from gspo_kernels.integrations.rows import offsets_on
 from gspo_kernels.layout import queued
-from gspo_kernels.trainer.batch import Batch, micro_batches, offsets_on
+from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches, size
 from gspo_kernels.trainer.model import Policy, end_token_ids, padding_token_id

@@ -9,12 +9,11 @@ import torch
 from transformers import AttentionInterface, FalconConfig, FalconForCausalLM
 from transformers.utils import logging
 
+from gspo_kernels.integrations import transformers as adapter
 from gspo_kernels.integrations.lm_head import lm_head_of
-from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import (
     Policy,
-    check_head,
     end_token_ids,
     export_model,
     load_model,
@@ -35,11 +34,12 @@ from tests.trainer.conftest import make_accelerator, tiny_qwen3
 )
 def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, name, options, field, value):
     model = tiny(name, **options)
-    check_head(model)
+    policy = Policy(model, temperature=1.0)
+    policy.check()
     wrong = lambda model: dataclasses.replace(lm_head_of(model), **{field: value})  # noqa: E731
-    monkeypatch.setattr(model_module, "lm_head_of", wrong)
-    with pytest.raises(InputError, match=type(model).__name__):
-        check_head(model)
+    monkeypatch.setattr(adapter, "lm_head_of", wrong)
+    with pytest.raises(InputError, match=rf"{type(model).__name__}.* (is not the product|changes logits)"):
+        policy.check()
 
 
 def test_a_model_whose_forward_fails_in_a_trial_is_refused_by_name():

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from gspo_kernels.trainer import batch as batch_module
-from gspo_kernels.trainer.batch import (
+from gspo_kernels.integrations import rows as rows_module
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.rows import (
     RowMask,
     Segment,
     check_rows_of,
@@ -20,7 +21,6 @@ from gspo_kernels.trainer.batch import (
     tree_row,
     varlen_attention,
 )
-from gspo_kernels.trainer.config import InputError
 from tests.draws import shifted_seed
 from tests.trainer.conftest import (
     ROPES,
@@ -150,7 +150,9 @@ def test_flash_attention_gets_the_offsets_and_no_mask():
     assert inputs.keys() - {"input_ids", "position_ids"} == {
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     }
-    with pytest.raises(InputError, match=r"update.shared_prefix: flash_attention_2 takes no mask.*sdpa"):
+    with pytest.raises(
+        IntegrationError, match=r"update.shared_prefix.: flash_attention_2 takes no mask.*sdpa"
+    ):
         check_rows_of(model, tree_row)
 
 
@@ -172,7 +174,7 @@ def test_attention_in_one_launch(monkeypatch, window):
 
     def attend(function, dtype=torch.bfloat16, **options):
         one_launch.cache_clear()
-        monkeypatch.setattr(batch_module, "varlen_attention", lambda device: function)
+        monkeypatch.setattr(rows_module, "varlen_attention", lambda device: function)
         mask, calls[:] = RowMask([Segment(-1, n) for n in (5, 5, 1, 9)], window, torch.device("cpu")), []
         inputs = torch.randn(4, 1, 3, 20, 8, generator=torch.Generator().manual_seed(shifted_seed(3)))
         *inputs, upstream = inputs.to(dtype).requires_grad_()
@@ -194,38 +196,50 @@ def test_attention_in_one_launch(monkeypatch, window):
 
 def test_attention_in_one_launch_is_torchs_where_it_has_the_parameters(monkeypatch):
     cuda, name = torch.device("cuda"), "varlen_attn"
-    monkeypatch.setattr(batch_module, name, lambda q, k, v, cq, ck, mq, mk, *, scale, window_size: q)
-    assert varlen_attention(cuda) is batch_module.varlen_attn
+    monkeypatch.setattr(rows_module, name, lambda q, k, v, cq, ck, mq, mk, *, scale, window_size: q)
+    assert varlen_attention(cuda) is rows_module.varlen_attn
     assert varlen_attention(torch.device("cpu")) is None
-    monkeypatch.setattr(batch_module, name, lambda q, k, v, cq, ck, mq, mk, is_causal=False: q)
+    monkeypatch.setattr(rows_module, name, lambda q, k, v, cq, ck, mq, mk, is_causal=False: q)
     assert varlen_attention(cuda) is None
 
 
 def test_a_model_that_cannot_be_packed_is_refused():
-    with pytest.raises(InputError, match="attention reads its mask"):
+    with pytest.raises(IntegrationError, match="attention reads its mask"):
         _ = RowMask([Segment(-1, 3), Segment(-1, 1)], None, torch.device("cpu")) | False
     for name, reason in (("mamba", "position_ids"), ("lfm2", "conv"), ("bloom", "position_ids")):
-        with pytest.raises(InputError, match=f"{name.title()}.*cannot hold several sequences.*{reason}"):
+        with pytest.raises(
+            IntegrationError, match=f"{name.title()}.*cannot hold several sequences.*{reason}"
+        ):
             check_rows_of(tiny_model(name))
     model = build("qwen3")
     for name in ("eager", "flex_attention", "paged|sdpa"):
         model.config._attn_implementation = name
         words = rf"implementation is '{name.replace('|', '.')}'; load it with sdpa"
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(IntegrationError, match=words):
             check_rows_of(model)
     model.config._attn_implementation = "sdpa"
     # like a convolution along the row, which a hybrid model without layer types would have
     model.model.layers[0].register_forward_hook(lambda m, args, output: output + output.roll(1, dims=1))
     for layout in LAYOUTS.values():
-        with pytest.raises(InputError, match="differ from those of the sequences alone"):
+        with pytest.raises(IntegrationError, match="differ from those of the sequences alone"):
             check_rows_of(model, layout)
     model = stretch_rope(build("llama"))
-    with pytest.raises(InputError, match="differ from those of the sequences alone"):
+    with pytest.raises(IntegrationError, match="differ from those of the sequences alone"):
         check_rows_of(model)
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(InputError, match="puts tokens before every row"):
+    with pytest.raises(IntegrationError, match="puts tokens before every row"):
         check_rows_of(peft.get_peft_model(build("qwen3"), config))
+
+
+def test_a_model_is_tried_without_dropout_and_with_finite_weights():
+    model = build("gpt2").train()  # it drops a tenth
+    check_rows_of(model)
+    assert all(module.training for module in model.modules())
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[0, 0] = torch.nan
+    with pytest.raises(IntegrationError, match=r"hidden states of GPT2LMHeadModel are not finite"):
+        check_rows_of(model)
 
 
 @settings(max_examples=200, deadline=None)
