@@ -1,7 +1,7 @@
 """The trainer on a GPU: a random Qwen3 of 0.6B's shape, two steps in each setting, and a run that is killed.
 
 ``python -m benchmarks campaign`` keeps the measurements of each setting, as ``--results DIR`` does here.
-``GSPO_KERNELS_REHEARSE=1`` trains a tiny model on the CPU.
+Without a GPU the model is tiny, and runs are killed only with ``GSPO_KERNELS_REHEARSE=1``.
 """
 
 import functools
@@ -23,9 +23,9 @@ loop = pytest.importorskip("gspo_kernels.trainer.loop")
 demo = pytest.importorskip("gspo_kernels.demo")
 memory = pytest.importorskip("gspo_kernels.trainer.memory")
 report = pytest.importorskip("gspo_kernels.trainer.report")
+rollout = pytest.importorskip("gspo_kernels.trainer.rollout")
 helpers = pytest.importorskip("tests.trainer.conftest")
 one_thread = helpers.one_thread
-pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 # cuBLAS reads it once, when it begins
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -44,11 +44,7 @@ ROWS = [{"prompt": prompt} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh",
 
 @pytest.fixture(scope="module")
 def device():
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("GSPO_KERNELS_REHEARSE") == "1":
-        return torch.device("cpu")
-    pytest.skip("no CUDA device: torch.cuda.is_available() is False")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def odd_share(completion_ids):
@@ -107,15 +103,19 @@ SETTINGS = {
     "bf16": {},
     "LoRA": {"lora": {"rank": 16}},
     "gradient checkpointing": {"update": {"gradient_checkpointing": True}},
+    "continuous batching": {"rollout": {"sampler": "continuous"}},
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_steps(name, device, tmp_path, request):
-    """Ratios of the first minibatch are 1, the weights move, and the second step is measured."""
+    """Ratios of the first minibatch are 1, sampling agrees with training, the weights move, and the second
+    step is measured.
+    """
     model = make_model(device, torch.bfloat16 if name == "LoRA" else torch.float32)
     trainer = make_trainer(device, tmp_path, model, **SETTINGS[name])
     trainer.directory.path.mkdir(exist_ok=True)
+    assert isinstance(trainer.engine, rollout.ContinuousEngine) == (name == "continuous batching")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [norm_of(parameter) for parameter in trained]
     if device.type == "cuda":
@@ -126,6 +126,7 @@ def test_two_steps(name, device, tmp_path, request):
     first, second = report.read_metrics(trainer.directory.metrics)
     for record in (first, second):
         assert abs(record["minibatch_1/ratio/max"] - 1) < 1e-6, record
+        assert record["mismatch/mean"] < 0.1, record  # as far as rounding to bf16 goes
     assert all(norm_of(parameter) != norm for parameter, norm in zip(trained, before, strict=True))
     keep(request, name, {
         "s per step": second["seconds"], "s of rollout": second["seconds/rollout"],
@@ -149,12 +150,16 @@ FEWER = {"num_hidden_layers": 4, "vocab_size": 32768}
 """Changes of ``LARGE``: a checkpoint of all of it takes longer to write than to compute."""
 
 
-def train_to_the_end(device, output, reward=odd_share, resume=False):
-    """Train two steps with operators that give the same bits in every run; save after each step."""
-    model = make_model(device, **(FEWER if device.type == "cuda" else {}))
-    every = {"checkpoint": {"every": 1}}
-    trainer = make_trainer(device, output, model, reward, **every, update={"steps": 2, "learning_rate": 1e-4})
-    torch.use_deterministic_algorithms(True)
+def first_model(device):
+    return make_model(device, **(FEWER if device.type == "cuda" else {}))
+
+
+def train_to_the_end(device, output, sampler="loop", reward=odd_share, resume=False):
+    """Train two steps, and save after each; with the loop, operators give the same bits in every run."""
+    model, update = first_model(device), {"steps": 2, "learning_rate": 1e-4}
+    sections = {"checkpoint": {"every": 1}, "rollout": {"sampler": sampler}, "update": update}
+    trainer = make_trainer(device, output, model, reward, **sections)
+    torch.use_deterministic_algorithms(sampler == "loop")
     try:
         trainer.train(resume=resume)
     finally:
@@ -169,7 +174,7 @@ def train_to_the_end(device, output, reward=odd_share, resume=False):
     ]
 
 
-def train_until_killed(device, output):
+def train_until_killed(device, output, sampler):
     """End this process as ``kill -9`` does, while the completions of the second step are scored."""
     calls = []
 
@@ -181,24 +186,41 @@ def train_until_killed(device, output):
         return odd_share(completion_ids)
 
     torch.set_num_threads(1)
-    train_to_the_end(device, output, reward)
+    train_to_the_end(device, output, sampler, reward)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(device, tmp_path, request):
-    began = time.monotonic()
-    command = [sys.executable, "-m", "tests.gpu.test_trainer", device.type, str(tmp_path / "killed")]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    steps = [record["step"] for record in report.read_metrics(tmp_path / "killed" / "metrics.jsonl")]
-    assert steps == [0, 1], "the kill came after the first step"
-    found, records = train_to_the_end(device, tmp_path / "killed", resume=True)
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("GSPO_KERNELS_REHEARSE") != "1",
+    reason="no CUDA device: torch.cuda.is_available() is False",
+)
+def test_a_killed_run_goes_on(device, tmp_path, request):
+    """Bit for bit, if it samples by the loop. Continuous batching promises no order of its sums."""
+    began, killed = time.monotonic(), {}
+    for sampler in ("loop", "continuous"):  # both at once, as most of their time is Python's start
+        words = [
+            sys.executable,
+            "-m",
+            "tests.gpu.test_trainer",
+            device.type,
+            str(tmp_path / sampler),
+            sampler,
+        ]
+        killed[sampler] = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    for sampler, process in killed.items():
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, errors[-3000:]
+        steps = [record["step"] for record in report.read_metrics(tmp_path / sampler / "metrics.jsonl")]
+        assert steps == [0, 1], "the kill came after the first step"
+    found, records = train_to_the_end(device, tmp_path / "loop", resume=True)
     expected, straight = train_to_the_end(device, tmp_path / "straight")
     assert records == straight and helpers.same(found, expected)
-    assert not helpers.same(
-        found, helpers.weights(make_model(device, **(FEWER if device.type == "cuda" else {})))
-    )
+    others, records = train_to_the_end(device, tmp_path / "continuous", "continuous", resume=True)
+    assert [record["step"] for record in records] == [0, 1, 2]
+    first = helpers.weights(first_model(device))
+    assert not helpers.same(found, first) and not helpers.same(others, first)
     keep(request, "killed and resumed", {"same bits": True, "s in all": time.monotonic() - began})
 
 
 if __name__ == "__main__":
-    train_until_killed(torch.device(sys.argv[1]), sys.argv[2])
+    train_until_killed(torch.device(sys.argv[1]), *sys.argv[2:])
