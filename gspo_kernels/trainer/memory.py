@@ -27,7 +27,7 @@ from gspo_kernels.integrations.rows import Segment, attention_mask, last_hidden_
 from gspo_kernels.ops.memory import ALL_ROWS_BYTES, chunk_rows, host_memory
 from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, place_of, size
 from gspo_kernels.trainer.data import Rows, prepare_prompts
-from gspo_kernels.trainer.model import Policy, add_adapters, load_tokenizer
+from gspo_kernels.trainer.model import Policy, add_adapters, freeze, load_tokenizer
 from gspo_kernels.trainer.processes import set_up
 from gspo_kernels.trainer.rollout import cache_argument
 from gspo_kernels.trainer.update import needs_reference
@@ -86,8 +86,8 @@ class Memory(NamedTuple):
     # two numbers of tokens, and for each the most bytes in a micro-batch's loss, without logits, and later
     update: Sequence[tuple[int, int, int]]
     chunk: tuple[int, int]  # rows of logits that the loss has at once at most, and bytes of one
-    completion: int  # the cache and the logits of one completion that is being sampled
-    rounded: int = 0  # copies of the weights in 16 bit, which sample
+    completion: int  # the cache and the logits of one completion that the model samples; 0: vLLM samples
+    rounded: int = 0  # copies of the weights in 16 bit, which sample or are sent
 
     @property
     def fixed(self) -> int:
@@ -105,8 +105,10 @@ class Memory(NamedTuple):
         """Return the most tokens of a micro-batch, and completions of a batch, that fit."""
         room, steps = RESERVE * available - self.fixed, range(256, AUTO["micro_batch_tokens"] + 1, 256)
         tokens = 256 * max(bisect_right(steps, room, key=self.of_tokens), 1)
-        rows = max(int((room + self.gradients - self.rounded) / self.completion), 1)
-        return {"micro_batch_tokens": tokens, "batch_size": min(rows, AUTO["batch_size"])}
+        rows = AUTO["batch_size"]
+        if self.completion:
+            rows = min(max(int((room + self.gradients - self.rounded) / self.completion), 1), rows)
+        return {"micro_batch_tokens": tokens, "batch_size": rows}
 
     def max_bytes(self, sizes: Mapping[str, int]) -> float:
         """Return the most bytes at once; while completions are sampled there are no gradients."""
@@ -119,7 +121,8 @@ class Memory(NamedTuple):
         sampling = float(sizes["batch_size"] * self.completion + self.rounded)
         parts: dict[str, float] = dict(zip(self._fields[:4], self[:4], strict=True))
         parts[f"update of {sizes['micro_batch_tokens']:,} tokens"] = update
-        parts[f"sampling of {sizes['batch_size']:,} completions"] = sampling
+        sampler = f"sampling of {sizes['batch_size']:,} completions"
+        parts[sampler if self.completion else "weights on their way to vLLM"] = sampling
         parts |= {"most at once": self.max_bytes(sizes), "available": available}
         lines = [f"  {name:<32}{count / 2**30:9.2f}" for name, count in parts.items() if count]
         if parts["most at once"] > available:
@@ -148,7 +151,8 @@ def memory_of(
             copies[id(tensor)] = empty
         fake = copy.deepcopy(policy, copies)
         update = [(n, *_update_bytes(fake, n, bf16)) for n in (256, AUTO["micro_batch_tokens"])]
-        completion = _completion_bytes(fake.model, longest + config.rollout.max_new_tokens, bf16)
+        length = longest + config.rollout.max_new_tokens
+        completion = 0 if config.engine.url else _completion_bytes(fake.model, length, bf16)
     total, other = (sum(p.nbytes for p in each) for each in (weights, frozen))
     state = 2 * gradients
     if config.update.optimizer == "adamw_8bit":  # a byte for each number, a scale for each 256
@@ -224,7 +228,9 @@ def plan_memory(
     available = available_bytes(device, 0 if meta else memory.weights + memory.reference)
     fits = memory.fitting(available) | dict(saved)
     sizes |= {name: min(each[name] for each in gather_object([fits])) for name in auto}
-    return sizes, memory.table(sizes, available, device.type == "cuda")
+    billions = sum(weight.numel() for weight in policy.parameters()) / 1e9
+    what = f"{type(policy.model).__name__} with {billions:.3g} billion weights"
+    return sizes, f"{what}: {memory.table(sizes, available, device.type == 'cuda')}"
 
 
 def dry_run(config: TrainConfig, rows: Rows) -> str:
@@ -239,6 +245,9 @@ def dry_run(config: TrainConfig, rows: Rows) -> str:
             add_adapters(model, config.lora)
     checkpointing = config.update.gradient_checkpointing
     policy = Policy(model, temperature=config.rollout.temperature, checkpointing=checkpointing)
-    reference = policy if needs_reference(config) and config.lora.rank == 0 else None
-    prompts = prepare_prompts(load_tokenizer(config.model), rows, "the training dataset", longest=None)
+    reference = None
+    if needs_reference(config) and config.lora.rank == 0:
+        freeze(reference := copy.deepcopy(policy), accelerator)
+    tokenizer, name = load_tokenizer(config.model), "the training dataset"
+    prompts = prepare_prompts(tokenizer, rows, name, longest=None, options=config.data)
     return plan_memory(policy, reference, config, accelerator, max(map(len, prompts.tokens)), {})[1]

@@ -240,11 +240,7 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
         with accelerator.autocast():
             policy.to(accelerator.device).check()
     if frozen:
-        policy.requires_grad_(False)
-        for module in model.modules() if accelerator.mixed_precision == "bf16" else ():
-            linear = isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
-            if linear or accelerator.is_fsdp2:  # products round these weights anyway: log-probs stay
-                module.bfloat16()
+        freeze(policy, accelerator)
     if accelerator.is_fsdp2:
         policy = fsdp2_prepare_model(accelerator, policy)
         register_fsdp_forward_method(policy, "check")
@@ -253,6 +249,15 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
     elif frozen:
         policy = accelerator.prepare_model(policy, evaluation_mode=True)
     return policy
+
+
+def freeze(policy: Policy, accelerator: Any) -> None:
+    """Let a policy's weights need no gradients; in bf16, round those that its products would round anyway."""
+    policy.requires_grad_(False)
+    for module in policy.modules() if accelerator.mixed_precision == "bf16" else ():
+        linear = isinstance(module, nn.Linear) and module is not policy.model.get_output_embeddings()
+        if linear or accelerator.is_fsdp2:
+            module.bfloat16()
 
 
 @torch.no_grad()

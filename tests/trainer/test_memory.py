@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ import torch
 
 from gspo_kernels.cli import main
 from gspo_kernels.ops import memory as memory_module
-from gspo_kernels.trainer import memory
+from gspo_kernels.trainer import loop, memory
 from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.checkpoint import load_state
 from gspo_kernels.trainer.config import AUTO, InputError
@@ -111,6 +112,8 @@ def test_auto_is_what_fits_and_the_table_says_what_does_not():
     assert MEMORY.fitting(GIB) == {"micro_batch_tokens": 256, "batch_size": 1}
     table = MEMORY.table(fits, 20 * GIB)
     assert "weights                              2.00" in table and "counted:" in table
+    served = MEMORY._replace(completion=0, rounded=GIB).table(fits, 20 * GIB)
+    assert "vLLM" in served and "sampling" not in served and "vLLM" not in table
     assert "counted, not measured on a GPU yet:" in MEMORY.table(fits, 20 * GIB, on_gpu=True)
     assert "not fit" not in table and "available                           20.00" in table
     for sizes, available, words in (
@@ -177,16 +180,37 @@ def test_running_out_of_memory_is_one_sentence_and_a_checkpoint_is_kept(tokenize
         trainer.evaluate()
 
 
-def test_a_dry_run_reads_no_weights(tokenizer, tmp_path, capsys):
-    base = tmp_path / "base"
-    tiny_qwen3(tokenizer, hidden_size=64).save_pretrained(base)
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--lora.rank", "2", "--data.prompt_template", "a longer prompt, which the cache holds: {prompt}"],
+        ["--kl.beta", "0.1", "--update.gradient_checkpointing", "--update.precision", "bf16"],
+    ],
+    ids=["weights", "adapters", "reference"],
+)
+def test_a_dry_run_predicts_what_the_run_does_and_reads_no_weights(
+    tokenizer, tmp_path, monkeypatch, capsys, options
+):
+    base, run, reward = tmp_path / "base", tmp_path / "run", "gspo_kernels.demo:exact"
+    tiny_qwen3(tokenizer).save_pretrained(base)
     tokenizer.save_pretrained(base)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "answer": "ab"}\n')
+    words = ["train", "--model", str(base), "--dataset", str(tmp_path / "rows.jsonl"), "--reward", reward]
+    words += ["--output", str(run), "--rollout.max_new_tokens", "8", *options]
+    make_accelerator("bf16" if "bf16" in options else "fp32")
+    predictions = []
+    monkeypatch.setattr(memory, "memory_of", lambda *given: predictions.append(memory_of(*given)) or MEMORY)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.GSPOTrainer, "train", lambda trainer, **flags: trainer.plan_memory({}))
+        assert main(words) == 0
     (base / "model.safetensors").unlink()
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n')
-    reward = "gspo_kernels.demo:exact"
-    words = ["--model", str(base), "--dataset", str(tmp_path / "rows.jsonl"), "--reward", reward]
-    for more in ([], ["--lora.rank", "2"], ["--kl.beta", "0.1", "--update.gradient_checkpointing"]):
-        assert main(["train", *words, *more, "--dry-run", "--output", str(tmp_path / "run")]) == 0
-        said = capsys.readouterr().out
-        assert "most at once" in said and ("reference" in said) == ("--kl.beta" in more)
-    assert not (tmp_path / "run").exists()
+    capsys.readouterr()
+    assert main([*words, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"Qwen3ForCausalLM with [\d.]+e-05 billion weights: memory in GiB, counted:", said)
+    assert "most at once" in said and "sampling of" in said and not run.exists()
+    assert main([*words, "--engine.url", "http://localhost:1", "--dry-run"]) == 0
+    of_run, dry, of_server = predictions
+    assert of_run == dry and (dry.reference > 0) == ("--kl.beta" in options)
+    assert of_server == dry._replace(completion=0) and of_server.fitting(GIB)["batch_size"] == 256
