@@ -178,7 +178,7 @@ class Exponentials:
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, tile: str, store: bool = True) -> Any:
         """Return e [N, V], factors [N], rests [N] and log-probs [N]; without ``store`` only log-probs."""
         module, out = self._module, None
-        module._tile = lambda *_: module._HeadTile(*TILES[tile])
+        module._tile = lambda *_: module.ProductTile(*TILES[tile])
         if store:
             out = hidden.new_empty(len(hidden), -(-len(weight) // 8) * 8)[:, : len(weight)]
         head = module.exponentials(hidden, weight, None, labels[None], LogitTransform(), -100, out)

@@ -42,7 +42,6 @@ from gspo_kernels.kernels.launch import (
     row_kernel,
     triton_version,
 )
-from gspo_kernels.kernels.products import _multiprocessors
 from gspo_kernels.kernels.row_scaling import times
 from gspo_kernels.kernels.rows import (
     HUGE,
@@ -56,6 +55,7 @@ from gspo_kernels.kernels.rows import (
     tanh,
     transformed,
 )
+from gspo_kernels.kernels.tiles import GROUP, ProductTile, add_product, tile_at
 from gspo_kernels.types import LogitTransform, RowStats
 
 MARGIN: tl.constexpr = tl.constexpr(8)
@@ -66,7 +66,6 @@ _FAR: tl.constexpr = tl.constexpr(256)
 has a probability of 0."""
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-_GROUP = 8
 _LINE = Tile(1024, 4)
 """For the kernels before and after the product."""
 _MANY, _TILES = 16, 32
@@ -75,24 +74,11 @@ ALIGNED = 8
 """Rows of 16-bit operands of the product lie a multiple of this many elements apart."""
 
 
-class _HeadTile(NamedTuple):
-    """Rows and columns of a tile, the depth of a step along H, the columns that are stored at a time, warps,
-    and stages of the pipeline.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    piece: int
-    warps: int
-    stages: int
-
-
-_LARGE = _HeadTile(128, 256, 64, 64, 8, 3)
+_LARGE = ProductTile(128, 256, 64, 64, 8, 3)
 # For softcaps, whose arithmetic takes more registers, and for Triton before 3.8 on Blackwell, which computes
 # each exponential of the large tile twice, and spills.
-_SMALL = _HeadTile(128, 128, 64, 32, 8, 3)
-_INTERPRETED = _HeadTile(16, 64, 64, 32, 1, 1)
+_SMALL = ProductTile(128, 128, 64, 32, 8, 3)
+_INTERPRETED = ProductTile(16, 64, 64, 32, 1, 1)
 
 
 @triton.jit
@@ -391,13 +377,7 @@ def _compute_tile(
         columns = left + tl.arange(0, COLUMNS)
         acc += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
     for k in range(0, H, HEAD.DEPTH):
-        a = hidden.load([top, k])
-        b = weight.load([left, k])
-        if PLATFORM == "interpreter":
-            # There tl.dot takes bf16 bits for integers, see ``products``.
-            acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
-        else:
-            acc = tl.dot(a, b.T, acc)
+        acc = add_product(acc, hidden.load([top, k]), weight.load([left, k]).T, PLATFORM)
     ENTROPY: tl.constexpr = spreads_ptr is not None
     total, spread = _take_exponentials(
         acc, left, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V, marks, 0,
@@ -440,7 +420,6 @@ def exponentials_kernel(
     is a ``RowNumbers``, ``head`` a ``HeadNumbers``, HEAD a ``HeadConstants``.
     """
     ROWS: tl.constexpr = HEAD.ROWS
-    GROUP: tl.constexpr = HEAD.GROUP
     N = decode(rows.T)
     V = decode(rows.V)
     H = decode(head.H)
@@ -454,11 +433,8 @@ def exponentials_kernel(
     if HEAD.SOFTCAP:
         inner = row_slopes(rows, None, 0, 0, tl.float32)[1]
     for tile in range(tl.program_id(0), tiles, decode(head.programs)):
-        group = tile // (GROUP * width) * GROUP
-        members = tl.minimum(height - group, GROUP)
-        within = tile % (GROUP * width)
-        top = (group + within % members) * ROWS
-        column = within // members
+        row, column = tile_at(tile, height, width, HEAD.GROUP)
+        top = row * ROWS
         if HEAD.PASS == "first":
             _compute_tile(
                 top, column, hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr, flags_ptr,
@@ -656,7 +632,7 @@ def capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def _tile(transform: LogitTransform, device: torch.device) -> _HeadTile:
+def _tile(transform: LogitTransform, device: torch.device) -> ProductTile:
     """Return the tile: it must not depend on what is stored or summed, so that bits don't, either."""
     if platform() == "interpreter":
         return _INTERPRETED
@@ -709,12 +685,12 @@ class _Product:
     def take(self, out: Tensor | None, first: int, last: int) -> None:
         """Choose the columns that are multiplied, and where their exponentials go."""
         hidden, weight, tile = self.hidden, self.weight, self.tile
-        width = triton.cdiv(last - first, tile.columns)
-        programs = min(triton.cdiv(len(hidden), tile.rows) * width, _multiprocessors(self.device))
+        programs = tile.programs(len(hidden), last - first, self.device)
         lines = (hidden, weight, hidden if out is None else out)
         strides = (encode(each.stride(0)) for each in lines)
         self.programs, self.rows = programs, self.rows._replace(V=encode(last))
         self.head = HeadNumbers(encode(hidden.shape[1]), encode(programs), encode(first), *strides)
+        width = triton.cdiv(last - first, tile.columns)
         self.sums = torch.empty(width, len(hidden), dtype=torch.float32, device=self.device)
         self.operands = (
             TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
@@ -726,12 +702,12 @@ class _Product:
         """Launch a pass; see ``HeadConstants`` and ``exponentials``."""
         row, tile, peaks = self.row, self.tile, name == "peaks"
         launch(
-            exponentials_kernel, self.programs, self.device, Tile(tile.columns, tile.warps, tile.stages),
+            exponentials_kernel, self.programs, self.device, tile.launched(),
             *self.operands[:2], None if peaks else self.operands[2], self.bias, self.places, self.offsets,
             self.powers, self.flags, self.count, self.sums, None if peaks else spreads, self.label,
             self.rows, self.head,
             HEAD=HeadConstants(
-                name, row.SCALED, row.SOFTCAP, row.SOFTCAP and bent, *tile[:4], _GROUP, platform()
+                name, row.SCALED, row.SOFTCAP, row.SOFTCAP and bent, *tile[:4], GROUP, platform()
             ),
         )  # fmt: skip
 

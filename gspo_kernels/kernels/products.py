@@ -20,7 +20,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gspo_kernels.first_use import FirstUse
 from gspo_kernels.kernels.columns import decode, decode_wide
 from gspo_kernels.kernels.launch import (
-    Tile,
     Wide,
     encode,
     encode_strides,
@@ -30,34 +29,19 @@ from gspo_kernels.kernels.launch import (
     without_spills,
 )
 from gspo_kernels.kernels.rows import narrowed
+from gspo_kernels.kernels.tiles import GROUP, ProductTile, add_product, tile_at
 
 STEP = 64
 """Products may be cut along K at multiples of this: the most values that a tile takes at a time."""
 _VECTOR_BYTES = 16
-# Row tiles that are computed side by side: they share the columns of `b` that the L2 cache holds.
-_GROUP = 8
-
-
-class _ProductTile(NamedTuple):
-    """The rows and columns of a tile, the depth of a step along K, the columns that are stored at a time,
-    warps, and stages of the pipeline.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    piece: int
-    warps: int
-    stages: int
-
 
 # Registers hold the sums of a tile. On Hopper and B200 tensor maps bring 16-bit operands to shared memory, if
 # they come in 16-byte pieces, and take no registers. Elsewhere each piece has an address. Operands that don't
 # come in pieces have one for each element and pass through registers; masks at the end of K take some, too.
-_BULK = _ProductTile(128, 256, 64, 32, 8, 4)
-_WIDE = {2: _ProductTile(128, 128, 32, 32, 8, 4), 4: _ProductTile(64, 64, 16, 32, 8, 3)}
-_NARROW = {2: _ProductTile(64, 64, 32, 32, 8, 2), 4: _ProductTile(32, 32, 16, 32, 4, 2)}
-_INTERPRETED = _ProductTile(32, 64, 64, 32, 1, 1)
+_BULK = ProductTile(128, 256, 64, 32, 8, 4)
+_WIDE = {2: ProductTile(128, 128, 32, 32, 8, 4), 4: ProductTile(64, 64, 16, 32, 8, 3)}
+_NARROW = {2: ProductTile(64, 64, 32, 32, 8, 2), 4: ProductTile(32, 32, 16, 32, 4, 2)}
+_INTERPRETED = ProductTile(32, 64, 64, 32, 1, 1)
 
 
 @triton.jit
@@ -175,18 +159,6 @@ def _store_sums(x, out_ptr, top, left, M, N, stride, PRODUCT: tl.constexpr):
         tl.store(lines[:, None] + columns[None, :], x, mask=inside)
 
 
-@triton.jit
-def _add_product(sums, x, y, PLATFORM: tl.constexpr):
-    """Return sums + x @ y."""
-    if PLATFORM == "interpreter":
-        # There tl.dot is NumPy's product: it takes bf16 bits for integers, and on some processors rounds an
-        # element by its place in the tile.
-        sums += tl.sum(x.to(tl.float32)[:, :, None] * y.to(tl.float32)[None, :, :], axis=1)
-    else:
-        sums = tl.dot(x, y, sums, input_precision="ieee")
-    return sums
-
-
 @row_kernel
 def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr):
     """Compute every ``programs``-th tile of out (+)= a @ b + bias. ``a`` and ``b`` are tensor descriptors or
@@ -196,7 +168,6 @@ def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr
     ROWS: tl.constexpr = PRODUCT.ROWS
     COLUMNS: tl.constexpr = PRODUCT.COLUMNS
     DEPTH: tl.constexpr = PRODUCT.DEPTH
-    GROUP: tl.constexpr = PRODUCT.GROUP
     A_VECTOR: tl.constexpr = PRODUCT.A_VECTOR
     B_VECTOR: tl.constexpr = PRODUCT.B_VECTOR
     A_ALONG_K: tl.constexpr = PRODUCT.A_ALONG_K
@@ -223,11 +194,9 @@ def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr
         b_stride_n = 1
         b_stride_k = b_stride_k // B_VECTOR * B_VECTOR
     for tile in range(tl.program_id(0), height * width, decode(product.programs)):
-        group = tile // (GROUP * width) * GROUP
-        members = tl.minimum(height - group, GROUP)
-        within = tile % (GROUP * width)
-        top = (group + within % members) * ROWS
-        left = within // members * COLUMNS
+        row, column = tile_at(tile, height, width, PRODUCT.GROUP)
+        top = row * ROWS
+        left = column * COLUMNS
         if PRODUCT.ACCUMULATE:
             sums = _load_sums(out_ptr, top, left, M, N, out_stride, COLUMNS, PRODUCT)
         else:
@@ -240,7 +209,7 @@ def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr
             for k in range(0, K, DEPTH):
                 x = a.load([top, k]) if A_ALONG_K else a.load([k, top]).T
                 y = b.load([left, k]).T if B_ALONG_K else b.load([k, left])
-                sums = _add_product(sums, x, y, PLATFORM)
+                sums = add_product(sums, x, y, PLATFORM)
         else:
             depths = tl.arange(0, DEPTH).to(tl.int64)
             a_lines = a + _lines(top, ROWS, M, 1 if A_ALONG_K else A_VECTOR) * a_stride_m
@@ -259,7 +228,7 @@ def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr
                     in_depth = k + tl.arange(0, DEPTH) < K
                     x = tl.load(a_pointers, mask=in_depth[None, :], other=0.0)
                     y = tl.load(b_pointers, mask=in_depth[:, None], other=0.0)
-                sums = _add_product(sums, x, y, PLATFORM)
+                sums = add_product(sums, x, y, PLATFORM)
                 a_pointers += DEPTH * a_stride_k
                 b_pointers += DEPTH * b_stride_k
         _store_sums(sums, out_ptr, top, left, M, N, out_stride, PRODUCT)
@@ -312,12 +281,11 @@ def fixed_product(
             _descriptor(lines, tile.rows, tile.depth, a_along_k),
             _descriptor(b_lines, tile.columns, tile.depth, b_along_k),
         )
-    tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
-    programs = min(tiles, _multiprocessors(a.device))
+    programs = tile.programs(M, N, a.device)
     out_vector = _VECTOR_BYTES // out.element_size()
     launch(
         fixed_product_kernel, programs, a.device,
-        without_spills(Tile(tile.columns, tile.warps, tile.stages), a.dtype == torch.float32),
+        without_spills(tile.launched(), a.dtype == torch.float32),
         *operands, bias, out,
         ProductNumbers(
             M=encode(M), N=encode(N), K=encode(K), programs=encode(programs),
@@ -336,7 +304,7 @@ def fixed_product(
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
             PIECE=tile.piece,
-            GROUP=_GROUP,
+            GROUP=GROUP,
             PLATFORM=platform(),
         ),
     )  # fmt: skip
@@ -354,7 +322,7 @@ def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
     return starts and lines.shape[1] % vector == 0
 
 
-def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> tuple[_ProductTile, bool]:
+def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> tuple[ProductTile, bool]:
     """Return the tile for elements of ``size`` bytes, and whether tensor maps bring the operands.
 
     ``wide``: both come in 16-byte pieces. ``whole``: K consists of whole steps.
@@ -388,10 +356,3 @@ TENSOR_MAPS = FirstUse(excess)
 def _has_tensor_maps(device: torch.device) -> bool:
     """Return whether tensor maps bring the operands: where they serve, and in the interpreter."""
     return platform() == "interpreter" or TENSOR_MAPS.why_not(device) is None
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Return how many programs run at once: one per multiprocessor of a GPU."""
-    if platform() == "interpreter":
-        return 3
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -28,7 +28,7 @@ from benchmarks.machine_code import (
 )
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
-from gspo_kernels.kernels import exponentials, one_pass, products
+from gspo_kernels.kernels import exponentials, one_pass, products, tiles
 from gspo_kernels.types import (
     KLPenalty,
     LogitRows,
@@ -149,7 +149,7 @@ def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
 def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
     """Call the launcher of fixed products as on the target, for a chunk's three products."""
     products.platform = lambda: TARGETS[target].backend
-    products._multiprocessors = lambda device: 132
+    tiles.multiprocessors = lambda device: 132
     products._has_tensor_maps = lambda device: target in ("sm_90", "sm_100")
     hidden, weight, rows = (torch.empty(shape, dtype=dtype) for shape in ((n, H), (V, H), (n, V)))
     out = torch.empty(n, V)
@@ -167,7 +167,7 @@ def project(target: str, transform: LogitTransform, everything: bool) -> None:
     """
     exponentials.platform = lambda: TARGETS[target].backend
     exponentials.capability = lambda device: int(target[3:]) // 10
-    exponentials._multiprocessors = lambda device: 132
+    tiles.multiprocessors = lambda device: 132
     n, V, H = 300, 4096, 1024
     hidden, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((n, H), (V, H), (n, V)))
     labels, floats = torch.zeros(1, n, dtype=torch.int64), torch.zeros(n)

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import clipped_ratios, exponentials, logprobs, masks, scale, sequence_ratio
+from gspo_kernels.kernels import clipped_ratios, exponentials, logprobs, masks, scale, sequence_ratio, tiles
 from gspo_kernels.kernels import launch as launching
 from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands
 
@@ -107,7 +107,7 @@ def calls() -> list[Any]:
                 kernels.scale_(logits, torch.ones(()))
                 kernels.sequence_ratio_forward(rows, labels != 0 if start else None, operands, form)
                 kernels.ratio_step(old, labels != 0, operands, form)
-    exponentials.capability, exponentials._multiprocessors = lambda device: 9, lambda device: 132
+    exponentials.capability, tiles.multiprocessors = lambda device: 9, lambda device: 132
     for n in (3, 16):
         shapes = (n, 8), (40, 8), (n, 40)
         hidden, weight, out = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)

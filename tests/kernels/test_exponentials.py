@@ -179,7 +179,7 @@ def test_a_rows_bits_depend_on_the_row_alone(functions, monkeypatch):
     """Not on what is stored or summed along, on other rows, their order and number, nor on the device's
     size; neither do those of rows that are computed again.
     """
-    module, device = functions
+    _, device = functions
     hidden, weight, bias, labels = draw(40, 150, 40)
     hidden[::7] *= 40
     outs = [memory(40, 150, device) for _ in range(2)]
@@ -187,7 +187,7 @@ def test_a_rows_bits_depend_on_the_row_alone(functions, monkeypatch):
     alone = run(functions, hidden, weight, bias, labels, WARM)
     assert same(whole.stats._replace(entropy=None), alone.stats) and alone.factors is None
     assert (whole.stats.logprobs < -100).any()
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr("gspo_kernels.kernels.tiles.multiprocessors", lambda device: 1)
     order = torch.randperm(40, generator=generator(1))
     for keep in (order, order[:23]):
         out = outs[1][: len(keep)]

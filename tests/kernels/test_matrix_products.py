@@ -134,7 +134,7 @@ def test_an_element_depends_on_its_row_and_its_column_alone(way, monkeypatch):
         assert torch.equal(way(torch.cat([a.flip(0)] * 2), b), torch.cat([whole.flip(0)] * 2))
         for count in (1, 2, 8, 64):
             if way.name == "triton":
-                monkeypatch.setattr("gspo_kernels.kernels.products._multiprocessors", lambda _, n=count: n)
+                monkeypatch.setattr("gspo_kernels.kernels.tiles.multiprocessors", lambda _, n=count: n)
             torch.set_num_threads(count)
             try:
                 assert torch.equal(way(a, b), whole)
