@@ -269,9 +269,9 @@ def shortest_way(
     ways = {(end, left): (1 if left == 0 else math.inf, end) for left in range(most + 1)}
     for place in range(end - 1, start - 1, -1):
         opcode, jump, always = program[place]
-        # AMD's branches around code that no lane executes are not taken.
-        onward = [jump] if jump is not None and place < jump <= end and "exec" not in opcode else []
-        onward += [] if onward and always else [place + 1]
+        # On AMD some lane executes: a branch for that is taken, one around code that no lane executes is not.
+        onward = [jump] if jump is not None and place < jump <= end and "execz" not in opcode else []
+        onward += [] if onward and (always or "execnz" in opcode) else [place + 1]
         for left in range(most + 1):
             rest = max(0, left - moves(program[place]))
             ways[place, left] = min((1 + ways[one, rest][0], one) for one in onward)
@@ -296,7 +296,9 @@ def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
     """Return the innermost loops that load 16 bytes at a time or take at least 8 exponentials: the walks over
     a row, not the loops of reductions.
     """
-    loops = [(one.jump, end) for end, one in enumerate(program) if one.jump is not None and one.jump <= end]
+    # of several jumps back to one place the last one ends the loop
+    ends = {one.jump: end for end, one in enumerate(program) if one.jump is not None and one.jump <= end}
+    loops = list(ends.items())
     inner = [
         (start, end)
         for start, end in loops

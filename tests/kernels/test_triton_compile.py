@@ -190,6 +190,8 @@ def test_no_kernel_becomes_dearer(report):
             assert not dearer(entry["counts"], line), (line["name"], entry["counts"], line)
             compared.add((line["name"], line["target"]))
     assert {target for _, target in compared} == {*NVIDIA, "gfx942"} and len(compared) >= 30
+    # the search finds the loop also where AMD's code has branches for lanes that execute nothing
+    assert ("backward, bf16", "gfx942") in compared
 
 
 def test_shapes_do_not_recompile_and_alignment_does(report):
