@@ -73,6 +73,7 @@ def test_who_is_served(here):
         ("deferred", "plain", "together"),
         ("two_pass", "loss_mask", "temperature per sequence"),
         ("known", "on_policy", "logit_scale"),
+        ("frozen", "loss_mask", "together"),
         ("auto", "loss_mask+k3+entropy", "softcap"),
         ("two_pass", "entropy_tensor+token_weights", "together"),
         ("auto", "k1+normalizer", "default"),
@@ -235,6 +236,22 @@ def test_peak_memory_is_what_the_plan_says(schedule, rows, monkeypatch):
         plan = gk.explain_schedule(*leaves, labels, None, advantages, **options)
         gk.fused_linear_policy_loss(*leaves, labels, None, advantages, **options).loss.backward()
     assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
+def test_a_frozen_head_takes_two_products_and_no_memory_of_its_size(monkeypatch):
+    """Each chunk is projected once, and its exponentials are multiplied once."""
+    monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
+    hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
+    gpu = PretendedGpu(monkeypatch)
+    with gpu:
+        out = gk.fused_linear_policy_loss(
+            hidden.requires_grad_(), weight, labels, None, advantages,
+            schedule="frozen", skip_inactive="none", max_chunk_bytes=2 * 2048 * 16,
+        )  # fmt: skip
+        out.loss.backward()
+    assert gpu.kernels["exponentials_kernel"] == 4 * 3  # two of three end at once: no row is flagged
+    assert len(gpu.products) == 4 and hidden.grad.any()
+    assert gpu.peak < 2 * 2048 * 16 + weight.nbytes / 8
 
 
 @pytest.mark.parametrize("size", [1.0, 40.0])

@@ -305,8 +305,10 @@ class Run:
         """Serve a head without gradient: rows of dHidden wait for the coefficients that multiply them.
 
         Blocks of columns would not pay. Each adds to all of dHidden: 8NH bytes, of 151,936 columns 20 GB for
-        16,384 tokens and H = 4,096, which is 4 ms beside 59 of products on an H200. And [n, 4096] with
-        dHidden in fp32 take more memory than 256 MiB of rows from 12,000 tokens on (22,000 at H = 1,024).
+        16,384 tokens and H = 4,096, which is 4 ms beside 59 of products on an H200; chunks of rows read the
+        weight again, but while they multiply. And [n, 4096] with dHidden in fp32 take more memory than 256
+        MiB of rows from 11,000 tokens on (22,000 at H = 1,024). Exponentials whose offset is the label's
+        logit would have to wait for a row's last column, too, which alone shows whether that offset serves.
         """
         for chunk in self.call.chunks(where):
             projected = self.call.products.project(chunk, self.plan.entropy, True, self.compared)
