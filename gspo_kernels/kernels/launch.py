@@ -190,10 +190,10 @@ def encode(number: int) -> int:
 
     Triton compiles anew if an integer in a tuple is 1, is divisible by 16 or needs more than 32 bits, has no
     annotation to forbid that, and rounds floats in tuples to fp32. In the upper half of an odd 64-bit number
-    all integers look alike to Triton (except -1, for which it compiles once more), and reading them takes no
-    instruction.
+    all integers look alike to Triton, and reading them takes no instruction. The lower half is such that none
+    fits 32 bits.
     """
-    return (number << 32) + 0x80000001
+    return (number << 32) + (0x80000001 if number >= 0 else 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -318,8 +318,9 @@ class RowConstants(NamedTuple):
 def row_kernel(function: Callable[..., None]) -> Any:
     """Apply ``triton.jit`` so that changes of shapes, strides or addresses don't compile the kernel anew.
 
-    Only dtypes, the presence of optional tensors and the constants enter the specialisation. The constant
-    ACCESS says what vectorised accesses need to know of strides and addresses.
+    Only dtypes, the presence of optional tensors and the constants enter the specialisation, and whether
+    tensors in tuples begin at a multiple of 16 bytes. The constant ACCESS says what vectorised accesses need
+    to know of strides and addresses. Tuples have as many fields in every launch, and all numbers are encoded.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
@@ -362,12 +363,21 @@ def launch(
     if _specialise is None or _watched(kernel):
         kernel[(programs,)](*args, **constants, **tile.options())
         return
-    backend, special = _backend(index), []
+    # to Triton the numbers of a ``row_kernel`` look alike; it would take as long to say so as all else here
+    alike = len(kernel.do_not_specialize) == len(args)
+    look = [kernel.fn, index, tile, *constants.values()]
     for arg in args:
-        # of a named tuple Triton would build another one, of types
-        values = tuple(arg) if isinstance(arg, tuple) else arg
-        special.append(None if arg is None else _specialise(backend, values, False, True, True))
-    key = (kernel.fn, index, tile, *constants.values(), *special)
+        if alike and isinstance(arg, Tensor):
+            look.append(arg.dtype)
+        elif alike and isinstance(arg, tuple):
+            look += [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else type(x) for x in arg]
+        elif arg is None:
+            look.append(None)
+        else:
+            # of a named tuple Triton would build another one, of types
+            values = tuple(arg) if isinstance(arg, tuple) else arg
+            look.append(_specialise(_backend(index), values, False, True, True))
+    key = tuple(look)
     known = _COMPILED.get(key)
     if known is None:
         compiled = kernel[(programs,)](*args, **constants, **tile.options())

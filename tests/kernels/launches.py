@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gspo_kernels import kernels
 from gspo_kernels.kernels import clipped_ratios, exponentials, logprobs, masks, scale, sequence_ratio, tiles
 from gspo_kernels.kernels import launch as launching
+from gspo_kernels.kernels.columns import decode
 from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands
 
 DEVICE = torch.device("cuda", 0)
@@ -57,6 +58,13 @@ def plain_kernel(values_ptr, count, factor, pair, missing_ptr, BLOCK: tl.constex
     tl.store(pair[0] + lanes, values, mask=lanes < count)
 
 
+@launching.row_kernel
+def encoded_kernel(values_ptr, triple, BLOCK: tl.constexpr):
+    """Triton looks at addresses of tensors in tuples of this kernel, and at no number."""
+    lanes = tl.arange(0, BLOCK)
+    tl.store(triple[0] + lanes, tl.load(values_ptr + lanes) + decode(triple[1]))
+
+
 def shown(kernel: str, arguments: tuple[Any, ...]) -> list[Any]:
     """Return what a launch shows, without what only hooks get, as JSON takes it."""
     *grid, stream, function, metadata = arguments[:6]
@@ -91,6 +99,10 @@ def calls() -> list[Any]:
                     record(
                         plain_kernel, 3, DEVICE, launching.Tile(64, 4), values, *rest, BLOCK=64, TWICE=start
                     )
+            for number in (-1, 0, 1, 16, 2**31 - 1):
+                for third in (None, launching.encode_wide(number)):
+                    triple = numbers.to(dtype)[start:], launching.encode(number), third
+                    record(encoded_kernel, 3, DEVICE, launching.Tile(64, 4), numbers, triple, BLOCK=64)
     for module in (exponentials, logprobs, masks, scale, sequence_ratio, clipped_ratios):
         module.launch = record  # type: ignore[assignment]
     for B, T, V in ((1, 1, 1), (2, 16, 16), (3, 17, 17)):
