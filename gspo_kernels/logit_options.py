@@ -132,8 +132,9 @@ def check_scores(name: str, scores: Tensor, labels: Tensor, width: str, scattere
     checks.tensor(name, scores, None, f"[B, T, {width}] or [N, {width}]", None, checks.FLOATS)
     shared = labels.ndim - 1 if scattered else labels.ndim
     if scores.ndim != labels.ndim + 1 or scores.shape[:shared] != labels.shape[:shared]:
+        expected = ", ".join(map(str, (*labels.shape, width)))
         raise ValueError(
-            f"{name}: got shape {tuple(scores.shape)}, expected {(*labels.shape, width)} for labels of shape "
+            f"{name}: got shape {tuple(scores.shape)}, expected [{expected}] for labels of shape "
             f"{tuple(labels.shape)}"
         )
     if scores.shape[-1] == 0:

@@ -425,6 +425,9 @@ def test_the_calls_that_the_wrong_ones_vary_are_right(function, packed):
 def test_messages_say_what_was_got_and_what_is_expected(function):
     with value_error(match=r"advantages: got shape \(4,\), expected \[B\] = \(3,\)"):
         function(**arguments(function, advantages=one(4)))
+    name, width = ("logits", "V") if function is fused else ("hidden", "H")
+    with value_error(match=rf"{name}: got shape .*, expected \[{B}, {T}, {width}\] for labels of shape"):
+        function(**arguments(function, **{name: one(B, T + 1, 11)}))
     for wrong in (-1, V):
         call = arguments(function, advantages=torch.zeros(B))  # also where no token has an advantage
         call["labels"][-1, -1] = wrong
