@@ -556,11 +556,11 @@ def explain_schedule(
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
     products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
-    operands, terms, plan, reason, _ = _normalize_linear(
+    operands, terms, plan, reason, centered = _normalize_linear(
         "explain_schedule", hidden, weight, bias, labels, passed, options, products, objective, parallel,
         centering is None, schedule, skip_inactive, centering,
     )  # fmt: skip
-    return explain(reason, operands, terms, plan)
+    return explain(reason, operands, terms, plan, 0 if centered is None else centered.ids.shape[-1])
 
 
 def _normalize_linear(

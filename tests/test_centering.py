@@ -86,7 +86,8 @@ class Problem:
         prompts = {group: sum(torch.tensor(counts)[self.groups == group]) for group in self.groups.tolist()}
         outer = {
             "token_mean": sum(counts), "sequence_mean": sum(n > 0 for n in counts), "sum": 1.0,
-            "constant": sum(n > 0 for n in counts) * (o.aggregation_constant or 1.0), "prompt_mean": len(prompts),
+            "constant": sum(n > 0 for n in counts) * (o.aggregation_constant or 1.0),
+            "prompt_mean": len(prompts),
         }[o.aggregation]  # fmt: skip
         for i, length in enumerate(self.lengths):
             end += length

@@ -39,6 +39,14 @@ CASES = {
     "two_pass": ("two_pass", "fp32", 1, 0, 1.0),
     "two_pass, bf16": ("two_pass", "bf16", 1, 0, 0.25),
 }
+# Schedule, dtype, tokens of a chunk, and how many ids of a token are centred.
+CENTRED = {
+    "known": ("known", "fp32", 440, 500),
+    "known, bf16": ("known", "bf16", 88, 500),
+    "known, one chunk": ("known", "fp32", 880, 500),
+    "two_pass": ("two_pass", "fp32", 88, 500),
+    "two_pass, bf16": ("two_pass", "bf16", 440, 8),
+}
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept on Linux")
 
 
@@ -107,6 +115,14 @@ def measure():
             used = raised(ours, *arguments, **options)
         assert bool((arguments[0].grad != 0).any(-1).all())
         shown[name] = [used, gk.explain_schedule(*arguments, **options).peak_bytes]
+    for name, (schedule, dtype, rows, ids) in CENTRED.items():
+        options = {"schedule": schedule, "objective": gk.CISPO(), "max_chunk_bytes": rows * VOCABULARY * 4}
+        for tokens, vocabulary in ((64, 1000), (TOKENS, VOCABULARY)):
+            arguments = inputs(tokens, vocabulary, DTYPES[dtype], 8, True)
+            of_ids = torch.randint(vocabulary, (*arguments[2].shape, ids), generator=generator(1))
+            options["centering"] = gk.ScoreCentering(of_ids, torch.full(of_ids.shape, -20.0))
+            used = raised(ours, *arguments, **options)
+        shown[f"centred, {name}"] = [used, gk.explain_schedule(*arguments, **options).peak_bytes]
     streams = StreamedProducts.streams
     for name, dtype in DTYPES.items():
         StreamedProducts.streams = streams
@@ -147,6 +163,14 @@ def test_peak_is_a_chunk_and_the_gradients(peaks, name):
     gradients = (TOKENS * WIDTH + trained) * DTYPES[dtype].itemsize
     limit = chunk * CHUNK + gradients + sums * trained * 4 + ALLOWANCE
     assert used <= limit, f"{used / MIB:.0f} MiB, expected at most {limit / MIB:.0f}"
+    assert used == pytest.approx(promise, rel=0.02)
+
+
+@on_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CENTRED)
+def test_peak_has_the_ids_of_centering(peaks, name):
+    used, promise = peaks[f"centred, {name}"]
     assert used == pytest.approx(promise, rel=0.02)
 
 

@@ -52,9 +52,19 @@ class SchedulePlan:
         )
 
 
-def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> SchedulePlan:
-    """Return the plan of a call with its schedule from ``schedule.choose``; reads lengths from the device."""
-    call, needs = Call(operands, checked=False, whole_logits=False, plan=plan), plan.requires_grad
+CENTERING_BYTES = {"known": (51, 16, 146, 31), "two_pass": (75, 16, 119, 5)}
+"""Bytes for each id of centering: of all rows before there is a chunk, and kept beside chunks; of a chunk's
+rows while their gradient is written, and while it is multiplied. Measured peaks are held against the sums.
+"""
+
+
+def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan, ids: int = 0) -> SchedulePlan:
+    """Return the plan of a call with its schedule from ``schedule.choose``; reads lengths from the device.
+
+    ``ids`` are how many each row has with centering, its label among them.
+    """
+    call = Call(operands, checked=False, whole_logits=False, plan=None if ids else plan)
+    needs = plan.requires_grad
     groups = CoefficientGroups(call, terms, plan)
     trained, total = needs.weight or needs.bias, sum(groups.row_counts)
     products, tokens = 0, dict[str, int]()
@@ -67,11 +77,11 @@ def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> 
             tokens["forward"] = tokens.get("forward", 0) + part.inactive_rows
     used = [name for name in tokens if name != "forward"] or ["forward"]
     served_by = used[0] if len(used) == 1 else "mixed"
-    memory, name = memory_of(call, plan, groups), call.products.name
+    memory, name = memory_of(call, plan, groups, ids), call.products.name
     return SchedulePlan(served_by, reason, products / max(total, 1), *memory, tokens, name)
 
 
-def memory_of(call: Call, plan: Plan, groups: CoefficientGroups) -> tuple[int, int]:
+def memory_of(call: Call, plan: Plan, groups: CoefficientGroups, ids: int) -> tuple[int, int]:
     """Return the most bytes beyond inputs that a call takes at a time, and the bytes of its gradients."""
     products, needs, hidden = call.products, plan.requires_grad, call.hidden
     wide, narrow, H = stats_dtype(hidden.dtype).itemsize, hidden.element_size(), hidden.shape[-1]
@@ -84,8 +94,16 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups) -> tuple[int, i
     if parts and parts[0].schedule == "known" and plan.depends_on == "token":
         ends = products.cut(count, call.chunk_rows)
         chunks = ends[:1] * len(ends)
-    call.look_ahead(plan.leaves_out, chunks)
-    scores = products.statistics_bytes(rows)
+    scores, beside, with_row = products.statistics_bytes(rows), 0, 0
+    if ids:
+        before, beside, written, with_row = (ids * each for each in CENTERING_BYTES[plan.schedule])
+        copied, beside = 0 if groups.all_rows else 16 * ids, beside * call.labels.numel()
+        with_row += copied
+        # a row's other ids are cut by a mask
+        writing = beside + rows * (products.row_bytes + written + copied + products.vocabulary // 8)
+        scores = max(before * call.labels.numel(), writing)
+    else:
+        call.look_ahead(plan.leaves_out, chunks)
     if not any(needs):
         return scores, 0
     # what a row has besides its logits: its hidden state, unless that is read in place; the same times its
@@ -93,12 +111,12 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups) -> tuple[int, i
     in_backward = plan.schedule == "two_pass" and not call.chunking.batch_invariant
     in_place = hidden.is_contiguous() and count == call.labels.numel() and (groups.all_rows or in_backward)
     operand = products.trained.shape[1] * products.operand_dtype.itemsize if needs.weight else 0
-    row = (0 if in_place else H * narrow) + operand + (H * wide if needs.hidden else 0)
+    row = (0 if in_place else H * narrow) + operand + (H * wide if needs.hidden else 0) + with_row
     longest = max((part.row_count for part in parts if part.schedule == "two_pass"), default=0)
     longest = count if in_backward else longest
-    width, kept = block_width(call, longest), list[int]()
+    width, kept = 0 if ids else block_width(call, longest), list[int]()
     chunk, sums = rows * products.row_bytes, trained * wide
-    once = groups.in_one_product and (in_backward or products.rounds_early)
+    once = groups.in_one_product and (in_backward or products.rounds_early) and not ids
     if once and of_weight < sums:
         if products.rows_from_project and not width:
             row += 2 * H * wide  # rows of dWeight that are multiplied again, see ``HeadSums.add_rests``
@@ -119,7 +137,9 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups) -> tuple[int, i
         if products.segments is not None and trained:
             sums += SEGMENT * products.vocabulary * products.rows_dtype.itemsize  # one that is not yet whole
         at_work = chunk + sum(kept) + max(rows, longest if width else 0) * row + of_hidden + sums
+        # on the CPU memory that nobody has written to is none
+        scores += of_hidden + sums if ids and (rows < count or not hidden.is_cpu) else 0
     if hidden.is_cpu:
         # pages that stay mapped
         at_the_end += sum(size for size in (chunk, *kept) if size >= HUGE_PAGES_FROM)
-    return max(scores, at_work, at_the_end), of_hidden + of_weight
+    return max(scores, at_work + beside, at_the_end + beside), of_hidden + of_weight

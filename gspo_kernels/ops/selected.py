@@ -158,7 +158,7 @@ def _softplus(x: Tensor) -> Tensor:
 def _others(logits: Tensor, ids: Tensor, local: _LocalIds, transform: LogitTransform) -> LogitRows:
     """Return the rows with the selected columns cut; rows without ids are ignored."""
     width = logits.shape[-1]
-    others = ~bits.packed_ids(torch.where(local.present, local.index, bits.NO_ID), width)
+    others = bits.packed_ids(torch.where(local.present, local.index, bits.NO_ID), width).bitwise_not_()
     if transform.kept is not None:
         others &= transform.kept
     labels = torch.where((ids != bits.NO_ID).any(-1), width, -1)
@@ -244,10 +244,13 @@ def write_gradient(
     # A place without an id repeats a place with one, so a column gets the same number in any order of writes.
     places = torch.arange(ids.shape[-1], device=ids.device)
     place = torch.where(local.present, places, local.present.byte().argmax(-1, keepdim=True))
-    columns = local.index.gather(-1, place)
+    B, T, _ = ids.shape
+    sequences, tokens = (torch.arange(n, device=ids.device) for n in (B, T))
+    # not scatter_, which copies all of a bf16 tensor on the CPU
+    columns = (sequences.view(-1, 1, 1), tokens.view(-1, 1), local.index.gather(-1, place))
     # rows without an id in these columns stay as they are
     some, at_columns = local.present.any(-1, keepdim=True), at_ids.gather(-1, place)
-    out.scatter_(-1, columns, torch.where(some, at_columns, out.gather(-1, columns)).to(out.dtype))
+    out[columns] = torch.where(some, at_columns, out[columns]).to(out.dtype)
 
 
 @operator
