@@ -109,7 +109,6 @@ def normalize(
     objective: Objective,
     options: RowOptions = NO_OPTIONS,
     width: int = 0,
-    has_entropy: bool = False,
 ) -> CenteringRows:
     """Check what is to be centred on this rank, and bring it into rows, without ``factors``.
 
@@ -120,7 +119,6 @@ def normalize(
         objective: the loss.
         options: how logits become log-probs.
         width: how many columns of logits this process has; 0: there are none.
-        has_entropy: whether a pass over logits is asked for the entropy.
     """
     if not isinstance(centering, ScoreCentering):
         raise TypeError(f"centering: got {type(centering).__name__}, expected a ScoreCentering or None")
@@ -133,8 +131,8 @@ def normalize(
         )
     if terms.token_weights is not None:
         raise ValueError("token_weights: got a tensor, expected None with centering")
-    if has_entropy:
-        raise ValueError("return_entropy, entropy_coef: the pass that serves centering computes no entropy")
+    if width and (terms.entropy_coef is not None or "entropy" in objective.needs):
+        raise ValueError("entropy_coef: the pass that serves centering gives the entropy no gradient")
     packed, device = terms.cu_seqlens is not None, tokens.device
     shape = tuple(tokens.shape[1:] if packed else tokens.shape)
     ids = checks.tensor("centering.ids", centering.ids, None, f"{(*shape, 'K')}", device, checks.INTEGERS)

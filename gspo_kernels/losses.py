@@ -24,7 +24,7 @@ from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.library import validates
-from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
+from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction, logprobs_forward
 from gspo_kernels.ops.memory import LEAST_BYTES
 from gspo_kernels.ops.selected import SelectedLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
@@ -273,7 +273,7 @@ def fused_policy_loss(
         kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalised over the
             same ids.
         return_entropy: also return the entropy, detached; with an entropy bonus it is returned anyway.
-        centering: as in ``policy_loss``; the same pass takes the log-probs of its ids. Not with an entropy.
+        centering: as in ``policy_loss``; the same pass takes the log-probs of its ids. Not with a bonus.
         parallel: ``tp_group``, ``vocab_range`` and ``cp_group`` of ``Parallel``.
 
     Returns:
@@ -325,15 +325,14 @@ def fused_policy_loss(
             mask = terms.loss_mask
         centered = None
         if centering is not None:
-            centered = normalize_centering(
-                centering, row_labels, terms, objective, row_options, vocabulary, with_entropy
-            )
+            centered = normalize_centering(centering, row_labels, terms, objective, row_options, vocabulary)
         if comparison is not None:
             comparison.compare(row_labels, terms, row_options, vocabulary)
     if centered is not None:
         centered = centered.weighted(row_labels, terms, row_options, vocabulary)
         scored = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
-        return _of_selected_rows(scored, centered, terms, row_options.backend, ratio_clip)
+        entropy = logprobs_forward(rows, row_labels, row_options, True).entropy if with_entropy else None
+        return _of_selected_rows(scored, entropy, centered, terms, row_options.backend, ratio_clip)
     if known:
         return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
     if in_one_launch:
@@ -347,7 +346,11 @@ def fused_policy_loss(
 
 
 def _of_scored_rows(
-    scored: tuple[Tensor, Tensor], with_entropy: bool, terms: Terms, backend: str, ratio_clip: RatioClip
+    scored: tuple[Tensor, Tensor | None],
+    with_entropy: bool,
+    terms: Terms,
+    backend: str,
+    ratio_clip: RatioClip,
 ) -> LossOutput:
     """Return the loss of log-probs and, if it was computed, their entropy."""
     logprobs, entropy = scored[0], scored[1] if with_entropy else None
@@ -357,14 +360,15 @@ def _of_scored_rows(
 
 def _of_selected_rows(
     scored: tuple[Tensor, Tensor],
+    entropy: Tensor | None,
     centering: CenteringRows,
     terms: Terms,
     backend: str,
     ratio_clip: RatioClip,
 ) -> LossOutput:
     """Return the loss of log-probs of labels and of the ids to centre."""
-    labels = (scored[0][..., 0], scored[1])
-    out = _of_scored_rows(labels, False, terms, backend, ratio_clip)
+    labels = (scored[0][..., 0], entropy)
+    out = _of_scored_rows(labels, entropy is not None, terms, backend, ratio_clip)
     centred = centering_loss(scored, centering, terms.cp_group)
     return out._replace(loss=out.loss + centred.to(out.loss.dtype))
 
@@ -436,7 +440,8 @@ def fused_linear_policy_loss(
         schedule: how the batch is cut into chunks and products; all schedules give the same result. See
             ``explain_schedule``.
         skip_inactive: which rows without gradient stay out of products; see ``explain_schedule``.
-        centering: as in ``fused_policy_loss``; served by the schedules "known" ("auto") and "two_pass".
+        centering: as in ``fused_policy_loss``; served by the schedules "known" ("auto") and, but for the
+            entropy, "two_pass".
         parallel: see ``Parallel``.
 
     Returns:
@@ -478,7 +483,7 @@ def fused_linear_policy_loss(
         centered = centered.weighted(operands.labels, terms, operands.options, len(operands.weight))
     if plan.schedule == "two_pass" and centered is not None:
         selected = LinearSelectedLogprobsFunction.apply(*operands, centered.ids, False)
-        return _of_selected_rows(selected, centered, terms, plan.backend, plan.ratio_clip)
+        return _of_selected_rows(selected, None, centered, terms, plan.backend, plan.ratio_clip)
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
         scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
@@ -613,9 +618,7 @@ def _normalize_linear(
         row_labels, terms = leave_out_inactive(row_labels, terms, options.ignore_index)
     centered = None
     if centering is not None:
-        centered = normalize_centering(
-            centering, row_labels, terms, objective, row_options, len(weight), with_entropy
-        )
+        centered = normalize_centering(centering, row_labels, terms, objective, row_options, len(weight))
     known = chunking
     if not labels.is_cpu and skip_inactive != "all":  # which leaves out tokens that a mask counts
         known = from_host(chunking, passed, labels, weight if base is None else base, parallel)
@@ -636,6 +639,10 @@ def _normalize_linear(
             reasons |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
         lengths_known = plan.leaves_out or not packed or not hidden.is_cuda or known.lengths is not None
         name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
+        if name == "two_pass" and centered is not None and with_entropy:
+            raise ValueError(
+                "return_entropy: got True, expected False: with centering two_pass computes no entropy"
+            )
         if name == "two_pass" and any(needs) and not chunking.max_chunk_bytes:
             chunking, known = (each._replace(max_chunk_bytes=LEAST_BYTES) for each in (chunking, known))
         defers = 0 if "deferred" in reasons else SUM_ROWS["cpu" if hidden.is_cpu else "cuda"]

@@ -313,6 +313,26 @@ def test_there_is_no_second_head_pass(monkeypatch):
     assert plan.products == 3.0 and plan.schedule == "known"
 
 
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_the_entropy_comes_along(linear, backend):
+    """It changes nothing else."""
+    problem, device = Problem(OBJECTIVES[1], linear=linear, packed=True), device_of(backend)
+    labels, terms, _ = problem.arguments(device)
+    loss = gk.fused_linear_policy_loss if linear else gk.fused_policy_loss
+    results = []
+    for asked in (True, False):
+        leaves = {name: value.clone().to(device).requires_grad_() for name, value in problem.inputs.items()}
+        out = loss(**leaves, labels=labels, **terms, backend=backend, return_entropy=asked)
+        results.append([out.loss.detach(), *torch.autograd.grad(out.loss, list(leaves.values()))])
+        if asked:
+            wide = {name: value.detach().double() for name, value in leaves.items()}
+            log_p = scores_of(wide).log_softmax(-1)
+            expected = -(log_p.exp() * log_p).sum(-1)[problem.mask]
+            torch.testing.assert_close(out.entropy[problem.mask].double(), expected, rtol=1e-5, atol=1e-5)
+            assert out.metrics["entropy"].item() == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert all(map(torch.equal, *results))
+
+
 def test_no_bit_depends_on_other_rows_or_chunks():
     problem = Problem(OBJECTIVES[1], linear=True)
     labels, terms, tokens = problem.arguments("cpu")
@@ -376,8 +396,8 @@ def test_what_cannot_be_meant_is_refused():
     refuse(r"weight is .*high=2.0.*, expected .*high=1.3.*, the weight of CISPO", centering=other)
     refuse("old_logprobs: got None, expected the sampler's", old_logprobs=None)
     refuse("token_weights: got a tensor", token_weights=torch.ones(8))
-    refuse("computes no entropy", return_entropy=True)
-    refuse("computes no entropy", entropy_coef=0.1)
+    refuse("two_pass computes no entropy", return_entropy=True, schedule="two_pass")
+    refuse("gives the entropy no gradient", entropy_coef=0.1)
     for schedule in ("aligned", "deferred", "frozen"):
         refuse(f"{schedule}' is not exact here: with centering a row", schedule=schedule)
     refuse("known' is not exact here", schedule="known", batch_invariant=True)

@@ -75,14 +75,17 @@ def linear_centered_policy(
     its own logits, as in ``Run.known``.
     """
     terms, call, needs = check_values(operands.labels, terms), Call(operands), plan.requires_grad
-    scores, gradients = Scores(call, False), Gradients(call, needs, normalised=True)
+    scores, gradients = Scores(call, plan.entropy), Gradients(call, needs, normalised=True)
     per_token = token_terms(call.labels, terms, plan.backend)
     loss = torch.zeros((), dtype=exact_dtype(call.labels.device), device=call.labels.device)
     for chunk in call.chunks(call.projected):
         where, logits, some = chunk.where, call.products.logits_of(chunk), centering.at(chunk.where)
         scored = score(logits.unsqueeze(0), some.ids, chunk.options, False)
         logprobs = scored.logprobs[..., 0].contiguous()
-        scores.keep(chunk, RowStats(logprobs, scored.lse_others, None))
+        entropy: Tensor | None = None
+        if plan.entropy:
+            entropy = call.products.backend.logprobs_forward(chunk.rows(logits), True).entropy
+        scores.keep(chunk, RowStats(logprobs, scored.lse_others, entropy))
         chunk_terms = per_token.each(lambda _, value: value.flatten()[where].unsqueeze(1))  # noqa: B023
         step = evaluate(logprobs.t(), None, chunk_terms, want_metrics=False)
         of_ids = coefficients_of(scored.logprobs, scored.tail, some)
@@ -90,12 +93,12 @@ def linear_centered_policy(
         grads = torch.cat([step.grad_logprobs.view(1, -1, 1).to(of_ids.dtype), of_ids], -1)
         gradients.add_selected(logits, some.ids, scored, SelectedGradients(grads, None), chunk)
         del logits
-    logprobs = scores.stats.logprobs
-    step = evaluate_objective(logprobs, None, terms, plan.backend, plan.ratio_clip)
+    logprobs, _, entropy = scores.stats
+    step = evaluate_objective(logprobs, entropy, terms, plan.backend, plan.ratio_clip)
+    if entropy is None:
+        entropy = logprobs.new_empty(0)
     loss = step.loss + (sum_(terms.cp_group, loss) if terms.cp_group else loss)
-    return LinearLoss(
-        loss.to(step.loss.dtype), step.metrics, logprobs, logprobs.new_empty(0), gradients.result()
-    )
+    return LinearLoss(loss.to(step.loss.dtype), step.metrics, logprobs, entropy, gradients.result())
 
 
 @linear_policy.register_fake
