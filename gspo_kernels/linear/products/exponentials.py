@@ -159,9 +159,9 @@ def exponentials_unavailable(weight: Tensor, logits_dtype: str, options: RowOpti
         return "it multiplies bf16 to fp32"
     if options.backend != "triton" or options.shard.group or options.transform.kept is not None:
         return "it takes Triton, and all columns: no sampling mask, no tp_group"
-    aligned = weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
-    if not aligned or not weight.numel():
-        return "rows of the weight must begin at multiples of 16 bytes"
+    rows = weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
+    if not rows or weight.shape[1] % 8 or not weight.numel():
+        return "rows of hidden states and of the weight must begin at multiples of 16 bytes"
     return unavailable_on(weight.device)
 
 
