@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.measure import peak_of, time_probe
 from benchmarks.registry import Missing, Options, suite
 from benchmarks.tables import Row, aligned, number
+from gspo_kernels.doctor import own_products
 from gspo_kernels.linear.products.fixed import fixed_product
 from gspo_kernels.ops import backends
 from gspo_kernels.types import LogitRows, LogitTransform, RowGradients
@@ -237,6 +238,8 @@ def exponentials(options: Options) -> dict[str, Any]:
     except Missing as missing:
         lines.add("ours", f"skipped: {missing}")
         return lines.finish()
+    for line in own_products(device):
+        lines.add("gspo doctor", line.strip())
     shapes = ((20, 300, 32), (300, 1001, 48)) if options.tiny else ((300, 32008, 1024), (257, 50257, 512))
     right = []
     for tile in product.tiles:

@@ -85,7 +85,7 @@ def _products() -> list[str]:
     ]
 
 
-def _own_products(device: torch.device) -> list[str]:
+def own_products(device: torch.device) -> list[str]:
     """Return lines that say which of Triton's products serve a GPU, and what their first use there showed."""
     if (missing := backends.why_not("triton", device)) is not None:
         return [f"  products by torch.mm: {missing}"]
@@ -131,7 +131,7 @@ def report() -> str:
         if device.type == "cpu":
             lines += _products()
         elif device.type == "cuda":
-            lines += _own_products(device)
+            lines += own_products(device)
         if exact_dtype(device) == torch.float32:
             lines.append("  products by PyTorch")
             lines.append("  no fp64 on this device: statistics and losses in fp32, with compensated sums")

@@ -67,6 +67,6 @@ def test_doctor_compares_and_says_what_came_of_it(outcome, monkeypatch):
         uses = [planted()[0] if why else FirstUse(lambda _: 0.5) for why in reasons]
         monkeypatch.setattr(exponentials, "_FIRST_USE", uses[0])
         monkeypatch.setattr(products, "TENSOR_MAPS", uses[1])
-        for line, name, why in zip(doctor._own_products(GPU), names, reasons, strict=True):
+        for line, name, why in zip(doctor.own_products(GPU), names, reasons, strict=True):
             equal = f" by {name}: compared here with PyTorch's, it differs by roundings alone"
             assert line.endswith(equal if why is None else f", not by {name}: {why}")

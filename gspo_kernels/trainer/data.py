@@ -131,12 +131,16 @@ class Prompts:
     @cached_property
     def digest(self) -> str:
         """The number of rows and a hash of what is in them, in their order, wherever they came from."""
-        from datasets.fingerprint import Hasher
+
+        def hash_of(value: object) -> str:
+            from datasets.fingerprint import Hasher  # only for what JSON does not know
+
+            return str(Hasher.hash(value))
 
         content = sha256()
         for row in self.rows:
             items = sorted(row.items(), key=lambda item: item[0])
-            content.update(json.dumps(items, skipkeys=True, default=Hasher.hash).encode() + b"\n")
+            content.update(json.dumps(items, skipkeys=True, default=hash_of).encode() + b"\n")
         return f"{len(self.rows)} rows {content.hexdigest()[:12]}"
 
 

@@ -9,6 +9,7 @@ import torch
 import benchmarks.__main__  # noqa: F401  it registers contestants and suites
 from benchmarks import host, products, quack
 from benchmarks.registry import SUITES, Options
+from gspo_kernels.doctor import own_products
 from gspo_kernels.ops import backends
 
 TINY = Options(torch.device("cpu"), "tiny", repeats=1)
@@ -63,8 +64,10 @@ def test_the_product_with_exponentials_is_judged_before_it_is_timed(fault, monke
     monkeypatch.setattr(products, "Exponentials", lambda device: stand_in)
     known = []
     found = SUITES["exponentials"].run(Options(TINY.device, "tiny", repeats=1, save=known.append))
-    judged, *timed = found["lines"]
-    assert len(known) == len(found["lines"]) and known[0]["lines"][0] == judged
+    said = [line["reason"] for line in found["lines"] if line["name"] == "gspo doctor"]
+    assert said == [line.strip() for line in own_products(TINY.device)]
+    judged, *timed = found["lines"][len(said) :]
+    assert len(known) == len(found["lines"]) and known[-1]["lines"] == found["lines"]
     assert [line["name"].partition(": ")[2] for line in timed][2:] == (
         [] if fault else ["128 x 256", "128 x 256, statistics"]
     )
