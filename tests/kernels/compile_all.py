@@ -250,7 +250,7 @@ def is_read(name: str) -> bool:
     own = rows and "no row_temperature_ptr" not in name
     return not own and not name.startswith(
         (
-            *("ratio_step", "merge_mask", "lengths", "scale_", "sum_unit", "fixed_product"),
+            *("ratio_step", "divide", "merge_mask", "lengths", "scale_", "sum_unit", "fixed_product"),
             *("exponentials_kernel", "label_offsets", "row_statistics", "entropy_rows"),
             *("known_rows", "label_elements"),
         )
