@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.model import load_model
-from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.trainer.rollout import Sampling, new_cache
 
 
 @dataclass(frozen=True)
@@ -219,16 +218,13 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
 
 def _decoded_hidden_states(model: Any, prompts: list[Tensor], completions: list[Tensor]) -> Tensor:
     """Return the head's input for each of N completion tokens, [N, H], from a cache of what comes before."""
-    from transformers import DynamicCache
-
     following = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
     tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
     lengths = torch.tensor([[len(prompt)] for prompt in prompts], dtype=torch.int64, device=model.device)
     places = torch.arange(tokens.shape[1], dtype=torch.int64, device=model.device)
     mask = (places >= tokens.shape[1] - lengths).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-    options = {name: DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+    _, options = new_cache(model)
     states: list[Tensor] = []
     head, ropes = model.get_output_embeddings(), varying_ropes(model)
     handle = head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0][:, -1]))

@@ -29,7 +29,7 @@ from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, place_of,
 from gspo_kernels.trainer.data import Rows, prepare_prompts
 from gspo_kernels.trainer.model import Policy, add_adapters, freeze, load_tokenizer
 from gspo_kernels.trainer.processes import set_up
-from gspo_kernels.trainer.rollout import cache_argument
+from gspo_kernels.trainer.rollout import new_cache
 from gspo_kernels.trainer.update import needs_reference
 
 RESERVE = 0.9
@@ -52,23 +52,29 @@ def explained_memory(options: str) -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of all storages that operators made and that are still alive."""
+    """Count the bytes of all storages that operators made and that are still alive.
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    Without ``copies``, those that autocast makes of known tensors do not count.
+    """
+
+    def __init__(self, known: Sequence[Tensor], copies: bool = True) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.alive = {tensor.untyped_storage()._cdata for tensor in known}
+        self.uncounted = frozenset(() if copies else self.alive)  # copies of these
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
+        casts = function is torch.ops.aten._to_copy.default
+        counts = not (casts and args[0].untyped_storage()._cdata in self.uncounted)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.alive:
                 self.alive.add(storage._cdata)
-                self.now += storage.nbytes()
+                self.now += storage.nbytes() * counts
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes() * counts)
         return out
 
     def _forget(self, key: int, count: int) -> None:
@@ -151,8 +157,8 @@ def memory_of(
             copies[id(tensor)] = empty
         fake = copy.deepcopy(policy, copies)
         update = [(n, *_update_bytes(fake, n, bf16)) for n in (256, AUTO["micro_batch_tokens"])]
-        length = longest + config.rollout.max_new_tokens
-        completion = 0 if config.engine.url else _completion_bytes(fake.model, length, bf16)
+        new = config.rollout.max_new_tokens
+        completion = 0 if config.engine.url else _completion_bytes(fake.model, longest, new, bf16)
     total, other = (sum(p.nbytes for p in each) for each in (weights, frozen))
     state = 2 * gradients
     if config.update.optimizer == "adamw_8bit":  # a byte for each number, a scale for each 256
@@ -188,16 +194,19 @@ def _update_bytes(policy: Any, tokens: int, bf16: bool) -> tuple[int, int]:
     return saved + sums + 2 * hidden.nbytes, live.peak + late
 
 
-def _completion_bytes(model: Any, length: int, bf16: bool) -> int:
-    """Return the bytes of a completion's cache, of a layer's copy while it grows, and of logits and draws."""
-    cache = transformers.DynamicCache(config=model.config)
-    tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
-    with torch.no_grad():
-        options = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
+def _completion_bytes(model: Any, prompt: int, new: int, bf16: bool) -> int:
+    """Return the most bytes of a completion: while its prompt goes through the model, or at its end, those of
+    the cache, of a layer's copies while it grows, and of logits and draws.
+    """
+    tokens = torch.zeros(1, prompt, dtype=torch.int64, device="cpu")
+    known, vocabulary = [*model.parameters(), *model.buffers()], model.get_output_embeddings().weight.shape[0]
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    with LiveBytes(known, copies=False) as live, torch.no_grad(), autocast:
+        cache, options = new_cache(model)
         model(input_ids=tokens, **options)
-    states = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    counts = [x.numel() // 8 * (2 if bf16 else x.element_size()) for x in states]
-    return length * (sum(counts) + 2 * max(counts)) + 24 * int(model.get_output_embeddings().weight.shape[0])
+    states = [x.nbytes // prompt for layer in cache.layers for x in (layer.keys, layer.values)]
+    at_the_end = (prompt + new) * (sum(states) + 2 * max(states)) + 24 * int(vocabulary)
+    return max(live.peak, at_the_end)
 
 
 def available_bytes(device: torch.device, loaded: int) -> float:

@@ -127,17 +127,12 @@ class ModelEngine:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         rows, going = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
         end_ids = torch.tensor(self.end_ids, dtype=torch.int64, device=device)
-        cache: Any = transformers.DynamicCache(config=self.model.config)
-        if torch.is_autocast_enabled(device.type):  # norms leave keys in fp32, which attention rounds anyway
-            dtype, update = torch.get_autocast_dtype(device.type), cache.update
-            cache.update = lambda k, v, *args, **options: update(k.to(dtype), v.to(dtype), *args, **options)
         ids = torch.zeros(B, C, dtype=torch.int64, device=device)
         logprobs = torch.zeros(B, C, dtype=torch.float32, device=device)
         sets: list[list[Tensor]] = [[] for _ in prompts]
-        ropes, name = varying_ropes(self.model), cache_argument(self.model)
+        ropes, (cache, options) = varying_ropes(self.model), new_cache(self.model)
         for place in range(C):
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-            options = {name: cache, "use_cache": True, "logits_to_keep": 1}
             with own_frequencies(ropes, (positions[:, -1:] + 1).expand_as(positions)):
                 logits = self.model(**inputs, **options).logits[:, -1].float()
             if place == 0:  # a row for each prompt becomes a row for each completion
@@ -300,9 +295,18 @@ def with_sampler(
     return loop
 
 
-def cache_argument(model: Any) -> str:
-    """Return what the model's forward calls its cache; transformers 5.40 removes the older name."""
-    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+def new_cache(model: Any) -> tuple[Any, dict[str, Any]]:
+    """Return an empty cache, and the options of a model's forward that fill it and give the last logits.
+
+    Under autocast it is in 16 bit: norms leave keys in fp32, which attention rounds anyway.
+    """
+    cache: Any = transformers.DynamicCache(config=model.config)
+    if torch.is_autocast_enabled(model.device.type):
+        dtype, update = torch.get_autocast_dtype(model.device.type), cache.update
+        cache.update = lambda k, v, *args, **options: update(k.to(dtype), v.to(dtype), *args, **options)
+    # transformers 5.40 removes the older name
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    return cache, {name: cache, "use_cache": True, "logits_to_keep": 1}
 
 
 def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:

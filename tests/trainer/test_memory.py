@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from gspo_kernels.trainer.checkpoint import load_state
 from gspo_kernels.trainer.config import AUTO, InputError
 from gspo_kernels.trainer.memory import Memory, memory_of
 from gspo_kernels.trainer.model import make_policies
+from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 from gspo_kernels.trainer.update import Updater
 from tests.forks import in_processes
 from tests.trainer.conftest import (
@@ -68,7 +70,29 @@ def peak_of_an_update(tokenizer, config, sizes, base):
     return predicted.fixed + predicted.of_tokens(TOKENS), resident("VmHWM") - base
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak of memory here")
+def check_prediction(peak_of, sizes):
+    """Compare in a process of its own what ``peak_of(sizes, base)`` returns: predicted and real bytes."""
+
+    def work(rank):
+        # what is freed goes back at once, and no pages are kept that the system may take any time
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+        memory_module.HUGE_PAGES_FROM = 2**60
+        peak_of(NARROW, 0)  # imports, and memory that libraries keep
+        gc.collect()
+        libc.malloc_trim(0)  # what tests before this one have freed would be used again, and not be seen
+        predicted, peak = peak_of(sizes, resident("VmRSS"))
+        assert predicted == pytest.approx(peak, rel=0.15)
+
+    in_processes(1, work)
+
+
+has_peaks = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak of memory here"
+)
+
+
+@has_peaks
 @pytest.mark.parametrize(
     ("sections", "sizes"),
     [
@@ -83,19 +107,42 @@ def peak_of_an_update(tokenizer, config, sizes, base):
 def test_the_prediction_is_within_15_percent_of_a_real_peak(tokenizer, tmp_path, sections, sizes):
     update = {"minibatches": 1, "micro_batch_tokens": TOKENS} | sections.get("update", {})
     config = small_config(tmp_path, **sections | {"update": update})
+    check_prediction(partial(peak_of_an_update, tokenizer, config), sizes)
 
-    def work(rank):
-        # what is freed goes back at once, and no pages are kept that the system may take any time
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD
-        memory_module.HUGE_PAGES_FROM = 2**60
-        peak_of_an_update(tokenizer, config, NARROW, 0)  # imports, and memory that libraries keep
-        gc.collect()
-        libc.malloc_trim(0)  # what tests before this one have freed would be used again, and not be seen
-        predicted, peak = peak_of_an_update(tokenizer, config, sizes, resident("VmRSS"))
-        assert predicted == pytest.approx(peak, rel=0.15)
 
-    in_processes(1, work)
+# wide keys and values beside narrow layers, and much of a vocabulary
+CACHE = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 300, "max_position_embeddings": 4096,
+}  # fmt: skip
+DEEP = CACHE | {"num_hidden_layers": 6}
+LOGITS = CACHE | {"num_hidden_layers": 1, "vocab_size": 60000}
+
+
+@has_peaks
+@pytest.mark.parametrize(
+    ("precision", "prompt", "new", "sizes"),
+    [("fp32", 256, 8, CACHE), ("bf16", 256, 8, CACHE), ("bf16", 8, 64, DEEP), ("fp32", 8, 8, LOGITS)],
+    ids=["prompts", "prompts in bf16", "completions in bf16", "logits"],
+)
+def test_the_prediction_of_sampling_is_within_15_percent_of_a_real_peak(
+    tokenizer, tmp_path, precision, prompt, new, sizes
+):
+    config = small_config(tmp_path, update={"precision": precision}, rollout={"max_new_tokens": new})
+
+    def peak_of(sizes, base):
+        accelerator = make_accelerator(precision)
+        model = tiny_model("qwen3", **sizes)
+        policies = make_policies(model, tokenizer, config, accelerator, needs_reference=False)[1:]
+        predicted = memory_of(*policies, config, longest=prompt)
+        prompts = torch.randint(60, (64, prompt)).tolist()
+        Path("/proc/self/clear_refs").write_text("5")
+        with accelerator.autocast():
+            ModelEngine(model, [], 0, len(prompts)).generate(prompts, Sampling(new))
+        sampling = len(prompts) * predicted.completion + predicted.rounded
+        return predicted.weights + sampling, resident("VmHWM") - base
+
+    check_prediction(peak_of, sizes)
 
 
 GIB = 2**30
