@@ -69,11 +69,12 @@ class Stage:
 
     def lacks(self) -> str:
         """Return why what it needs is not here, or nothing."""
-        if not self.needs or (ROOT / self.needs).exists():
+        needs = "pytest" if self.kind == "tests" else self.needs
+        if not needs or (ROOT / needs).exists():
             return ""
-        if "/" in self.needs:
-            return f"{self.needs} does not exist yet"
-        return "" if importlib.util.find_spec(self.needs) else f"{self.needs} is not installed"
+        if "/" in needs:
+            return f"{needs} does not exist yet"
+        return "" if importlib.util.find_spec(needs) else f"{needs} is not installed"
 
     def file(self, kind: str) -> str:
         """Return the name of its log or report."""
@@ -126,7 +127,8 @@ def limit_of(plan: Sequence[Stage], index: int, left: float, minutes: float) -> 
 def command(stage: Stage, device: str, out: Path) -> list[str]:
     """Return the command line of a stage."""
     if stage.kind == "tests":
-        words = [word for word in stage.arguments if device == "cuda" or word != PARALLEL]
+        parallel = device == "cuda" and importlib.util.find_spec("xdist")
+        words = [word for word in stage.arguments if parallel or word != PARALLEL]
         reports = [f"--junit-xml={out / stage.file('xml')}", f"--results={out}"]
         return [sys.executable, "-m", "pytest", "-q", *reports, *words]
     if stage.kind == "report":

@@ -468,9 +468,9 @@ def main(results: Path | None = None, check: bool = False) -> int:
         print(f"stale: {', '.join(stale)}; run `python -m benchmarks report`" if stale else "up to date")
         return 1 if stale else 0
     if results is not None:
-        where, drawn = results / "benchmarks.md", plots(results.resolve(), results)
-        records = list(load(results).values())
+        where, records = results / "benchmarks.md", list(load(results).values())
         where.write_text(f"{section(results.resolve(), '.')}\n{missing_line(records)}")
+        drawn = plots(results.resolve(), results)  # last, as a rented machine may lack matplotlib
     else:
         where, drawn = PAGE, []
         for folder in folders():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -124,12 +125,17 @@ def test_the_page_is_up_to_date():
         assert not any("unfinished" in record for record in compare.load(folder).values())
 
 
-def test_a_report_on_a_run(folder):
+def test_a_report_on_a_run(folder, monkeypatch):
+    """The text is there without matplotlib, too."""
     steps = dict.fromkeys(report.TRAINER, 1.5) | {"GiB predicted": None}
     (folder / "trainer.json").write_text(json.dumps({"LoRA": steps, "killed": {"same bits": True}}))
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match="matplotlib"):
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        command_line.main(["report", "--results", str(folder)])
+    first = (folder / "benchmarks.md").read_text()
     assert command_line.main(["report", "--results", str(folder)]) == 0
     text = (folder / "benchmarks.md").read_text()
-    assert "| all active | half inactive | bf16, large vocabulary | tiny |" in text
+    assert first == text and "| all active | half inactive | bf16, large vocabulary | tiny |" in text
     assert f"| LoRA |{' 1.5 |' * 5}  |\n\n" in text
     assert "`CCE, unfiltered` (cut_cross_entropy is not installed)" in text
     assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000
