@@ -105,8 +105,11 @@ def draw() -> None:
     records = [{k: r[k] for k in kept if k in r} for r in read_metrics(FOLDER / "metrics.jsonl")]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (FOLDER / "curve.jsonl").write_text(lines, encoding="utf-8")
-    figure = Figure(figsize=(9, 2.8), dpi=110, facecolor="white", layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    times = FOLDER / "seconds.json"
+    seconds = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
+    ratios = (3, 2) if seconds else (3,)  # widths of the panels
+    figure = Figure(figsize=(1.8 * sum(ratios), 2.8), dpi=110, facecolor="white", layout="constrained")
+    left, *right = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
     plots.style(left, f"SmolLM2-135M on {HELD_OUT} held-out sums: right answers", "step")
     for (key, label), color in zip(curves.items(), (plots.BLUE, plots.ORANGE), strict=True):
         points = [(record["step"], record[key]) for record in records if key in record]
@@ -115,15 +118,12 @@ def draw() -> None:
     left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(frameon=False, fontsize=9, labelcolor=plots.INK, loc="lower right")
-    plots.style(right, "Processor seconds of a step, one thread", "")
-    if (FOLDER / "seconds.json").exists():
-        seconds = json.loads((FOLDER / "seconds.json").read_text(encoding="utf-8"))
-        bars = right.barh(list(seconds), list(seconds.values()), color=(plots.BLUE, plots.INK), height=0.5)
-        right.bar_label(bars, fmt="%.0f", padding=4, color=plots.INK)
-        right.margins(x=0.15)
-        right.invert_yaxis()
-    else:
-        right.set_visible(False)
+    for beside in right:
+        plots.style(beside, "Processor seconds of a step, one thread", "")
+        bars = beside.barh(list(seconds), list(seconds.values()), color=(plots.BLUE, plots.INK), height=0.5)
+        beside.bar_label(bars, fmt="%.0f", padding=4, color=plots.INK)
+        beside.margins(x=0.15)
+        beside.invert_yaxis()
     figure.savefig(FOLDER / "curve.png")
 
 
