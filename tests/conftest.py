@@ -45,11 +45,25 @@ def fuse_interpreted_fma():
     InterpreterBuilder.create_fma = create_fma
 
 
+def index_by_one_element():
+    """Let numbers end loops: before Triton 3.9 they are arrays of one element, no indices to NumPy 2.4."""
+    from triton.runtime import interpreter
+
+    theirs = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        theirs(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     import triton
 
     if Version(triton.__version__) < Version("3.9"):
         fuse_interpreted_fma()
+        index_by_one_element()
 
 
 def pytest_addoption(parser):

@@ -106,9 +106,10 @@ def watched(begin, access, barrier=lambda program: None, synchronise=lambda *ato
         begin(list(_tensors(each)), self.grid[0])
         return found
 
-    def load(plain, pointers, mask, other, cache_policy, is_volatile):
+    def load(plain, pointers, mask, *rest, **named):  # before Triton 3.9 there is one argument more
+        is_volatile = named["is_volatile"] if named else rest[-1]
         access(builder.grid_idx[0], "volatile load" if is_volatile else "load", Access(pointers, mask))
-        return plain(pointers, mask, other, cache_policy, is_volatile)
+        return plain(pointers, mask, *rest, **named)
 
     def store(plain, pointers, value, mask, *rest):
         access(builder.grid_idx[0], "store", Access(pointers, mask))
