@@ -240,7 +240,8 @@ def test_a_model_of_several_processes_is_read_and_written_as_transformers_does_i
     prepare, has_read = model_module.fsdp2_prepare_model, []
 
     def noted(accelerator, policy):
-        has_read.append(not next(policy.parameters()).is_meta)
+        first = next(policy.parameters())
+        has_read.append(not first.is_meta and bool(first.any()))  # transformers 5.17 makes zeros
         return prepare(accelerator, policy)
 
     models = {
