@@ -237,8 +237,8 @@ def plan_memory(
     available = available_bytes(device, 0 if meta else memory.weights + memory.reference)
     fits = memory.fitting(available) | dict(saved)
     sizes |= {name: min(each[name] for each in gather_object([fits])) for name in auto}
-    billions = sum(weight.numel() for weight in policy.parameters()) / 1e9
-    what = f"{type(policy.model).__name__} with {billions:.3g} billion weights"
+    millions = sum(weight.numel() for weight in policy.parameters()) / 1e6
+    what = f"{type(policy.model).__name__} with {millions:,.1f} million weights"
     return sizes, f"{what}: {memory.table(sizes, available, device.type == 'cuda')}"
 
 
