@@ -269,7 +269,7 @@ def _run(
     if dry_run:
         from gspo_kernels.trainer.memory import dry_run as table_of
 
-        return print(table_of(config, dataset))
+        return print(table_of(config, dataset, eval_dataset))
     if trainer is None:
         from gspo_kernels.trainer.loop import GSPOTrainer as trainer
     made = trainer(config.model, None, rewards, dataset, eval_dataset, config)

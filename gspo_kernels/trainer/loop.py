@@ -90,9 +90,10 @@ class GSPOTrainer:
         self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
         first = excerpt(self.tokenizer.decode(self.train_prompts.tokens[0]), 2000)
         self.report.say(f"the first prompt, as the model sees it:\n{first}")
-        longest = max(map(len, self.train_prompts.tokens)) + config.rollout.max_new_tokens
+        every = [*self.train_prompts.tokens, *(self.eval_prompts.tokens if self.eval_prompts else ())]
+        self.longest = max(map(len, every))  # tokens of a prompt
         for rope in varying_ropes(self.model):
-            if longest > rope.limit:
+            if self.longest + config.rollout.max_new_tokens > rope.limit:
                 other = f"the model's {rope.kind} RoPE has other frequencies beyond {rope.limit} tokens"
                 both = "a completion that crosses them is sampled with both, and scored with the later ones"
                 self.report.say(f"{other}: {both}; set off_policy, or sample less", warning=True)
@@ -125,7 +126,7 @@ class GSPOTrainer:
 
     def plan_memory(self, saved: Mapping[str, int]) -> None:
         """Print what the run needs of memory, and replace sizes that are ``auto``, by saved ones first."""
-        updater, longest = self.updater, max(map(len, self.train_prompts.tokens))
+        updater, longest = self.updater, self.longest
         policy = self.accelerator.unwrap_model(updater.policy)
         reference = updater.reference if isinstance(updater.reference, Policy) else None
         if isinstance(self.engine, ContinuousEngine):  # its cache has whole pages

@@ -12,6 +12,8 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
@@ -242,7 +244,7 @@ def plan_memory(
     return sizes, f"{what}: {memory.table(sizes, available, device.type == 'cuda')}"
 
 
-def dry_run(config: TrainConfig, rows: Rows) -> str:
+def dry_run(config: TrainConfig, rows: Rows, held_out: Rows | None = None) -> str:
     """Return the table of a run on these rows; of the model, only its configuration is read."""
     accelerator, config = set_up(config)
     half = config.lora.rank > 0 and config.update.precision == "bf16"
@@ -257,6 +259,9 @@ def dry_run(config: TrainConfig, rows: Rows) -> str:
     reference = None
     if needs_reference(config) and config.lora.rank == 0:
         freeze(reference := copy.deepcopy(policy), accelerator)
-    tokenizer, name = load_tokenizer(config.model), "the training dataset"
-    prompts = prepare_prompts(tokenizer, rows, name, longest=None, options=config.data)
-    return plan_memory(policy, reference, config, accelerator, max(map(len, prompts.tokens)), {})[1]
+    prepare = partial(prepare_prompts, load_tokenizer(config.model), longest=None, options=config.data)
+    tokens = prepare(rows, "the training dataset").tokens
+    if held_out is not None:
+        held_out = list(islice(held_out, config.evaluation.prompts))
+        tokens = [*tokens, *prepare(held_out, "the eval dataset").tokens]
+    return plan_memory(policy, reference, config, accelerator, max(map(len, tokens)), {})[1]

@@ -118,8 +118,7 @@ def make_engine(trainer: Any, engine: Any, source: Any) -> Any:
         rows = size(config.rollout, "batch_size")
         loop = ModelEngine(model, end_ids, padding_token_id(trainer.tokenizer), rows)
         return with_sampler(loop, config.rollout, *rest)
-    prompts = [*trainer.train_prompts.tokens, *(trainer.eval_prompts or trainer.train_prompts).tokens]
-    longest = max(map(len, prompts)) + config.rollout.max_new_tokens
+    longest = trainer.longest + config.rollout.max_new_tokens
     return vllm_engine(config, model, source, end_ids, longest, *rest)
 
 

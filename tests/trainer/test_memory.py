@@ -231,7 +231,7 @@ def test_running_out_of_memory_is_one_sentence_and_a_checkpoint_is_kept(tokenize
     "options",
     [
         [],
-        ["--lora.rank", "2", "--data.prompt_template", "a longer prompt, which the cache holds: {prompt}"],
+        ["--lora.rank", "2", "--data.prompt_template", "the cache holds: {prompt}"],
         ["--kl.beta", "0.1", "--update.gradient_checkpointing", "--update.precision", "bf16"],
     ],
     ids=["weights", "adapters", "reference"],
@@ -242,12 +242,20 @@ def test_a_dry_run_predicts_what_the_run_does_and_reads_no_weights(
     base, run, reward = tmp_path / "base", tmp_path / "run", "gspo_kernels.demo:exact"
     tiny_qwen3(tokenizer).save_pretrained(base)
     tokenizer.save_pretrained(base)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "answer": "ab"}\n')
-    words = ["train", "--model", str(base), "--dataset", str(tmp_path / "rows.jsonl"), "--reward", reward]
+    words = ["train", "--model", str(base), "--reward", reward]
+    for key, prompt in (("dataset", "ab"), ("eval_dataset", "a prompt that is longer")):
+        (tmp_path / key).with_suffix(".jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "ab"}}\n')
+        words += [f"--{key}", str((tmp_path / key).with_suffix(".jsonl"))]
     words += ["--output", str(run), "--rollout.max_new_tokens", "8", *options]
     make_accelerator("bf16" if "bf16" in options else "fp32")
-    predictions = []
-    monkeypatch.setattr(memory, "memory_of", lambda *given: predictions.append(memory_of(*given)) or MEMORY)
+    predictions, lengths = [], set()
+
+    def predicted(*given):
+        predictions.append(memory_of(*given))
+        lengths.add(given[3])
+        return MEMORY
+
+    monkeypatch.setattr(memory, "memory_of", predicted)
     with monkeypatch.context() as patch:
         patch.setattr(loop.GSPOTrainer, "train", lambda trainer, **flags: trainer.plan_memory({}))
         assert main(words) == 0
@@ -259,5 +267,6 @@ def test_a_dry_run_predicts_what_the_run_does_and_reads_no_weights(
     assert "most at once" in said and "sampling of" in said and not run.exists()
     assert main([*words, "--engine.url", "http://localhost:1", "--dry-run"]) == 0
     of_run, dry, of_server = predictions
+    assert lengths == {len("a prompt that is longer") + len("the cache holds: ") * ("--lora.rank" in options)}
     assert of_run == dry and (dry.reference > 0) == ("--kl.beta" in options)
     assert of_server == dry._replace(completion=0) and of_server.fitting(GIB)["batch_size"] == 256
