@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.centering import ScoreCentering
 from gspo_kernels.integrations.rows import offsets_on, ranges, token_budget_batches
 from gspo_kernels.layout import queued
 from gspo_kernels.sampling import SamplingMask
@@ -76,6 +77,7 @@ class Batch:
     old_logprobs: Tensor | None = None  # [N] fp32, by the policy; None: the updater scores them
     ref_logprobs: Tensor | None = None  # [N] fp32, by the reference; None: the updater scores them
     masks: Sequence[SamplingMask] | None = None  # B, log-probs are over the tokens in them; None: over all
+    centering: ScoreCentering | None = None  # [N, K], from the engine that sampled; None: it returned none
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -112,6 +114,8 @@ class Batch:
             name: value[chosen if len(value) == B else places] if isinstance(value, Tensor) else value
             for name, value in terms.items()
         }
+        if isinstance(centering := terms.get("centering"), ScoreCentering):
+            part["centering"] = ScoreCentering(centering.ids[places], centering.logprobs[places])
         return part | {"cu_seqlens": offsets_on([self.lengths[row] for row in rows.tolist()], device)}
 
     def by_token(self, values: Tensor) -> Tensor:
@@ -129,6 +133,11 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
         values = [getattr(completion, name) for completion in completions]
         return None if any(value is None for value in values) else torch.cat(values).to(device)
 
+    tops = [completion.centering for completion in completions if completion.centering is not None]
+    centering = None
+    if len(tops) == len(completions):
+        ids, logprobs = ([getattr(top, name) for top in tops] for name in ("ids", "logprobs"))
+        centering = ScoreCentering(torch.cat(ids).to(device), torch.cat(logprobs).to(device))
     masks = [completion.mask for completion in completions]
     counted = [c.counted(truncated) & known for c, known in zip(completions, applies, strict=True)]
     return Batch(
@@ -140,6 +149,7 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
         rollout_logprobs=packed("logprobs"),
         turn_ids=packed("turn_ids"),
         masks=None if None in masks else [mask.to(device) for mask in masks if mask is not None],
+        centering=centering,
     )
 
 

@@ -187,6 +187,7 @@ class ObjectiveConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     name: str = option("GSPO", "name of the objective")
+    centering: int = option(0, "most likely ids per token that centre its score; 0: off", ge=0, le=512)
 
 
 class KLConfig(Section):
@@ -278,6 +279,16 @@ class TrainConfig(Section):
             raise ValueError(f"rollout.sampler must be auto with engine.url, got {self.rollout.sampler!r}")
         if self.engine.url is not None and self.rollout.keep_sampling_mask and self.rollout.top_k == 0:
             raise ValueError("rollout.top_k must be above 0 with engine.url and keep_sampling_mask, got 0")
+        rollout, masks = self.rollout, self.rollout.keep_sampling_mask
+        cuts = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+        for key, fits, expected in (
+            ("off_policy.level", self.off_policy.level == "none", "none (the objective weighs tokens)"),
+            ("update.entropy_coef", self.update.entropy_coef == 0, "0"),
+            ("rollout.keep_sampling_mask", masks or not cuts, "true where top_p, top_k or min_p cut"),
+            ("engine.url", not masks or self.engine.url in (None, "local"), "local where masks are kept"),
+        ):
+            if self.objective.centering and not fits:
+                raise ValueError(f"{key} must be {expected} with objective.centering")
         return self
 
 

@@ -201,7 +201,8 @@ class GSPOTrainer:
         each row, are completed in place of the prompts; the reward functions still get the prompts.
         """
         source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
-        sampling = sampling or sampling_of(self.config.rollout)
+        top = self.config.objective.centering
+        sampling = sampling or sampling_of(self.config.rollout, top_logprobs=top)
         inputs = [source.tokens[row] for row in rows] if tokens is None else tokens
 
         def complete(share: list[int]) -> list[Sample]:

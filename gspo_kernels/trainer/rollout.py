@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from gspo_kernels import bits
+from gspo_kernels.centering import ScoreCentering
 from gspo_kernels.exact import exact
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.sampling import SamplingMask, sampling_mask
@@ -32,6 +33,7 @@ class Sampling:
     top_k: int = 0  # only this many of the most likely tokens are drawn; 0: all
     min_p: float = 0.0  # only tokens with at least this share of the likeliest token's probability are drawn
     return_mask: bool = False  # whether completions must name the tokens that could have been drawn
+    top_logprobs: int = 0  # completions must have the log-probs of so many most likely tokens
 
     def __post_init__(self) -> None:
         if self.return_mask and (self.temperature == 0 or not self.cuts):
@@ -43,13 +45,16 @@ class Sampling:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
-def sampling_of(config: RolloutConfig, *, greedy: bool = False, return_mask: bool | None = None) -> Sampling:
+def sampling_of(
+    config: RolloutConfig, *, greedy: bool = False, return_mask: bool | None = None, top_logprobs: int = 0
+) -> Sampling:
     """Return the sampling of a run's rollouts, or greedy sampling; ``return_mask`` None: as configured."""
     if greedy:
         return Sampling(config.max_new_tokens, temperature=0.0)
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     mask = config.keep_sampling_mask if return_mask is None else return_mask
-    return Sampling(**{name: getattr(config, name) for name in names}, return_mask=mask)
+    rules = {name: getattr(config, name) for name in names}
+    return Sampling(**rules, return_mask=mask, top_logprobs=top_logprobs)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Completion:
     # trained on. None: all tokens are one turn.
     turn_ids: Tensor | None = None
     mask: SamplingMask | None = None  # tokens that could have been drawn; None: not asked for, or not known
+    # [C, K]: the most likely tokens and log-probs as above; ids of -1: there are fewer, or a tool wrote.
+    centering: ScoreCentering | None = None
 
     def counted(self, truncated: str = "keep") -> Tensor:
         """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
@@ -131,6 +138,9 @@ class ModelEngine:
         logprobs = torch.zeros(B, C, dtype=torch.float32, device=device)
         sets: list[list[Tensor]] = [[] for _ in prompts]
         ropes, (cache, options) = varying_ropes(self.model), new_cache(self.model)
+        K = sampling.top_logprobs if sampling.temperature > 0 else 0
+        top_ids = torch.full((B, C, K), -1, dtype=torch.int32, device=device)
+        top_logprobs = torch.zeros(B, C, K, dtype=torch.float32, device=device)
         for place in range(C):
             inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
             with own_frequencies(ropes, (positions[:, -1:] + 1).expand_as(positions)):
@@ -139,8 +149,11 @@ class ModelEngine:
                 cache.reorder_cache(owners)
                 logits, mask, positions = (x[owners] for x in (logits, mask, positions))
             uniforms = torch.rand(len(rows), 1, dtype=torch.float32, device=device)
-            drawn, probs, drawable = draw(logits, sampling, uniforms)
+            drawn, probs, drawable, top = draw(logits, sampling, uniforms)
             ids[rows, place], logprobs[rows, place] = drawn, probs.log().float()
+            if top is not None:
+                k = top.ids.shape[1]
+                top_ids[rows, place, :k], top_logprobs[rows, place, :k] = top.ids, top.logprobs
             for row, each in zip(rows.tolist() if drawable else (), drawable, strict=True):
                 sets[row].append(each)
             going &= ~torch.isin(drawn, end_ids)
@@ -155,7 +168,7 @@ class ModelEngine:
                 )
             tokens, positions = drawn.unsqueeze(1), positions[:, -1:] + 1
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        ids, logprobs = ids.cpu(), logprobs.cpu()
+        ids, logprobs, top_ids, top_logprobs = (x.cpu() for x in (ids, logprobs, top_ids, top_logprobs))
         ends = torch.isin(ids, end_ids.cpu())
         finished = ends.any(1)
         lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, C)
@@ -170,13 +183,16 @@ class ModelEngine:
                 sampled_from = SamplingMask(torch.cat(sets[row][:length]), counts)
             # Copies, because a slice would be sent to other processes with the whole tensor.
             logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()
-            done = bool(finished[row])
-            completions.append(Completion(ids[row, :length].clone(), done, logp, mask=sampled_from))
+            done, centering = bool(finished[row]), None
+            if K:
+                centering = ScoreCentering(top_ids[row, :length].clone(), top_logprobs[row, :length].clone())
+            own = ids[row, :length].clone()
+            completions.append(Completion(own, done, logp, mask=sampled_from, centering=centering))
         return completions
 
 
 class ContinuousEngine(ModelEngine):
-    """A `ModelEngine` that samples by transformers' continuous batching; min_p and masks take its loop.
+    """A `ModelEngine` that samples by transformers' continuous batching; what that cannot do takes its loop.
 
     It has a paged cache, and a new completion begins where another ended. It attends by pages with flash
     attention alone. With sdpa all completions of a batch are one row under a dense mask, whose cost grows
@@ -188,7 +204,7 @@ class ContinuousEngine(ModelEngine):
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """See `RolloutEngine.generate`; a completion that fails is a `RuntimeError`."""
-        if not prompts or sampling.min_p > 0.0 or sampling.return_mask:
+        if not prompts or sampling.min_p > 0.0 or sampling.return_mask or sampling.top_logprobs:
             return super().generate(prompts, sampling)
         longest = max(map(len, prompts)) + sampling.max_new_tokens
         at_once, greedy = min(self.batch_size, len(prompts)), sampling.temperature == 0.0
@@ -269,9 +285,16 @@ def _borrowed(model: Any) -> Iterator[None]:
 
 
 def with_sampler(
-    loop: ModelEngine, config: RolloutConfig, accelerator: Any, say: Callable[..., None]
+    loop: ModelEngine,
+    config: RolloutConfig,
+    accelerator: Any,
+    say: Callable[..., None],
+    top: bool = False,
 ) -> ModelEngine:
-    """Return the engine of ``rollout.sampler``, and say why continuous batching does not sample on a GPU."""
+    """Return the engine of ``rollout.sampler``, and say why continuous batching does not sample on a GPU.
+
+    ``top``: completions must have the log-probs of several tokens at each place.
+    """
     auto, text_config = config.sampler == "auto", loop.model.config.get_text_config()
     attention = str(text_config._attn_implementation)
     if config.sampler == "loop" or (auto and loop.model.device.type != "cuda"):
@@ -282,6 +305,7 @@ def with_sampler(
         "it takes no shards of FSDP2": accelerator.is_fsdp2,
         f"it is slow with {attention}, and fast with flash_attention_2": auto and "flash" not in attention,
         "it has no min_p and returns no sampling masks": config.keep_sampling_mask or config.min_p > 0.0,
+        "it returns log-probs of drawn tokens alone, and objective.centering needs others": top,
         "the frequencies of this model's RoPE depend on the length of a sequence": varying_ropes(loop.model),
         "it returns no log-probs, or changes the attention, in this version of transformers": not known,
     }
@@ -309,16 +333,19 @@ def new_cache(model: Any) -> tuple[Any, dict[str, Any]]:
     return cache, {name: cache, "use_cache": True, "logits_to_keep": 1}
 
 
-def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+def draw(
+    logits: Tensor, sampling: Sampling, uniforms: Tensor
+) -> tuple[Tensor, Tensor, Sequence[Tensor], ScoreCentering | None]:
     """Draw a token from each row of logits [b, V]; the most likely one where the temperature is 0.
 
     A uniform number in [0, 1), [b, 1], picks the token in whose interval of the cumulative probabilities it
     lies. This needs one softmax and one cumulative sum in fp64, and half the time of `torch.multinomial`.
-    Returns the tokens, [b] int64; their probabilities, [b]; with ``return_mask``, b tensors of possible ids.
+    Returns the tokens, [b] int64; their probabilities, [b]; with ``return_mask``, b tensors of possible ids;
+    and with ``top_logprobs`` so many of the most likely ids and their log-probs, [b, k].
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, torch.ones_like(logits[:, 0]), ()
+        return tokens, torch.ones_like(logits[:, 0]), (), None
     if sampling.temperature != 1.0:  # differences to the maximum keep more digits in the division
         logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     sets: Sequence[Tensor] = ()
@@ -334,5 +361,10 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     shares = exact(uniforms) * cumulative[:, -1:] * (1.0 - max(2.0**-40, torch.finfo(cumulative.dtype).eps))
     # right=True: the first sum above the share, so never a token of probability 0; NaN lands beyond the end.
     tokens = torch.searchsorted(cumulative, shares, right=True).clamp(max=logits.shape[1] - 1)
+    top = None
+    if sampling.top_logprobs:
+        largest, ids = probs.topk(min(sampling.top_logprobs, probs.shape[1]))
+        top_logprobs = (largest / cumulative[:, -1:]).log().float()
+        top = ScoreCentering(ids.masked_fill(largest == 0, -1).int(), top_logprobs)
     probs = probs.gather(-1, tokens) / cumulative[:, -1:]
-    return tokens.squeeze(-1), probs.squeeze(-1), sets
+    return tokens.squeeze(-1), probs.squeeze(-1), sets, top

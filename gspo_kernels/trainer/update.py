@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
+from gspo_kernels.centering import require_weight
 from gspo_kernels.exact import exact
 from gspo_kernels.integrations.rows import offsets_on
 from gspo_kernels.layout import queued
@@ -74,6 +75,13 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
     if "turn_ids" in objective.needs and not serves_turns:
         one = f"{config.objective.name} compares turns, and plain training has rollouts of one turn"
         raise InputError(f"objective.name: {one}; train with python -m examples.recipes.turns")
+    if config.objective.centering:
+        try:
+            require_weight(objective)
+        except ValueError as error:
+            raise InputError(f"objective.{error}") from error
+        if gk.is_batch_invariant():
+            raise InputError("objective.centering: batch-invariant mode gives no entropy with it")
     if config.off_policy.level != "none":
         token = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
         try:
@@ -117,7 +125,7 @@ def make_engine(trainer: Any, engine: Any, source: Any) -> Any:
     if url is None:
         rows = size(config.rollout, "batch_size")
         loop = ModelEngine(model, end_ids, padding_token_id(trainer.tokenizer), rows)
-        return with_sampler(loop, config.rollout, *rest)
+        return with_sampler(loop, config.rollout, *rest, config.objective.centering > 0)
     longest = trainer.longest + config.rollout.max_new_tokens
     return vllm_engine(config, model, source, end_ids, longest, *rest)
 
@@ -287,9 +295,15 @@ class Updater:
 
     def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> Terms:
         """Return the terms that all minibatches share; "unscored": the first one has no old log-probs yet."""
-        config, old = self.config, batch.old_logprobs
+        config, old, terms = self.config, batch.old_logprobs, Terms()
+        if config.objective.centering:
+            old, terms = batch.rollout_logprobs, {"centering": batch.centering}
+            if old is None or batch.centering is None:
+                raise InputError(
+                    "objective.centering: the engine returns no log-probs of its likeliest tokens"
+                )
         scores_first = self.needs_full_minibatch or config.off_policy.level != "none"
-        terms: Terms = {"unscored": old is None and not scores_first}
+        terms["unscored"] = old is None and not scores_first
         if old is None:
             later = first_epoch if scores_first else first_epoch[1:]
             old = self.score(self.policy, batch, minibatches=later).logprobs
@@ -350,7 +364,8 @@ class Updater:
         logprobs, entropy, output = self._run(self.policy, batch, micros, micro_terms)
         if on_policy:
             terms["old_logprobs"] += logprobs
-        if len(micros) == 1 == world and output is not None:
+        centered = terms.pop("centering", None) is not None
+        if len(micros) == 1 == world and output is not None and not centered:
             return output
         # The loss of the whole minibatch, so that metrics do not depend on how it was cut.
         places, whole = batch.places(active), batch.pick(terms | {"normalizer": divisor}, active)
@@ -389,7 +404,7 @@ class Updater:
         """Return metrics of the gap, in nats, between log-probs of training, before the first update, and of
         the engine, NaN without any token; and of rollout weights.
         """
-        if batch.rollout_logprobs is None:
+        if batch.rollout_logprobs is None or self.config.objective.centering:
             return {}
         rows = self._active(batch).nonzero()[:, 0]
         part = batch.pick({**terms, "sampled": batch.rollout_logprobs}, rows)

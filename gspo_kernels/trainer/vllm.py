@@ -25,6 +25,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 
+from gspo_kernels.centering import ScoreCentering
 from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.config import InputError, TrainConfig, size
 from gspo_kernels.trainer.model import export_model, exported_weights
@@ -33,6 +34,7 @@ from gspo_kernels.trainer.rollout import Completion, Sampling
 
 VERSIONS = (0, 29), (0, 33)  # first and last release for whose published interface this was written
 WAIT = 600.0  # seconds that a server may take until it listens; it loads its model first
+IMPOSSIBLE = -9999.0  # what a server writes for a log-prob of -inf
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
 
@@ -43,6 +45,7 @@ class VLLMResponse(NamedTuple):
     logprobs: list[float] | None
     reason: str | None  # why the completion ended: "stop" or "length"
     mask: list[list[int]] | None = None  # for each token, the ids that could have been drawn
+    top: list[dict[int, float]] | None = None  # for each token, the likeliest ids and their log-probs
 
 
 Say = Callable[[str], None]
@@ -125,17 +128,21 @@ class VLLMServer:
     def _complete(self, prompt: list[int], options: dict[str, Any], masks: bool) -> VLLMResponse:
         def read(answer: Any) -> VLLMResponse:
             (choice,) = answer["choices"]
-            values = choice.get("logprobs")
+            values, top = choice.get("logprobs"), None
+            if values is not None and options.get("logprobs"):
+                top = [{_id(key): float(x) for key, x in each.items()} for each in values["top_logprobs"]]
             if values is not None:
                 values = [x["logprob"] for x in values["content"]] if masks else values["token_logprobs"]
                 values = list(map(float, values))
             tokens = list(map(int, choice["token_ids"]))
-            return VLLMResponse(tokens, values, choice["finish_reason"], choice.get("sampling_mask"))
+            return VLLMResponse(tokens, values, choice["finish_reason"], choice.get("sampling_mask"), top)
 
         if masks:
             request = {"model": self.model, "token_ids": prompt, "sampling_params": options}
             return self.ask("/inference/v1/generate", request, read)
         request = {"model": self.model, "prompt": prompt, "return_token_ids": True, **options}
+        if options.get("logprobs"):  # otherwise the likeliest tokens would be texts
+            request["return_tokens_as_token_ids"] = True
         return self.ask("/v1/completions", request, read)
 
     def load(self, path: Path) -> None:
@@ -210,6 +217,7 @@ class LocalVLLM:
                 enable_sleep_mode=True,
                 seed=config.seed + accelerator.process_index,
                 logprobs_mode="processed_logprobs",
+                max_logprobs=max(20, config.objective.centering),
                 skip_tokenizer_init=True,
                 return_sampling_mask=config.rollout.keep_sampling_mask,
                 # a vLLM in each process, which torchrun or accelerate has started
@@ -243,12 +251,12 @@ class LocalVLLM:
             self._sleep()
         for request in requests:
             (output,) = request.outputs
-            tokens, logprobs = list(output.token_ids), None
+            tokens, logprobs, top = list(output.token_ids), None, None
             if output.logprobs is not None:
-                pairs = zip(output.logprobs, tokens, strict=True)
-                logprobs = [values[token].logprob for values, token in pairs]
+                top = [{token: x.logprob for token, x in each.items()} for each in output.logprobs]
+                logprobs = [values[token] for values, token in zip(top, tokens, strict=True)]
             mask = output.sampling_mask.token_ids if masks else None
-            responses.append(VLLMResponse(tokens, logprobs, output.finish_reason, mask))
+            responses.append(VLLMResponse(tokens, logprobs, output.finish_reason, mask, top))
         return responses
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -282,12 +290,13 @@ class VLLMEngine:
         each = [options] * len(prompts)
         if sampling.temperature > 0.0:
             seeds = torch.randint(2**63 - 1, (len(prompts),), device="cpu").tolist()
-            each = [options | {"seed": seed, "logprobs": 0} for seed in seeds]  # 0: only the sampled token's
+            # so many of the likeliest tokens, and the sampled one
+            each = [options | {"seed": seed, "logprobs": sampling.top_logprobs} for seed in seeds]
         responses = self.vllm.complete(prompts, each, sampling.return_mask)
         return [self._completion(response, sampling) for response in responses]
 
     def _completion(self, response: VLLMResponse, sampling: Sampling) -> Completion:
-        tokens, logprobs, reason, mask = response
+        tokens, logprobs, reason, mask, top = response
         count, ended = len(tokens), [token in self.end_ids for token in tokens]
         fault = None
         if not all(0 <= token < self.vocabulary for token in tokens):
@@ -305,6 +314,13 @@ class VLLMEngine:
         if sampling.return_mask and inside != [True] * count:
             flags = "--return-sampling-mask (0.28 or later), or set rollout.keep_sampling_mask to false"
             fault = f"returned no sampling mask with the tokens that it sampled; start vLLM with {flags}"
+        centering = None
+        if sampling.top_logprobs and not fault:
+            known = [token for each in top or () for token in each]
+            if len(top or ()) != count or not all(0 <= token < self.vocabulary for token in known):
+                fault = f"returned log-probs of {len(top or ())} places, or of unknown tokens, for {count}"
+            else:
+                centering = _likeliest(top or (), sampling.top_logprobs)
         if fault:
             raise InputError(f"{self.vllm.name} {fault}")
         return Completion(
@@ -312,7 +328,23 @@ class VLLMEngine:
             ended[-1],
             None if logprobs is None else torch.tensor(logprobs, dtype=torch.float32, device="cpu"),
             mask=SamplingMask.of(mask or ()) if sampling.return_mask else None,
+            centering=centering,
         )
+
+
+def _id(key: str) -> int:
+    return int(key.removeprefix("token_id:"))
+
+
+def _likeliest(places: Sequence[dict[int, float]], count: int) -> ScoreCentering:
+    """Return the ``count`` likeliest ids of each place, to which vLLM adds the sampled one."""
+    rows = []
+    for values in places:
+        drawable = [(token, x) for token, x in values.items() if x > IMPOSSIBLE]
+        row = sorted(drawable, key=lambda each: -each[1])[:count]
+        rows.append(row + [(-1, 0.0)] * (count - len(row)))
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    return ScoreCentering(table[..., 0].int(), table[..., 1].float())
 
 
 def sync_weights(

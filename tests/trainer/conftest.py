@@ -189,6 +189,24 @@ def plain_logprobs(model, prompts, completions):
     return torch.cat(list(each))
 
 
+@torch.no_grad()
+def assert_most_likely(model, prompts, completions, K, temperature, top_k):
+    """Check that completions have the K most likely ids of each token, of ``top_k`` that could be drawn."""
+    k = min(K, top_k)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        scores = plain_logits(model, prompt, completion.ids) / temperature
+        expected = scores.topk(top_k).values.log_softmax(-1)[:, :k]
+        ids, logprobs = completion.centering.ids.long(), completion.centering.logprobs
+        assert ids.shape == logprobs.shape == (len(completion.ids), K)
+        assert (ids[:, k:] == -1).all() and all(len({*row}) == k for row in ids[:, :k].tolist())
+        torch.testing.assert_close(logprobs[:, :k], expected, rtol=0, atol=1e-5)
+        of_ids = scores.gather(-1, ids[:, :k]) - scores.topk(top_k).values.logsumexp(-1, keepdim=True)
+        torch.testing.assert_close(logprobs[:, :k], of_ids, rtol=0, atol=1e-5)
+        drawn = ids == completion.ids.unsqueeze(1)
+        own = completion.logprobs.unsqueeze(1).expand(-1, K)[drawn]
+        torch.testing.assert_close(logprobs[drawn], own, rtol=0, atol=1e-6)
+
+
 def weights(model):
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 

@@ -20,6 +20,7 @@ from gspo_kernels.trainer.update import check_config, make_objective
 
 MINIBATCHES = {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}}
 KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
+CENTRED = {"name": "CISPO", "centering": 20}
 WRONG = [
     ({"group_size": 4}, ["unknown key group_size", "did you mean", "rollout.group_size"]),
     ({"update": {"lr": 1e-4}}, ["unknown key update.lr", "update.learning_rate"]),
@@ -42,6 +43,15 @@ WRONG = [
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
     (MINIBATCHES, ["update.minibatches", "at most the 8 completions"]),
     (MINIBATCHES | {"objective": {"name": "DPO"}}, ["update.minibatches", "at most the 1 prompts"]),
+    ({"objective": {"centering": 20}}, ["objective.centering: GSPO can't be centred", "the sequence"]),
+    ({"objective": CENTRED | {"centering": 513}}, ["objective.centering", "less than or equal to 512"]),
+    ({"objective": CENTRED, "off_policy": {"level": "token"}}, ["off_policy.level must be none"]),
+    ({"objective": CENTRED, "update": {"entropy_coef": 0.1}}, ["update.entropy_coef must be 0"]),
+    ({"objective": CENTRED, "rollout": {"min_p": 0.1}}, ["rollout.keep_sampling_mask must be true"]),
+    (
+        {"objective": CENTRED, "rollout": KEPT | {"top_k": 9}, "engine": {"url": "http://localhost:1"}},
+        ["engine.url must be local where masks are kept with objective.centering"],
+    ),
     ({"objective": {"name": "GPSO"}}, ["objective.name", "GPSO", "did you mean GSPO"]),
     ({"objective": {"name": "Linear"}}, ["objective.name", "Linear"]),
     ({"objective": {"name": "TLGRPO"}}, ["TLGRPO", "examples.recipes.turns"]),

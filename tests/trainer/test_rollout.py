@@ -29,6 +29,7 @@ from tests.draws import shifted_seed
 from tests.trainer.conftest import (
     LIMIT,
     ROWS,
+    assert_most_likely,
     ids_of,
     make_trainer,
     model_of_varying_rope,
@@ -113,6 +114,23 @@ def test_under_autocast_the_cache_is_in_16_bit(tokenizer, monkeypatch):
     assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(*found, strict=True))
 
 
+def test_the_most_likely_tokens_come_with_their_logprobs(model, tokenizer):
+    """They change nothing else; where fewer tokens could be drawn the other ids are -1."""
+    prompts = tokenizer(["ab", "hello", "c"] * 3)["input_ids"]
+    for engine, top_k in ((ModelEngine, 0), (ModelEngine, 4), (ContinuousEngine, 0)):
+        for K in (6, 10**3):
+            found = []
+            for count in (K, 0):
+                torch.manual_seed(shifted_seed(2))
+                sampling = Sampling(7, 0.8, top_k=top_k, top_logprobs=count)
+                found.append(engine(model, list(range(40)), 256, 4).generate(prompts, sampling))
+            assert_most_likely(model, prompts, found[0], K, 0.8, top_k or 258)
+            if engine is ModelEngine:  # the other one draws otherwise without centering
+                assert ids_of(found[0]) == ids_of(found[1])
+                assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(*found, strict=True))
+            assert all(each.centering is None for each in found[1])
+
+
 def test_a_mask_needs_something_that_is_cut():
     for rules in ({}, {"top_k": 5, "temperature": 0.0}):
         with pytest.raises(ValueError, match="return_mask: expected top_p"):
@@ -133,7 +151,7 @@ def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
     scores = torch.randn(512, V, generator=generator) * peaked
     scores[:, V // 3 : V // 2] = -torch.inf
     uniforms = torch.rand(512, 1, generator=generator, dtype=torch.float64)
-    tokens, probs, _ = draw(scores, Sampling(1), uniforms)
+    tokens, probs, *_ = draw(scores, Sampling(1), uniforms)
     exact = scores.double().softmax(-1)
     above, slack = exact.cumsum(-1), 4 * torch.finfo(torch.float32).eps  # draw's probabilities are fp32
     mine = tokens.unsqueeze(1)
@@ -302,10 +320,10 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
     """What continuous batching cannot do takes the loop, and the run says why."""
     model, said = tiny_qwen3(tokenizer), []
 
-    def engine_of(model, sharded=False, **options):
+    def engine_of(model, sharded=False, top=False, **options):
         accelerator = SimpleNamespace(is_fsdp2=sharded, autocast=nullcontext)
         config = RolloutConfig(**options)
-        return type(with_sampler(ModelEngine(model, [3], 0, 8), config, accelerator, said.append))
+        return type(with_sampler(ModelEngine(model, [3], 0, 8), config, accelerator, said.append, top))
 
     assert engine_of(model) is engine_of(model, sampler="loop") is ModelEngine and not said
     assert engine_of(model, sampler="continuous") is ContinuousEngine and not said
@@ -314,6 +332,7 @@ def test_which_sampler_a_run_gets(tokenizer, monkeypatch):
     for changes, words in (
         ({"min_p": 0.1}, "it has no min_p and returns no sampling masks"),
         ({"sharded": True}, "it takes no shards of FSDP2"),
+        ({"top": True}, "it returns log-probs of drawn tokens alone"),
         ({"model": model_of_varying_rope("longrope")}, "RoPE depend on the length"),
         ({"model": tiny_model("gpt2", tokenizer)}, "tried on a few tokens, it raised"),
     ):

@@ -146,6 +146,26 @@ def plain_scores(model, batch, rows):
     return [pad_sequence([*each, room], True)[:-1] for each in (logprobs, entropy)]
 
 
+def plain_centering(model, batch, rows, objective):
+    """Return what centering adds to a token mean with truncated ratios, from a sequence's own logits."""
+    q_of, ids_of = (x.split(batch.lengths) for x in (batch.centering.logprobs, batch.centering.ids))
+    loss = 0.0
+    for row in rows.tolist():
+        logits = plain_logits(model, batch.prompts[row], batch.completions[row])
+        if batch.masks is not None:
+            kept = columns(batch.masks[row].bitmask(logits.shape[1]), logits.shape[1])
+            logits = logits.masked_fill(~kept, -1e30)
+        log_p = torch.log_softmax(logits / TEMPERATURE, -1)
+        for t in batch.masks_on_host[row].nonzero()[:, 0].tolist():
+            ids, q = (x[row][t][ids_of[row][t] >= 0] for x in (ids_of, q_of))
+            q, p = q.to(log_p.dtype).exp(), log_p[t, ids].detach().exp()
+            weight = (p / q).clamp(objective.min_ratio, objective.max_ratio)
+            alpha = (1 - q.sum()) / (1 - p.sum())
+            rest = alpha * (1 / alpha).clamp(objective.min_ratio, objective.max_ratio)
+            loss = loss + batch.advantages[row] * ((q * weight - rest * p) * log_p[t, ids]).sum()
+    return loss / batch.counted[rows].sum()
+
+
 def plain_gradients(tokenizer, config, batch, reference, dtype):
     """Return what `record_steps` keeps, by autograd of log-softmax and `policy_loss` of whole minibatches."""
     (model, adapters_off), objective = build(tokenizer, config), make_objective(config)
@@ -155,6 +175,8 @@ def plain_gradients(tokenizer, config, batch, reference, dtype):
     everything = torch.arange(B)
     with torch.no_grad():
         old, _ = plain_scores(model, batch, everything)
+        if config.objective.centering:
+            old = padded(batch, batch.rollout_logprobs).to(dtype)
         with adapters_off():
             ref = plain_scores(reference or model, batch, everything)[0] if needs_reference(config) else None
     found = []
@@ -183,6 +205,8 @@ def plain_gradients(tokenizer, config, batch, reference, dtype):
         loss = gk.policy_loss(
             logprobs, old[rows], advantages, entropy=entropy, objective=objective, **terms
         ).loss
+        if config.objective.centering:
+            loss = loss + plain_centering(model, batch, rows, objective)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(loss, list(trained.values()))
         found.append(dict(zip(trained, gradients, strict=True)))
@@ -254,6 +278,45 @@ CASES = {name: {"name": name, "update": {"micro_batch_tokens": 14}} for name in 
 }
 
 
+def with_masks(batch):
+    """Add masks of each token's id and some others; at a few tokens all ids."""
+    generator, masks = torch.Generator().manual_seed(shifted_seed(3)), []
+    for completion in batch.completions:
+        others = torch.randint(258, (len(completion), 9), generator=generator).tolist()
+        sets = [sorted({token, *more}) for token, more in zip(completion.tolist(), others, strict=True)]
+        masks.append(SamplingMask.of([[], *sets[1:]] if len(sets) > 2 else sets))
+    return replace(batch, masks=masks)
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["all tokens", "masks"])
+def test_centering_is_a_term_of_every_update(tokenizer, masks, monkeypatch):
+    """Ratios are to the sampler's log-probs, so nothing is scored before."""
+    K, batch = 3, make_batch()
+    generator = torch.Generator().manual_seed(shifted_seed(8))
+    batch = with_masks(batch) if masks else batch
+    sets = (
+        [each for mask in batch.masks for each in mask.to_lists()] if masks else [[]] * len(batch.loss_mask)
+    )
+    ids = [
+        torch.tensor(each or range(258))[torch.randperm(len(each) or 258, generator=generator)[:K]]
+        for each in sets
+    ]
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1)
+    ids[4, -1] = -1
+    q = torch.rand(len(ids), K, generator=generator).mul(0.3).log().masked_fill(ids < 0, math.nan)
+    wrong = ~batch.loss_mask
+    ids[wrong], q[wrong] = 10**6, math.nan
+    batch = replace(batch, centering=gk.ScoreCentering(ids, q))
+    monkeypatch.setattr(Updater, "score", None)
+    options = {"centering": K, "min_ratio": 0.5, "max_ratio": 1.5}
+    config = make_config("CISPO", options, update={"micro_batch_tokens": 14, "epochs": 2})
+    metrics = assert_exact_gradients(tokenizer, config, batch)
+    assert 0 < metrics["entropy"] < 6 and not any(name.startswith("mismatch/") for name in metrics)
+    for missing in ("centering", "rollout_logprobs"):
+        with pytest.raises(InputError, match=r"objective\.centering: the engine returns no log-probs"):
+            make_updater(tokenizer, config).update(replace(batch, **{missing: None}))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_objective_row_and_term(tokenizer, case):
     """Gradients in small micro-batches are those of whole minibatches by autograd."""
@@ -261,13 +324,8 @@ def test_every_kind_of_objective_row_and_term(tokenizer, case):
     name = options.pop("name", "GSPO")
     if trainable_objectives()[name].advantages_are == "levels":
         batch.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
-    if options.pop("masks", False):  # each token's id and some others; at a few tokens all ids
-        generator, masks = torch.Generator().manual_seed(shifted_seed(3)), []
-        for completion in batch.completions:
-            others = torch.randint(258, (len(completion), 9), generator=generator).tolist()
-            sets = [sorted({token, *more}) for token, more in zip(completion.tolist(), others, strict=True)]
-            masks.append(SamplingMask.of([[], *sets[1:]] if len(sets) > 2 else sets))
-        batch = replace(batch, masks=masks)
+    if options.pop("masks", False):
+        batch = with_masks(batch)
     config = make_config(name, options.pop("objective", wide(name)), **options)
     metrics = assert_exact_gradients(tokenizer, config, batch)
     assert metrics["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-6)

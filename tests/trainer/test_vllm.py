@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer import vllm
-from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.config import InputError, TrainConfig, from_mapping
+from gspo_kernels.trainer.model import Policy
 from gspo_kernels.trainer.processes import ALONE
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import ModelEngine, Sampling
@@ -23,6 +24,7 @@ from gspo_kernels.trainer.vllm import VLLMEngine, VLLMServer
 from tests.forks import in_processes
 from tests.trainer.conftest import (
     ROWS,
+    assert_most_likely,
     ids_of,
     make_trainer,
     odd_share,
@@ -74,12 +76,52 @@ def test_completions_end_at_our_tokens_alone(stand_in, model):
     assert last[0].finished, "the end token may be the last one that there is room for"
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["server", "local"])
+def test_the_most_likely_tokens_come_with_their_logprobs(stand_in, model, local, monkeypatch):
+    """Without the sampled token where it is none of them, and without those that could not be drawn."""
+    monkeypatch.setattr(stand_in, "model", model.eval())
+    K, top_k = 6, 4 if local else 258
+    engine = make_engine(stand_in)
+    if local:
+        monkeypatch.setitem(sys.modules, "vllm", LocalModule(stand_in))
+        config = from_mapping({"objective": {"name": "CISPO", "centering": 30}})
+        engine = VLLMEngine(vllm.LocalVLLM(config, "model", 20, ALONE), ENDS, 258)
+        assert engine.vllm.vllm.options["max_logprobs"] == 30
+    sampling = Sampling(7, 0.8, top_k=top_k % 258, top_logprobs=K)
+    completions = engine.generate(PROMPTS * 3, sampling)
+    assert_most_likely(model, PROMPTS * 3, completions, K, 0.8, top_k)
+    drawn = torch.cat([each.centering.ids == each.ids.unsqueeze(1) for each in completions])
+    assert local or not drawn.any(1).all(), "a sampled token that is none of the most likely ones"
+
+
+@pytest.mark.parametrize("url", ["server", "local"])
+def test_a_centred_run(tmp_path, tokenizer, other_weights, url, monkeypatch):
+    """What vLLM returns reaches the loss."""
+    module, seen, model = LocalModule(other_weights), [], str(tmp_path / "base")
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    tiny_qwen3(tokenizer).save_pretrained(model)
+    forward = Policy.forward
+    monkeypatch.setattr(Policy, "forward", lambda self, *args: seen.append(args[2]) or forward(self, *args))
+    sections = {"objective": {"name": "CISPO", "centering": 5}, "engine": {"url": url}}
+    sections["engine"]["url"] = other_weights.url if url == "server" else url
+    if url == "local":
+        sections["rollout"] = KEPT
+    config = small_config(tmp_path / "run", update={"steps": 2}, **sections)
+    trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=model)
+    seen.clear()
+    trainer.train()
+    assert len(seen) >= 4 and all(terms["centering"].ids.shape[1] == 5 for terms in seen)
+    assert all((terms["centering"].ids >= 0).all() for terms in seen)
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-4)
+
+
 def choice(**changes):
     return lambda answer: {"choices": [answer["choices"][0] | changes]}
 
 
-def scored(values):
-    return choice(logprobs={"token_logprobs": values})
+def scored(values, **others):
+    return choice(logprobs={"token_logprobs": values, **others})
 
 
 SPOILED = {
@@ -90,6 +132,9 @@ SPOILED = {
     "too few log-probs": (scored([-1.0]), r"returned \[-1.0\] as log-probs of 3"),
     "no number": (scored([None] * 3), "gave another answer than vLLM"),
     "NaN": (scored([float("nan")] * 3), r"returned \[nan, nan, nan\] as log-probs"),
+    "no likely tokens": (scored([-1.0] * 3, top_logprobs=[]), "log-probs of 0 places"),
+    "another token": (scored([-1.0] * 3, top_logprobs=[{"token_id:258": -1.0}] * 3), "of unknown tokens"),
+    "texts": (scored([-1.0] * 3, top_logprobs=[{"a": -1.0}] * 3), "gave another answer than vLLM does"),
     "aborted": (choice(token_ids=[], finish_reason="abort"), "after 0 tokens for the reason 'abort'"),
     "another vocabulary": (choice(token_ids=[50, 258, 50]), "sampled token 258, and .* embeds 258"),
     "went on after the end": (choice(token_ids=[1, 50, 60]), r"after 3 tokens .* where \[0, 1\] or 3"),
@@ -102,8 +147,9 @@ def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case)
     engine = make_engine(stand_in, end_ids=[0, 1])
     stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
     stand_in.spoil, message = SPOILED[case]
+    top = 2 if case in ("no likely tokens", "another token", "texts") else 0
     with pytest.raises(InputError, match=message) as raised:
-        engine.generate([[65]], Sampling(3))
+        engine.generate([[65]], Sampling(3, top_logprobs=top))
     assert stand_in.url in str(raised.value)
 
 
@@ -225,8 +271,10 @@ class LocalModule:
             (choice,) = self.stand_in.complete(body)["choices"]
             values = None
             if "logprobs" in choice:
-                pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
-                values = [{token: SimpleNamespace(logprob=value)} for token, value in pairs]
+                values = [
+                    {token: SimpleNamespace(logprob=value) for token, value in top.items()}
+                    for top in self.stand_in.top
+                ]
             mask = SimpleNamespace(token_ids=self.stand_in.kept)
             output = SimpleNamespace(**(choice | {"logprobs": values, "sampling_mask": mask}))
             yield SimpleNamespace(outputs=[output])

@@ -7,6 +7,7 @@ out have unusual defaults, and new weights are used only when the prefix cache h
 import contextlib
 import copy
 import json
+import math
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,7 +39,7 @@ class StandIn:
         self.developing = True  # whether it reloads weights
         self.spoil = lambda answer: answer  # may change an answer before it is sent
         self.reloads, self.loaded = [], self.model  # loaded directories; the model after the next reset
-        self.lock = threading.Lock()
+        self.top, self.lock = [], threading.Lock()
 
     def answer(self, method, path, body, headers):
         threading.Event().wait(self.seconds)
@@ -61,7 +62,8 @@ class StandIn:
             return self.spoil(posted[path](body))
 
     def complete(self, body):
-        if unknown := body.keys() - {"model", "prompt", "return_token_ids"} - OPTIONS:
+        named = {"model", "prompt", "return_token_ids", "return_tokens_as_token_ids"}
+        if unknown := body.keys() - named - OPTIONS:
             raise Refused(400, f"unknown fields {sorted(unknown)}")
         if body["model"] not in self.names:
             raise Refused(404, f"The model `{body['model']}` does not exist.")
@@ -75,6 +77,11 @@ class StandIn:
         choice = {"index": 0, "text": "unused", "token_ids": tokens, "finish_reason": reason}
         if options.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": [str(token) for token in tokens], "token_logprobs": logprobs}
+            written = "token_id:{}" if body.get("return_tokens_as_token_ids") else "text of {}"
+            choice["logprobs"]["top_logprobs"] = [
+                {written.format(token): max(value, -9999.0) for token, value in each.items()}
+                for each in self.top
+            ]
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
     def generate(self, body):
@@ -98,13 +105,23 @@ class StandIn:
         if not options.get("ignore_eos"):
             ends.add(self.model.config.eos_token_id)
         rules = [options[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")]
-        sampling = Sampling(*rules, return_mask=options["temperature"] > 0 and options["top_k"] > 0)
+        keeps = options["temperature"] > 0 and options["top_k"] > 0
+        sampling = Sampling(*rules, return_mask=keeps, top_logprobs=options.get("logprobs") or 0)
         with torch.random.fork_rng():
             torch.manual_seed(options.get("seed", 0))
             (found,) = ModelEngine(self.model, sorted(ends), 0, 1).generate([prompt], sampling)
         self.kept = found.mask and found.mask.to_lists()
         logprobs = found.logprobs if found.logprobs is not None else torch.zeros(len(found.ids))
-        return found.ids.tolist(), logprobs.tolist(), "stop" if found.finished else "length"
+        tokens, logprobs = found.ids.tolist(), logprobs.tolist()
+        # vLLM puts the sampled token first, and ids that could not be drawn have -inf
+        self.top = [{token: value} for token, value in zip(tokens, logprobs, strict=True)]
+        if found.centering is not None:
+            ids, values = (x.tolist() for x in (found.centering.ids, found.centering.logprobs))
+            for top, *pairs in zip(self.top, ids, values, strict=True):
+                unused = (token for token in range(258) if token not in pairs[0])
+                for token, value in zip(*pairs, strict=True):
+                    top.setdefault(*((next(unused), -math.inf) if token < 0 else (token, value)))
+        return tokens, logprobs, "stop" if found.finished else "length"
 
     def reload(self, body):
         assert body["method"] == "reload_weights"
