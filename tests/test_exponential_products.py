@@ -12,6 +12,7 @@ from gspo_kernels.linear import gradients, products
 from gspo_kernels.linear.products import exponentials, products_of, pytorch
 from gspo_kernels.ops.backends import why_not
 from gspo_kernels.types import LogitTransform, RowOptions, Shard
+from tests import test_infinities
 from tests.cases import generator, make_case, run
 from tests.judging import assert_equals_oracle
 from tests.pretended import PretendedGpu
@@ -153,6 +154,12 @@ def test_log_probs_and_their_gradient_equal_the_oracle(here, terms):
     case = make_case("linear", "padded", terms, dtype=BF16, logit_options="temperature per sequence")
     got = run(case, "linear_token_logprobs", gk.GSPO(), "triton")
     assert_equals_oracle(got, case, gk.GSPO())
+
+
+@pytest.mark.parametrize("entry", ["linear_token_logprobs", "fused_linear_policy_loss"])
+@pytest.mark.parametrize("line", test_infinities.MAKERS)
+def test_rows_with_infinities_and_nan_do_what_the_page_says(here, line, entry):
+    test_infinities.assert_row_of_a_product(line, entry, BF16, "triton")
 
 
 def drawn(B=4, T=12, V=90, H=32, seed=0):

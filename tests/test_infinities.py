@@ -154,8 +154,13 @@ def test_an_infinite_upstream_gradient_leaves_zeros_of_the_reference_alone():
 )
 @pytest.mark.parametrize("line", MAKERS)
 def test_rows_of_products(line, entry, dtype, backend, monkeypatch):
-    """The row is passed as a bias. Its gradient comes some columns at a time where weights have 16 bits."""
+    """The gradient comes some columns at a time where weights have 16 bits."""
     monkeypatch.setattr(linear_gradients, "BLOCK_COLUMNS", {"cpu": 16, "cuda": 16})
+    assert_row_of_a_product(line, entry, dtype, backend)
+
+
+def assert_row_of_a_product(line, entry, dtype, backend):
+    """The row is passed as a bias."""
     device, labels = device_of(backend), torch.tensor([[LABEL]], device=device_of(backend))
     row = make_row(*MAKERS[line][0], 37, dtype)
     hidden, weight = torch.randn(1, 1, 8).to(dtype), torch.randn(37, 8).to(dtype)

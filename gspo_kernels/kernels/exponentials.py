@@ -539,7 +539,8 @@ def row_statistics_kernel(
         slope = slopes[0][0].to(tl.float64) + slopes[0][1].to(tl.float64)
         factor = tl.where(is_number, -slope * tl.exp(-whole), float("nan"))
         tl.store(factors_ptr + row, tl.where(labelled, factor, 0.0).to(tl.float32), mask=inside)
-        value = -total
+        # where all logits are -inf, the NaN of the factor would meet zeros alone
+        value = tl.where(logp == logp, -total, float("nan"))
         if ROW.SOFTCAP:
             value *= _bent(own + offset.to(tl.float64) * _LN_2, slopes)
         value = value.to(tl.float32)
