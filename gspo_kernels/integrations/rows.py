@@ -169,7 +169,7 @@ def last_hidden_states(
     with own_frequencies(varying_ropes(model), lengths), captured as calls:
         (call or model)(**inputs, use_cache=False)
     (hidden,) = calls
-    return hidden
+    return hidden.full_tensor() if hasattr(hidden, "full_tensor") else hidden  # norms may be cut by tokens
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import gspo_kernels as gk
 from gspo_kernels.integrations import hooks, transformers
@@ -435,6 +437,19 @@ def test_positions_on_several_axes(family):
         del row["cu_seqlens"]
         with pytest.raises(IntegrationError, match="position_ids: restart within a row"):
             model(**row, position_ids=torch.cat([axes] * 2, -1))
+
+
+def test_a_packed_row_s_hidden_states_may_be_a_dtensor(group_of_one):
+    """As where ranks have cut the norms by tokens."""
+    model = fuse_lm_head(tiny())
+    ids, cu_seqlens, *_ = packed_batch()
+    call = {"labels": ids, "cu_seqlens": cu_seqlens, **SCORE}
+    want = model(ids, **call).logprobs
+    model._gspo_fused.packing_checked = False
+    mesh = DeviceMesh.from_group(group_of_one, "cpu")
+    wrap = lambda module, inputs, output: DTensor.from_local(output, mesh, [Replicate()])  # noqa: E731
+    model.model.norm.register_forward_hook(wrap)
+    assert torch.equal(model(ids, **call).logprobs, want)
 
 
 @pytest.mark.parametrize("kind", list(ROPES))
