@@ -242,6 +242,18 @@ def test_a_model_is_tried_without_dropout_and_with_finite_weights():
         check_rows_of(model)
 
 
+def test_a_hundredth_is_rounding_in_16_bit_alone():
+    model = build("qwen3")
+    model.model.norm.register_forward_hook(
+        lambda m, args, output: output * (1.01 if output.shape[1] > 9 else 1)
+    )
+    with pytest.raises(IntegrationError, match=r"differ from those .* by 1\.0% \(rounding: < 0\.1%\)"):
+        check_rows_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_rows_of(model)
+    check_rows_of(model.bfloat16())
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60), st.integers(0, 3))
 def test_batches_hold_every_sequence_once_and_keep_the_budget(lengths, budget, more):
