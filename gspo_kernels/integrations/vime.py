@@ -7,7 +7,7 @@ the lm_head's inputs or from logits, over the ranks that share the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,29 +16,6 @@ from gspo_kernels import bits
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from gspo_kernels.parallel.groups import Parallel, gathered, group_name
-
-
-class SelectedLogprobRequest(Protocol):
-    """What these providers read from vime's request, on each rank.
-
-    Attributes:
-        logits: [T, V of the rank], divided by the sampling temperature already.
-        target_ids: [T], ids of the whole vocabulary.
-        tensor_parallel_group: the ranks that share the vocabulary, or None.
-        with_entropy, with_entropy_grad: whether entropies are asked for, and whether they have a gradient.
-        log_prob_keep_mask: bool [T, V of the rank] of the ids that the sampler could have drawn, or None.
-        hidden, lm_head_weight, lm_head_bias: [T, H], [V of the rank, H] and [V of the rank], or None.
-        vocab_start_index: the first id of ``lm_head_weight``.
-        real_vocab_size: how many ids there are without padding, or None.
-        temperature: of ``hidden``: a number, a tensor of one element or [T], or None for 1.
-    """
-
-    logits: Tensor
-    target_ids: Tensor
-    tensor_parallel_group: Any
-    with_entropy: bool
-    with_entropy_grad: bool
-    log_prob_keep_mask: Tensor | None
 
 
 class SelectedLogprobResult(NamedTuple):
@@ -57,29 +34,24 @@ class ProviderUnavailableError(IntegrationError):
     selected_logprob_provider_unavailable = True
 
 
-def provider(request: SelectedLogprobRequest) -> SelectedLogprobResult:
-    """Return the log-probs of a request, differentiable, and its entropies.
+def provider(request: Any, *, batch_invariant: bool = False) -> SelectedLogprobResult:
+    """Return the log-probs of vime's request, differentiable, and its entropies.
 
     With ``hidden`` no logits are written or read. dHidden is summed over ``tensor_parallel_group``. Ids from
     ``real_vocab_size`` on then have no probability; from logits, all columns count, as in vime's own path.
 
-    Raises:
-        ProviderUnavailableError: a rank has only padding of the vocabulary, or a mask's columns don't fill
-            32-bit words on each rank.
-    """
-    return _logprobs(request, batch_invariant=False)
-
-
-def batch_invariant_provider(request: SelectedLogprobRequest) -> SelectedLogprobResult:
-    """Do what ``provider`` does, with bits that don't depend on the other rows of the request.
+    Args:
+        request: ``target_ids`` [T] of the whole vocabulary; ``logits`` [T, V of the rank], divided by the
+            sampling temperature already; or ``hidden`` [T, H], ``lm_head_weight`` and ``lm_head_bias`` with
+            the rank's ids from ``vocab_start_index`` on, and a ``temperature``: a number, a tensor of one
+            element or [T], or None for 1. ``log_prob_keep_mask``: bool [T, V of the rank] of the ids that the
+            sampler could have drawn, or None.
+        batch_invariant: give bits that don't depend on the other rows of the request.
 
     Raises:
-        ProviderUnavailableError: ranks share the vocabulary, or as ``provider``.
+        ProviderUnavailableError: a rank has only padding of the vocabulary; a mask's columns don't fill
+            32-bit words on each rank; or ranks share the vocabulary of a batch-invariant request.
     """
-    return _logprobs(request, batch_invariant=True)
-
-
-def _logprobs(request: SelectedLogprobRequest, batch_invariant: bool) -> SelectedLogprobResult:
     group = request.tensor_parallel_group
     group = None if group is None or group.size() == 1 else group
     if group is not None and batch_invariant:
@@ -113,6 +85,11 @@ def _logprobs(request: SelectedLogprobRequest, batch_invariant: bool) -> Selecte
         "batch_invariant" if batch_invariant else "fp32",
         {"logits_materialized": hidden is None, "device": str(logprobs.device)},
     )
+
+
+def batch_invariant_provider(request: Any) -> SelectedLogprobResult:
+    """Do what ``provider`` does, with bits that don't depend on the other rows of the request."""
+    return provider(request, batch_invariant=True)
 
 
 def _head(request: Any, group: Any) -> tuple[Tensor, Tensor | None, Parallel]:

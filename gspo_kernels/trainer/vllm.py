@@ -130,7 +130,8 @@ class VLLMServer:
             (choice,) = answer["choices"]
             values, top = choice.get("logprobs"), None
             if values is not None and options.get("logprobs"):
-                top = [{_id(key): float(x) for key, x in each.items()} for each in values["top_logprobs"]]
+                places = values["top_logprobs"]  # each {"token_id:5": -0.1}
+                top = [{int(key.rpartition(":")[2]): float(x) for key, x in p.items()} for p in places]
             if values is not None:
                 values = [x["logprob"] for x in values["content"]] if masks else values["token_logprobs"]
                 values = list(map(float, values))
@@ -330,10 +331,6 @@ class VLLMEngine:
             mask=SamplingMask.of(mask or ()) if sampling.return_mask else None,
             centering=centering,
         )
-
-
-def _id(key: str) -> int:
-    return int(key.removeprefix("token_id:"))
 
 
 def _likeliest(places: Sequence[dict[int, float]], count: int) -> ScoreCentering:

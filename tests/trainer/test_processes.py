@@ -63,6 +63,7 @@ SECTIONS = {
     "ddp with adapters and masks, without work for one": {
         "lora": {"rank": 2}, "kl": {"beta": 0.1}, "rollout": KEPT, "update": {"minibatches": 12},
     },
+    "ddp, centred": {"objective": {"name": "CISPO", "centering": 5}, "kl": {"beta": 0.1}},
     "fsdp2 without work for one": {
         "update": {"minibatches": 12}, "lora": {"rank": 2, "target_modules": "embed_tokens,q_proj,lm_head"},
     },
