@@ -41,6 +41,7 @@ from gspo_kernels.kernels.launch import (
     platform,
     row_kernel,
     triton_version,
+    without_spills,
 )
 from gspo_kernels.kernels.row_scaling import times
 from gspo_kernels.kernels.rows import (
@@ -759,7 +760,8 @@ def exponentials(
         for name in passes:
             product.multiply(name, spreads, bent)
         launch(
-            row_statistics_kernel, triton.cdiv(n, _MANY), device, _LINE,
+            row_statistics_kernel, triton.cdiv(n, _MANY), device,
+            without_spills(_LINE, product.row.SOFTCAP),
             product.places, product.offsets, product.flags, product.count, product.sums, spreads,
             product.label, transform.row_temperature, *stats, out, factors, rests, product.rows, product.head,
             COLUMNS=product.tile.columns, AGAIN=name == "again", MANY=_MANY, TILES=_TILES, ROW=product.row,

@@ -308,6 +308,7 @@ def calls_for(target: str) -> list[Any]:
         project(target, PLAIN, False)
         project(target, PLAIN._replace(row_temperature=row_temperature), True)
         project(target, BENT._replace(row_temperature=row_temperature), True)
+        project(target, BENT, False)
     # the first shows whether fp32 is rounded to TF32; the last accumulates, and needs most registers
     first, *_, last = products_of_fp32.calls
     calls = [*recorder.calls, first, *hold(target)]
