@@ -83,6 +83,7 @@ class Stage:
 
 # Tests of backends and of kernels. Tests that compile for other targets need no GPU and are left out.
 _ON_DEVICE = (
+    "tests/kernels/test_exponentials.py",
     "tests/kernels/test_rows.py",
     "tests/kernels/test_sequence_ratio.py",
     "tests/test_invariants.py",
@@ -101,7 +102,8 @@ STOPPING = 5.0
 def stages() -> list[Stage]:
     """Return the stages, the most important first: an early end loses the last ones."""
     return [
-        Stage("gpu tests", "tests", 40, ("tests/gpu", "-k", "not sanitizer and not trainer", PARALLEL)),
+        # without the trainer's file, whose imports take seconds in each of the processes
+        Stage("gpu tests", "tests", 40, ("tests/gpu/test_gpu.py", "-k", "not sanitizer", PARALLEL)),
         Stage("trainer", "tests", 60, ("tests/gpu/test_trainer.py",)),
         Stage("profile", "suite", 45),
         Stage("host", "suite", 60),
@@ -112,7 +114,7 @@ def stages() -> list[Stage]:
         Stage("logits", "suite", 25),
         Stage("step", "suite", 20),
         Stage("memory", "suite", 15),
-        Stage("sanitizer", "tests", 0, ("tests/gpu", "-k", "sanitizer", PARALLEL)),
+        Stage("sanitizer", "tests", 0, ("tests/gpu/test_gpu.py", "-k", "sanitizer", PARALLEL)),
         Stage("tests on the device", "tests", 0, (*_ON_DEVICE, "-k", "not cpp and not reference", PARALLEL)),
         Stage("report", "report", 15),
     ]
