@@ -16,6 +16,7 @@ from gspo_kernels.exact import exact_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+_NUMBERS = (int, float)  # int | float makes a type whenever it is evaluated
 
 
 def _described(value: object) -> str:
@@ -62,7 +63,7 @@ def floats(
 
 def number(name: str, value: object, *, positive: bool = False, minimum: float | None = None) -> float:
     """Check a finite Python number; return it as a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
     if not -sys.float_info.max <= value <= sys.float_info.max:
         raise ValueError(f"{name}: got {value}, expected a finite number")

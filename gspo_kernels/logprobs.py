@@ -18,7 +18,7 @@ from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.signature import keep, recall, signature
-from gspo_kernels.torch_internals import applied
+from gspo_kernels.torch_internals import PLAIN, applied
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 
 
@@ -74,7 +74,8 @@ def token_logprobs(
         inplace_backward=inplace_backward, parallel=parallel,
     ) as comparison:  # fmt: skip
         Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
-        (logits,), parallel = local_tensors(parallel, logits=logits)
+        if type(logits) not in PLAIN:
+            (logits,), parallel = local_tensors(parallel, logits=logits)
         check_scores("logits", logits, labels, "V")
         packed, vocabulary = labels.ndim == 1, logits.shape[-1]
         checks.flag("return_entropy", return_entropy)

@@ -35,7 +35,7 @@ from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.signature import keep, recall, signature
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, normalize_terms, validate_terms
-from gspo_kernels.torch_internals import applied
+from gspo_kernels.torch_internals import PLAIN, applied
 from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions, SelectedLogprobs
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
@@ -297,7 +297,8 @@ def fused_policy_loss(
         centering=centering,
     ) as comparison:  # fmt: skip
         Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
-        (logits,), parallel = local_tensors(parallel, passed, logits=logits)
+        if type(logits) not in PLAIN:
+            (logits,), parallel = local_tensors(parallel, passed, logits=logits)
         check_scores("logits", logits, labels, "V")
         packed, vocabulary = checks.layout("labels", labels, cu_seqlens) is not None, logits.shape[-1]
         if inplace_backward is not False:
@@ -305,7 +306,7 @@ def fused_policy_loss(
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
         row_options = options.normalize(labels, terms.cu_seqlens, logits.dtype, vocabulary, parallel)
-        rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
+        rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
         ratio_clip = ratio_clip_of(terms, row_options.backend)
         # In fp16 a loss scale decides what is representable, and only the backward knows it.
         late = (

@@ -75,9 +75,9 @@ def ratio_clip_of(terms: Terms, backend: str) -> RatioClip:
     A call decides this once for its terms. A schedule that evaluates other terms (for known coefficients, or
     of a chunk) calls this again for them.
     """
-    other_terms = (terms.token_weights, terms.entropy_coef, terms.token_shares)
+    plain = terms.token_weights is None and terms.entropy_coef is None and terms.token_shares is None
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
-    if weighted_kl or terms.cp_group or any(term is not None for term in other_terms):
+    if weighted_kl or terms.cp_group or not plain:
         return NO_RATIO
     # the compiler would ignore the cache, and warn
     declared = _declared_ratio if torch.compiler.is_compiling() else _cached_ratio

@@ -7,13 +7,13 @@ A clipped ratio per sequence or per token, with a KL penalty or without, takes o
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo_kernels.objective_loss import PolicyStep, evaluate, metric_names, token_mean
-from gspo_kernels.ops.backends import RatioBackend, load
+from gspo_kernels.ops.backends import ratio_backend
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.value_checks import all_valid
 from gspo_kernels.sequence_ratio import ratio_operands, sum_over_prompts
@@ -64,7 +64,7 @@ def evaluate_objective(
     if terms.ref_logprobs is not None:
         beta = None if terms.kl_beta is None else terms.kl_beta.to(logprobs.device)
         kl = KLPenalty(terms.ref_logprobs, beta, terms.kl_estimator)
-    step = cast(RatioBackend, load(backend)).ratio_step(logprobs, present, operands, ratio_clip, kl, recheck)
+    step = ratio_backend(backend).ratio_step(logprobs, present, operands, ratio_clip, kl, recheck)
     metrics = step.metrics
     if entropy is not None and want_metrics:
         metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives import GSPO
-from gspo_kernels.ops.backends import RatioBackend, load
+from gspo_kernels.ops.backends import ratio_backend
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.value_checks import (
@@ -127,8 +127,8 @@ def sequence_ratio(
     if recheck is not None and operands.weights is not None and not all_valid(operands.weights):
         recheck()
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    backend = cast(RatioBackend, load(options.backend))
-    stats = backend.sequence_ratio_forward(rows, mask, operands, ratio_clip, recheck)
+    launch = ratio_backend(options.backend).sequence_ratio_forward
+    stats = launch(rows, mask, operands, ratio_clip, recheck)
     # a label outside the vocabulary has a NaN log-prob: labels are checked only if the mean ratio is NaN
     if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)

@@ -191,6 +191,8 @@ def normalize_terms(
             "gk.normalizer of the whole batch"
         )
     for (name, spec), value in zip(_ARGUMENTS.items(), passed, strict=False):
+        if type(value) in (int, float) and value == 0 and spec.shape == "broadcast":
+            value = None  # it changes nothing
         if value is not None:
             if by_prompt and name == "normalizer":
                 spec = SEQUENCES
@@ -202,8 +204,7 @@ def normalize_terms(
                     value_checks.refuse_lengths(passed.cu_seqlens)
                     raise
             if not isinstance(value, Tensor):
-                leaves_out = spec.shape == "broadcast" and type(value) in (int, float) and value == 0
-                value = None if leaves_out else checks.filled(float(value), call.device)
+                value = checks.filled(float(value), call.device)
             else:
                 if value.requires_grad:  # detach takes as long as a small operation
                     value = value.detach()

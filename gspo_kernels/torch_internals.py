@@ -67,13 +67,15 @@ def inner_autograd() -> Iterator[None]:
         yield
 
 
-def copies_to_save(ctx: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return tensors for ``ctx.save_for_backward``: copies of those made under ``inference_mode``, which
-    PyTorch refuses to save; nothing where no graph is recorded.
+def tensors_to_save(ctx: Any, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return tensors for ``ctx.save_for_backward``. Where some were made under ``inference_mode``, which
+    PyTorch refuses to save, these are copies, and nothing where no graph is recorded.
     """
-    if not ctx.next_functions:
-        return []
-    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
+    for tensor in () if is_compiling() else tensors:
+        if tensor is not None and tensor.is_inference():
+            saves = tensors if ctx.next_functions else ()
+            return [x.clone() if x is not None and x.is_inference() else x for x in saves]
+    return tensors
 
 
 def refuse_second_derivatives() -> None:

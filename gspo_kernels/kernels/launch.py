@@ -129,7 +129,7 @@ def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
         begins equally far from a multiple of 16 bytes, in elements, in all tensors; "single" otherwise.
     """
     tensors = (logits_BTV, *out_BTV)
-    if all(is_aligned(each) for each in tensors):
+    if all(map(is_aligned, tensors)):
         return "aligned"
     vector = 16 // min(each.element_size() for each in tensors)
     starts = {

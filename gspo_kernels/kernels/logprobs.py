@@ -52,8 +52,11 @@ def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     logits, labels, transform, _ = rows
     B, T, _ = logits.shape
     dtype, device = stats_dtype(logits.dtype), logits.device
-    logprobs, lse = (torch.empty(B, T, dtype=kind, device=device) for kind in (dtype, torch.float64))
-    stats = RowStats(logprobs, lse, torch.empty(B, T, dtype=dtype, device=device) if entropy else None)
+    stats = RowStats(
+        torch.empty(B, T, dtype=dtype, device=device),
+        torch.empty(B, T, dtype=torch.float64, device=device),
+        torch.empty(B, T, dtype=dtype, device=device) if entropy else None,
+    )
     tile = without_spills(FORWARD[logits.element_size()], transform.softcap > 0)
     launch(
         logprobs_forward_kernel, B * T, logits.device, tile,

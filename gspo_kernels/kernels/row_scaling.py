@@ -122,7 +122,7 @@ def product_operand(
     count, width = hidden.shape
     out = torch.empty(count, width, dtype=dtype, device=hidden.device)
     launch(
-        product_operand_kernel, triton.cdiv(count, _ROWS), hidden.device, _TILE,
+        product_operand_kernel, -(-count // _ROWS), hidden.device, _TILE,
         hidden.contiguous(), coefficients, factors,
         None if active is None else active.contiguous().view(torch.int8),
         unit, out, count, coefficients.stride(0), width, bound,
@@ -261,7 +261,7 @@ def store_hidden(
     """See ``ops.backends.HiddenKernels.store_hidden``."""
     count, width = values.shape
     launch(
-        store_hidden_kernel, triton.cdiv(count, _ROWS), values.device, _TILE,
+        store_hidden_kernel, -(-count // _ROWS), values.device, _TILE,
         values.contiguous(), coefficients, factors,
         None if isinstance(where, slice) else where,
         hidden, scales, count, coefficients.stride(0),
@@ -301,7 +301,7 @@ def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
     width = values.shape[-1]
     count = values.numel() // width
     launch(
-        scale_rows_kernel, triton.cdiv(count, _ROWS), values.device, _TILE,
+        scale_rows_kernel, -(-count // _ROWS), values.device, _TILE,
         values, scales, factor, count, width,
         STATS=stats_type(values.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
     )  # fmt: skip

@@ -47,7 +47,7 @@ class RatioNumbers(NamedTuple):
     ) -> RatioNumbers:
         """Encode sizes, and strides of terms: [sequences] or like the tokens, in the attributes' order."""
         sizes = encode(T), encode(tokens), encode(sequences)
-        return RatioNumbers(*sizes, *_bounds(ratio_clip), *(strides_of(term, packed) for term in terms))
+        return RatioNumbers(*sizes, *_bounds(ratio_clip), *[strides_of(term, packed) for term in terms])
 
 
 @functools.lru_cache(maxsize=64)

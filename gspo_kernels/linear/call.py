@@ -196,7 +196,7 @@ class Call:
         if hidden is None and self.tokens is not None:
             hidden = self.tokens.begin_gather(self.hidden, where)()
         elif hidden is None and self.hidden.is_contiguous():
-            hidden = self.hidden.flatten(0, 1)
+            hidden = self.hidden.view(self.labels.numel(), self.hidden.shape[2])
             if isinstance(where, Tensor) or labels.numel() < hidden.shape[0]:
                 hidden = hidden[where]
         elif hidden is None:

@@ -95,7 +95,7 @@ class Gradients:
             self.scales = (torch.empty if stored else torch.ones)(shape[:-1], dtype=self.dtype, device=device)
         once = once and (call.products.rounds_early or not normalised)
         self.sums = HeadSums(call.products, needs, call.options.backend, once)
-        self.one = torch.ones((), dtype=self.dtype, device=device)
+        self.one = torch.full((), 1.0, dtype=self.dtype, device=device)
 
     def add(
         self,
@@ -316,7 +316,7 @@ class Gradients:
         empty = functools.partial(torch.empty, 0, device=hidden.device)
         return HeadGradients(
             *(
-                empty(dtype=dtype) if x is None else x.to(dtype)
+                empty(dtype=dtype) if x is None else x if x.dtype == dtype else x.to(dtype)
                 for x, dtype in zip(computed, dtypes, strict=True)
             )
         )

@@ -84,25 +84,28 @@ class CoefficientGroups:
         counts, without, ids = _lengths(call, terms, skip, grouped)
         present_sequences = [i for i, count in enumerate(counts) if count]
 
-        members: dict[int, list[int]] = {}
-        if depends_on not in ("group", "batch"):
-            members = {i: [i] for i in present_sequences}
-        else:
+        groups = [[i] for i in present_sequences]
+        if depends_on in ("group", "batch"):
+            members: dict[int, list[int]] = {}
             for i, group in enumerate(ids):
                 members.setdefault(group, []).append(i)
-        groups = list(members.values())
-        working = [group for group in groups if not all(without[i] for i in group)]
-        inactive_groups = [group for group in groups if all(without[i] for i in group)]
+            groups = list(members.values())
+        idle = {i for i, inactive in enumerate(without) if inactive}
+        working = [group for group in groups if not idle.issuperset(group)]
+        inactive_groups = [group for group in groups if idle.issuperset(group)]
+
+        def rows_in(group: list[int]) -> int:
+            return sum(map(counts.__getitem__, group))
+
         # groups that fit a chunk go last, next to those that are only projected; segments keep their order
         if not call.chunking.batch_invariant:
-            fit = [sum(counts[i] for i in group) <= call.chunk_rows for group in working]
-            working = [working[i] for i in sorted(range(len(working)), key=fit.__getitem__)]
+            working.sort(key=lambda group: rows_in(group) <= call.chunk_rows)
         groups = working + inactive_groups
         self.inactive = len(inactive_groups)
-        self.row_counts = [sum(counts[i] for i in group) for group in groups]
+        self.row_counts = [rows_in(group) for group in groups]
         self._sequences = [i for group in groups for i in group]
-        self._sequence_ends = [0, *itertools.accumulate(len(group) for group in groups)]
-        self._row_ends = [0, *itertools.accumulate(counts[i] for i in self._sequences)]
+        self._sequence_ends = [0, *itertools.accumulate(map(len, groups))]
+        self._row_ends = [0, *itertools.accumulate(map(counts.__getitem__, self._sequences))]
 
         # positions of all rows in the order of the groups
         total, tokens = sum(counts), call.labels.numel()
@@ -157,7 +160,8 @@ class CoefficientGroups:
         labels, where = rows_at(self._call.labels, self._where), self._where
         if at_once:
             for part in parts:
-                span = slice(*(self._row_ends[self._sequence_ends[end]] for end in (part.start, part.stop)))
+                first, last = self._sequence_ends[part.start], self._sequence_ends[part.stop]
+                span = slice(self._row_ends[first], self._row_ends[last])
                 yield (
                     part,
                     span if isinstance(where, slice) else rows_at(where, span),

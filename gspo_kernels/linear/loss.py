@@ -230,19 +230,19 @@ class Run:
         call, plan = self.call, self.plan
         groups = CoefficientGroups(call, self.terms, plan)
         parts = groups.parts
-        call.products.max_rows = min(call.chunk_rows, max((part.row_count for part in parts), default=0))
+        schedules = [part.schedule for part in parts]
+        call.products.max_rows = min(call.chunk_rows, max([part.row_count for part in parts], default=0))
         if self.at_once:
             # the one evaluation needs all tokens projected, so parts that are only projected go first
             parts.sort(key=lambda part: part.schedule != "forward")
-        all_active = not any(part.schedule == "forward" for part in parts)
-        self.start(groups.all_rows, all_active, groups.in_one_product)
+        self.start(groups.all_rows, "forward" not in schedules, groups.in_one_product)
         if groups.total is not None:
             self.terms = self.terms._replace(normalizer=groups.total)
         if len(parts) == 1 and not call.chunking.batch_invariant:
             # the evaluation of the call is that of its part; sums of a part would have an order of their own
             self.at_once = True
         sequence_sums = None
-        if any(part.schedule == "deferred" for part in parts):
+        if "deferred" in schedules:
             sequence_sums = HeadSums(call.products, plan.requires_grad, plan.backend)
         if call.labels.is_cuda:
             call.look_ahead(plan.leaves_out, [part.row_count for part in parts if part.schedule == "aligned"])

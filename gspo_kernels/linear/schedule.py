@@ -195,7 +195,7 @@ def plan_parts(
         members = list(run)
         # neighbouring groups share a part: aligned parts have about the same size, a deferred group is alone
         max_rows = {"aligned": chunk_rows, "deferred": 0}.get(name, math.inf)
-        total = sum(working[i] for i in members)
+        total = sum(working[members[0] : members[-1] + 1])
         target = total / max(1, -(-total // chunk_rows)) if name == "aligned" else max_rows
         first, count = members[0], 0
         for i in members:

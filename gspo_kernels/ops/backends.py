@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -219,6 +220,10 @@ BACKENDS = tuple(_MODULES)
 def load(name: str) -> RowBackend:
     """Return the backend module called ``name``, imported on first use."""
     return cast(RowBackend, importlib.import_module(_MODULES[name], __package__))
+
+
+ratio_backend = cast(Callable[[str], RatioBackend], load)
+"""``load`` for a backend that evaluates clipped ratios."""
 
 
 @functools.cache

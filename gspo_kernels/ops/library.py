@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from gspo_kernels.torch_internals import PLAIN, copies_to_save
+from gspo_kernels.torch_internals import PLAIN, tensors_to_save
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 _profiler_enabled = torch._C._autograd._profiler_enabled
@@ -174,9 +174,7 @@ class Operator:
         """Save the arguments of a call in an autograd context, for ``repeat``."""
         operands = flat(args)
         tensors = [x if isinstance(x, Tensor) else None for x in operands]
-        if any(x is not None and x.is_inference() for x in tensors):
-            tensors = copies_to_save(ctx, tensors)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors_to_save(ctx, tensors))
         ctx.constants = [None if isinstance(x, Tensor) else x for x in operands]
 
     def repeat(self, ctx: Any) -> Any:

@@ -18,7 +18,7 @@ from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, rows_of
 from gspo_kernels.ops.value_checks import check_kept, check_temperature
 from gspo_kernels.parallel.groups import gathered_numbers
-from gspo_kernels.torch_internals import copies_to_save, refuse_second_derivatives
+from gspo_kernels.torch_internals import refuse_second_derivatives, tensors_to_save
 from gspo_kernels.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
 
 
@@ -244,11 +244,9 @@ def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
     if row_temperature is not None or kept is not None:
         transform = options.transform._replace(row_temperature=None, kept=None)
         options = options._replace(transform=transform)
-    ctx.options, tensors = options, (*tensors, row_temperature, kept)
-    if not torch.compiler.is_compiling() and any(x is not None and x.is_inference() for x in tensors):
-        tensors = tuple(copies_to_save(ctx, tensors))
+    ctx.options = options
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors_to_save(ctx, (*tensors, row_temperature, kept)))
 
 
 def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:
