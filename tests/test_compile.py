@@ -190,7 +190,7 @@ def test_compiled_calls_follow_the_switch_of_batch_invariance():
     terms = labels, old, torch.tensor([1.0, -0.5, 2.0])
 
     def loss(*inputs):
-        options = {"objective": gk.GRPO(0.9, 0.9), "max_chunk_bytes": 50 * 70 * 4}
+        options = {"objective": gk.GRPO(clip_low=0.9, clip_high=0.9), "max_chunk_bytes": 50 * 70 * 4}
         return gk.fused_linear_policy_loss(*inputs, *terms, **options).loss * 0.3
 
     torch._dynamo.reset()

@@ -84,7 +84,7 @@ def _collect_tensors(
 def flat(values: Any) -> list[Any]:
     """Return arguments as operands, with structs taken apart."""
     operands = []
-    for value in values:
+    for value in values[:]:  # a plain tuple: the compiler of torch 2.11 iterates over no constant struct
         if isinstance(value, tuple):
             operands.extend(flat(value))
         else:
