@@ -113,6 +113,25 @@ def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule, rows, logits, o
     assert plan.gradient_bytes == sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
+@pytest.mark.parametrize("schedule", ["known", "two_pass"])
+def test_peak_memory_has_the_ids_of_centering(gpu, schedule, monkeypatch):
+    """A chunk does not hold all rows by default, as it may without centering."""
+    for name, value in (("CHUNK_ROWS", {"cuda": (8, 8)}), ("CHUNK_BYTES", 0), ("MIN_CHUNK_BYTES", 0)):
+        monkeypatch.setattr(memory, name, value)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**40, major=8, minor=0)
+    )
+    leaves, labels, *given = problem(torch.bfloat16, 24, 8192, 4)
+    ids = torch.randint(8192, (*labels.shape, 100), generator=generator(1))
+    options = {"schedule": schedule, "skip_inactive": "none", "objective": gk.CISPO()}
+    options["centering"] = gk.ScoreCentering(ids, torch.full(ids.shape, -20.0))
+    options["max_chunk_bytes"] = 8 * 8192 * 4 if schedule == "two_pass" else None
+    with gpu:
+        plan = gk.explain_schedule(*leaves, labels, *given, **options)
+        gk.fused_linear_policy_loss(*leaves, labels, *given, **options).loss.backward()
+    assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
 def test_peak_memory_has_rows_of_the_next_chunk(gpu, monkeypatch):
     """The host looks at the device, and two rows are multiplied before."""
     leaves, *given = problem(torch.bfloat16, 24, 8192, 4)
