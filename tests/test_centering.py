@@ -163,6 +163,8 @@ class Problem:
             out = gk.fused_policy_loss(**rows, labels=labels, **terms, backend=backend, **options)
         grads = torch.autograd.grad(out.loss, list(leaves.values()))
         named = {f"grad {name}": grad.cpu() for name, grad in zip(leaves, grads, strict=True)}
+        if "entropy" in out.metrics:
+            named["entropy"] = out.metrics["entropy"].cpu()
         return {"loss": out.loss.detach().cpu(), **named}
 
 

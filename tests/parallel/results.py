@@ -399,7 +399,7 @@ def centered_losses():
     start, end = place_of("tp").columns(uneven=True)
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     for linear, objective in itertools.product((False, True), (gk.GPG(), gk.CISPO(0.7, 1.3))):
-        options = {"max_chunk_bytes": 2 * 8 * VOCABULARY} if linear else {}
+        options = {"return_entropy": True} | ({"max_chunk_bytes": 2 * 8 * VOCABULARY} if linear else {})
         problem = test_centering.Problem(objective, linear=linear, **IN_FP64)
         whole = problem.ours("cpp", **options)
         shards = {"parallel": gk.Parallel(dist.group.WORLD, (start, end))}
