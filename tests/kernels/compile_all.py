@@ -271,7 +271,7 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
         names = call[0].signature.parameters
         given = [name for name in call[2] if name in names]
         entry["constants_follow_in_order"] = [*names][len(call[1]) :] == given
-        if name.startswith("exponentials_kernel") and "first" in name and "no bias_ptr" in name:
+        if name.startswith("exponentials_kernel") and " first no bias_ptr no powers_ptr" in name:
             disassemble([kernel])
             entry["way"] = Counter(one.opcode.split(".")[0] for one in held_row(instructions(kernel)))
         if any(hasattr(arg, "counters") for arg in call[1]):
