@@ -69,6 +69,7 @@ class PretendedGpu:
         context.setattr(Tensor, "is_cuda", property(lambda x: not _on_host(x)), raising=False)
         context.setattr(Tensor, "is_cpu", property(_on_host), raising=False)
         context.setattr(torch.cuda, "is_available", lambda: True)
+        context.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
         context.setattr(torch.cuda, "current_stream", lambda _: None)
         context.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         context.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
