@@ -72,7 +72,6 @@ class PretendedGpu:
         context.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
         context.setattr(torch.cuda, "current_stream", lambda _: None)
         context.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        context.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
         context.setattr(torch.cuda, "Event", lambda: _Event(self))
         self._interpret(context)
         self._modes = (_Asked(self), _Launched(self))
