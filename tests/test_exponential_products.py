@@ -1,6 +1,5 @@
 """Calls over hidden states whose product takes exponentials, in Triton's interpreter."""
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import kernels
+from gspo_kernels.kernels import exponentials as kernel_file
 from gspo_kernels.linear import gradients, products
 from gspo_kernels.linear.products import exponentials, products_of, pytorch
 from gspo_kernels.ops.backends import why_not
@@ -98,13 +98,13 @@ def test_two_passes_take_exponentials_of_some_columns(here, monkeypatch, terms, 
     """No pass over logits follows; skipped rows and hidden states of masked ones may be anything."""
     monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 24})
     monkeypatch.setattr(kernels, "logprobs_backward", None)
-    blocks, exponentials_of = [], kernels.exponentials.KnownRows.exponentials
+    blocks, exponentials_of = [], kernel_file.KnownRows.exponentials
 
     def recorded(self, out, first):
         blocks.append((first, *out.shape))
         exponentials_of(self, out, first)
 
-    monkeypatch.setattr(kernels.exponentials.KnownRows, "exponentials", recorded)
+    monkeypatch.setattr(kernel_file.KnownRows, "exponentials", recorded)
     advantages = (0.0, -0.4, 1.0, 0.0, -0.5, 0.0)
     case = make_case(
         "linear", "packed", terms, dtype=BF16, logit_options=logit_options, advantages=advantages
@@ -286,8 +286,7 @@ def test_the_host_does_not_wait_for_rows_that_are_computed_again(monkeypatch, si
 
 def test_its_first_use_on_a_device_compares_it_with_pytorch(here, monkeypatch):
     """A wrong factor of one row shows; so does a row whose bits depend on what is stored."""
-    kernel = importlib.import_module("gspo_kernels.kernels.exponentials")
-    plain, device = kernel.exponentials, torch.device("cpu")
+    plain, device = kernel_file.exponentials, torch.device("cpu")
     assert exponentials.excess(device) < 1
 
     for fault in (lambda head: head.factors, lambda head: head.stats.logprobs[0]):
@@ -298,5 +297,5 @@ def test_its_first_use_on_a_device_compares_it_with_pytorch(here, monkeypatch):
                 fault(head)[16] *= 1.02
             return head
 
-        monkeypatch.setattr(kernel, "exponentials", wrong)
+        monkeypatch.setattr(kernel_file, "exponentials", wrong)
         assert exponentials.excess(device) > 1
