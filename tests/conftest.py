@@ -58,12 +58,21 @@ def index_by_one_element():
     interpreter._patch_lang_tensor = patch_tensor
 
 
+def prefer_numbers_to_nan():
+    """Let minima and maxima of the interpreter be numbers where one side is NaN, as hardware does."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    InterpreterBuilder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
+    InterpreterBuilder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     import triton
 
     if Version(triton.__version__) < Version("3.9"):
         fuse_interpreted_fma()
         index_by_one_element()
+        prefer_numbers_to_nan()
 
 
 def pytest_addoption(parser):
