@@ -44,6 +44,7 @@ CENTRED = {
     "known": ("known", "fp32", 440, 500),
     "known, bf16": ("known", "bf16", 88, 500),
     "known, one chunk": ("known", "fp32", 880, 500),
+    "known, chunks of the same size": ("known", "fp32", 600, 8),
     "two_pass": ("two_pass", "fp32", 88, 500),
     "two_pass, bf16": ("two_pass", "bf16", 440, 8),
 }

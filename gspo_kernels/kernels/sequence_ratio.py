@@ -163,7 +163,7 @@ def sequence_ratio_forward(
         stats.lse.zero_()
         stats.labels.fill_(rows.ignore_index)
         return stats
-    # A softcap and fp64 keep more numbers of a block at a time. A mask needs a few: nine programs run, not ten.
+    # A softcap and fp64 keep more numbers of a block at a time. A mask needs a few: nine programs run then.
     much = transform.softcap > 0 or logits.dtype == torch.float64
     registers = 128 if much else 56
     tile = without_spills(FORWARD[logits.element_size()], much or mask is not None, registers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,11 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups, ids: int) -> tu
     of_weight = trained * products.trained.element_size()
     parts, count = groups.parts, sum(groups.row_counts)
     rows = min(call.chunk_rows, max((part.row_count for part in parts), default=0))
+    if hidden.is_cpu:  # there memory that nobody has written to is none, and chunks have about the same size
+        aligned = [part.row_count for part in parts if part.schedule == "aligned"]
+        cuts = [products.cut(part.row_count, call.chunk_rows) for part in parts if part.schedule != "aligned"]
+        sizes = [end - start for ends in cuts for start, end in itertools.pairwise((0, *ends))]
+        rows = max([*aligned, *sizes], default=0)
     chunks = [part.row_count for part in parts if part.schedule == "aligned"]
     if parts and parts[0].schedule == "known" and plan.depends_on == "token":
         ends = products.cut(count, call.chunk_rows)
@@ -137,7 +143,6 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups, ids: int) -> tu
         if products.segments is not None and trained:
             sums += SEGMENT * products.vocabulary * products.rows_dtype.itemsize  # one that is not yet whole
         at_work = chunk + sum(kept) + max(rows, longest if width else 0) * row + of_hidden + sums
-        # on the CPU memory that nobody has written to is none
         scores += of_hidden + sums if ids and (rows < count or not hidden.is_cpu) else 0
     if hidden.is_cpu:
         # pages that stay mapped
