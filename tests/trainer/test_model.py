@@ -112,3 +112,9 @@ def test_end_and_padding_tokens(tokenizer, tmp_path):
         padding_token_id(tokens(None, None))
     with pytest.raises(InputError, match=str(tmp_path)):
         load_model(str(tmp_path))
+
+
+def test_an_error_of_loading_keeps_all_its_lines(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(InputError, match=r"cannot be loaded: .*`unheard_of`.*You can update Transformers"):
+        load_model(str(tmp_path))
