@@ -4,7 +4,9 @@ import ctypes
 import gc
 import os
 import re
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -21,7 +23,6 @@ from gspo_kernels.trainer.memory import Memory, memory_of
 from gspo_kernels.trainer.model import make_policies
 from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 from gspo_kernels.trainer.update import Updater
-from tests.forks import in_processes
 from tests.trainer.conftest import (
     ROWS,
     make_accelerator,
@@ -70,26 +71,44 @@ def peak_of_an_update(tokenizer, config, sizes, base):
     return predicted.fixed + predicted.of_tokens(TOKENS), resident("VmHWM") - base
 
 
+def peak_of_sampling(tokenizer, config, prompt, sizes, base):
+    """Return the predicted bytes of sampling after prompts of a length, and the real ones above ``base``."""
+    accelerator = make_accelerator(config.update.precision)
+    model = tiny_model("qwen3", **sizes)
+    policies = make_policies(model, tokenizer, config, accelerator, needs_reference=False)[1:]
+    predicted = memory_of(*policies, config, longest=prompt)
+    prompts = torch.randint(60, (64, prompt)).tolist()
+    Path("/proc/self/clear_refs").write_text("5")
+    with accelerator.autocast():
+        ModelEngine(model, [], 0, len(prompts)).generate(prompts, Sampling(config.rollout.max_new_tokens))
+    sampling = len(prompts) * predicted.completion + predicted.rounded
+    return predicted.weights + sampling, resident("VmHWM") - base
+
+
+def measured(peak_of, sizes):
+    """Return what ``peak_of(sizes, base)`` does, above the memory that libraries keep."""
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    # what is freed goes back at once, and no pages are kept that the system may take any time
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+    memory_module.HUGE_PAGES_FROM = 2**60
+    peak_of(NARROW, 0)
+    gc.collect()
+    libc.malloc_trim(0)
+    return peak_of(sizes, resident("VmRSS"))
+
+
+# Memory that other tests have freed lies in pieces: what a process used again of them would be counted.
+FRESH = get_context("forkserver")
+FRESH.set_forkserver_preload([__name__])
+
+
 def check_prediction(peak_of, sizes):
-    """Compare in a process of its own what ``peak_of(sizes, base)`` returns: predicted and real bytes."""
-
-    def work(rank):
-        # what is freed goes back at once, and no pages are kept that the system may take any time
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD
-        memory_module.HUGE_PAGES_FROM = 2**60
-        peak_of(NARROW, 0)  # imports, and memory that libraries keep
-        peaks = []
-        for _ in range(3):  # pages that the system took from others, and that came back, are in a peak, too
-            gc.collect()
-            libc.malloc_trim(0)  # what tests before this one have freed would be used again, and not be seen
-            predicted, peak = peak_of(sizes, resident("VmRSS"))
-            peaks.append(peak)
-            if predicted == pytest.approx(peak, rel=0.15):
-                return
-        raise AssertionError(f"predicted {predicted}, peaks {peaks}")
-
-    in_processes(1, work)
+    """Compare what ``peak_of(sizes, base)`` returns in a process of its own: predicted and real bytes."""
+    with ProcessPoolExecutor(1, FRESH) as process:
+        predicted, peak = process.submit(measured, peak_of, sizes).result()
+    assert predicted == pytest.approx(peak, rel=0.15)
 
 
 has_peaks = pytest.mark.skipif(
@@ -134,20 +153,7 @@ def test_the_prediction_of_sampling_is_within_15_percent_of_a_real_peak(
     tokenizer, tmp_path, precision, prompt, new, sizes
 ):
     config = small_config(tmp_path, update={"precision": precision}, rollout={"max_new_tokens": new})
-
-    def peak_of(sizes, base):
-        accelerator = make_accelerator(precision)
-        model = tiny_model("qwen3", **sizes)
-        policies = make_policies(model, tokenizer, config, accelerator, needs_reference=False)[1:]
-        predicted = memory_of(*policies, config, longest=prompt)
-        prompts = torch.randint(60, (64, prompt)).tolist()
-        Path("/proc/self/clear_refs").write_text("5")
-        with accelerator.autocast():
-            ModelEngine(model, [], 0, len(prompts)).generate(prompts, Sampling(new))
-        sampling = len(prompts) * predicted.completion + predicted.rounded
-        return predicted.weights + sampling, resident("VmHWM") - base
-
-    check_prediction(peak_of, sizes)
+    check_prediction(partial(peak_of_sampling, tokenizer, config, prompt), sizes)
 
 
 GIB = 2**30
