@@ -25,12 +25,12 @@ class FirstUse:
             return self._found[device]
         if device.type != "cuda" or torch.version.hip is not None:
             return "it is for NVIDIA GPUs"
-        if torch.cuda.get_device_capability(device)[0] not in (9, 10):
-            return "it needs the tensor maps and the shared memory of Hopper or B200"
-        if torch.cuda.is_current_stream_capturing():
-            return "its first use compares results, which a graph can't capture"
-        self._found[device] = None  # it serves its own comparison
         try:
+            if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+                return "it needs the tensor maps and the shared memory of Hopper or B200"
+            if torch.cuda.is_current_stream_capturing():
+                return "its first use compares results, which a graph can't capture"
+            self._found[device] = None  # it serves its own comparison
             if not (excess := self._excess(device)) <= 1:
                 self._found[device] = f"it is off by {excess:.2g} times what roundings allow"
         except Exception as error:  # of a driver, Triton or its compiler: another product serves

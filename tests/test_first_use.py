@@ -55,6 +55,17 @@ def test_a_device_is_compared_once(outcome, monkeypatch):
     assert first.why_not(torch.device("cpu")) == "it is for NVIDIA GPUs"
 
 
+@pytest.mark.parametrize("asked", ["get_device_capability", "is_current_stream_capturing"])
+def test_a_driver_that_fails_leaves_the_loss_to_another_product(asked, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, asked, fails)
+    assert FirstUse(lambda device: 0.0).why_not(GPU) == "it fails here: RuntimeError: no driver"
+
+
 def test_doctor_compares_and_says_what_came_of_it(outcome, monkeypatch):
     pytest.importorskip("triton")
     from gspo_kernels.kernels import products
