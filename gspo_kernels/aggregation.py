@@ -179,7 +179,7 @@ def normalizer(
             if not needed and value is not None:
                 raise ValueError(f"{label}: got a tensor, expected None: {kind} counts no pairs")
         rows = as_rows(mask, cu_seqlens is not None)
-        terms = normalize_terms(passed, mask, objective, parallel)
+        terms, _ = normalize_terms(passed, mask, objective, parallel)
         if comparison is not None:
             comparison.compare(rows, terms)
     aggregation = Aggregation(rows, check_values(rows, terms))

@@ -139,7 +139,7 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
 
 def filled(value: float, device: torch.device) -> Tensor:
     """Return a 0-d tensor in ``exact_dtype``; the device fills it: a copy would wait for its earlier work."""
-    return torch.full((), value, dtype=exact_dtype(device), device=device)
+    return torch.full((), float(value), dtype=exact_dtype(device), device=device)
 
 
 def scalar(name: str, value: object) -> None:

@@ -181,7 +181,7 @@ class DistillationArguments(NamedTuple):
                 "logits or hidden: got a DTensor sharded over tokens, expected Replicate() over these ranks"
             )
         checks.layout("loss_mask or the tokens", tokens, self.terms.cu_seqlens)
-        terms = normalize_terms(self.terms, tokens, objective)
+        terms, _ = normalize_terms(self.terms, tokens, objective)
         cu_seqlens = terms.cu_seqlens
         rows = as_rows(tokens, cu_seqlens is not None)
         labels, terms = merge_mask(rows, terms, self.student.ignore_index)
@@ -443,7 +443,9 @@ def _normalize_hidden(
         )
         call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel, comparison)
         if not tokens.is_cpu:
-            chunking = from_host(chunking, passed.terms, tokens, weight if base is None else base, parallel)
+            mask, offsets = passed.terms.loss_mask, passed.terms.cu_seqlens
+            head = weight if base is None else base
+            chunking = from_host(chunking, mask, offsets, tokens, head, parallel)
     packed = passed.terms.cu_seqlens is not None
     their_rows = None if their_rows is None else as_rows(their_rows, packed)
     hidden = as_rows(hidden, packed)

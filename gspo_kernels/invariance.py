@@ -97,6 +97,8 @@ def in_force(requested: bool | None) -> bool:
     """Return whether a call is batch-invariant: its argument or, if that is None, the current mode."""
     if requested is not None:
         return checks.flag("batch_invariant", requested)
+    if not _switches:
+        return False
     thread_switches = _thread.switches
     switches = thread_switches if any(each._entered for each in thread_switches) else _switches
     return [False, *[each._mode for each in switches]][-1]

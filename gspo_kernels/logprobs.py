@@ -12,13 +12,12 @@ from gspo_kernels.linear.arguments import ProductOptions, check_inputs
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
-from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
+from gspo_kernels.rank_comparison import comparing
 from gspo_kernels.signature import keep, recall, signature
-from gspo_kernels.torch_internals import PLAIN, applied
+from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 
 
@@ -68,24 +67,33 @@ def token_logprobs(
             GSPO_KERNELS_VALIDATE=1; without it the log-prob of such a label is NaN.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    with NOT_COMPARED if not validates() else comparing(
-        "token_logprobs", logits=logits, labels=labels, options=options, return_entropy=return_entropy,
-        inplace_backward=inplace_backward, parallel=parallel,
-    ) as comparison:  # fmt: skip
-        Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
-        if type(logits) not in PLAIN:
+    key = signature(
+        "token_logprobs", labels, None, parallel, (labels, logits),
+        (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
+         backend),
+    )  # fmt: skip
+    row_options = recall(key)
+    if row_options is None:
+        options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
+        with comparing(
+            "token_logprobs", logits=logits, labels=labels, options=options, return_entropy=return_entropy,
+            inplace_backward=inplace_backward, parallel=parallel,
+        ) as comparison:  # fmt: skip
+            Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
             (logits,), parallel = local_tensors(parallel, logits=logits)
-        check_scores("logits", logits, labels, "V")
-        packed, vocabulary = labels.ndim == 1, logits.shape[-1]
-        checks.flag("return_entropy", return_entropy)
+            check_scores("logits", logits, labels, "V")
+            vocabulary = logits.shape[-1]
+            checks.flag("return_entropy", return_entropy)
+            check_inplace(logits, inplace_backward)
+            row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
+            if comparison is not None:
+                comparison.compare(as_rows(labels, labels.ndim == 1), None, row_options, vocabulary)
+        keep(key, row_options)
+    elif inplace_backward:
         check_inplace(logits, inplace_backward)
-        row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
-        rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
-        if comparison is not None:
-            comparison.compare(row_labels, None, row_options, vocabulary)
+    packed = labels.ndim == 1
     logprobs, entropy = applied(TokenLogprobsFunction)(
-        rows, row_labels, return_entropy, inplace_backward, row_options
+        as_rows(logits, packed), as_rows(labels, packed), return_entropy, inplace_backward, row_options
     )
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 

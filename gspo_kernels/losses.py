@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -34,8 +36,8 @@ from gspo_kernels.policy_step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.signature import keep, recall, signature
-from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, normalize_terms, validate_terms
-from gspo_kernels.torch_internals import PLAIN, applied
+from gspo_kernels.terms import Terms, TermsForm, leave_out_inactive, merge_mask, validate_terms
+from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions, SelectedLogprobs
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
@@ -111,19 +113,28 @@ def policy_loss(
         RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
             other arguments; see ``docs/parallel.md``.
     """
-    passed = Terms(
-        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
-        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
-        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
-        kl_ratio_weighted=kl_ratio_weighted,
+    given = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
 
-    rows, entropy, terms, centered = _normalize_logprobs(
-        "policy_loss", logprobs, entropy, passed, objective, parallel, centering, selected_logprobs
-    )
-    backend = resolve("auto", logprobs.device)
-    loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_clip_of(terms, backend))
+    key = signature(
+        "policy_loss", logprobs, objective, parallel, (logprobs, entropy, *given),
+        (centering, selected_logprobs),
+    )  # fmt: skip
+    decided, centered = recall(key), None
+    if decided is None:
+        rows, entropy, terms, form, centered = _normalize_logprobs(
+            "policy_loss", logprobs, entropy, Terms(*given), objective, parallel, centering, selected_logprobs
+        )
+        backend = resolve("auto", logprobs.device)
+        ratio_clip = ratio_clip_of(terms, backend)
+        keep(key, (form, backend, ratio_clip))
+    else:
+        form, backend, ratio_clip = decided
+        packed, terms = cu_seqlens is not None, form.apply(given, logprobs)
+        rows, entropy = as_rows(logprobs, packed), None if entropy is None else as_rows(entropy, packed)
+    loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_clip)
     if centered is not None:
         scored, centred = centered
         centred = centred.weighted(rows.detach(), terms)
@@ -173,16 +184,13 @@ def policy_coefficients(
             "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
             "to the loss with objective=Linear() that takes these coefficients as token_weights"
         )
-    passed = Terms(
-        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
-        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
-        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
-        kl_ratio_weighted=kl_ratio_weighted,
+    given = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
 
-    rows, entropy, terms, _ = _normalize_logprobs(
-        "policy_coefficients", logprobs, entropy, passed, objective, parallel
+    rows, entropy, terms, *_ = _normalize_logprobs(
+        "policy_coefficients", logprobs, entropy, Terms(*given), objective, parallel
     )
     backend = resolve("auto", logprobs.device)
     with torch.no_grad():
@@ -199,23 +207,19 @@ def _normalize_logprobs(
     parallel: Parallel,
     centering: ScoreCentering | None = None,
     selected_logprobs: SelectedLogprobs | None = None,
-) -> tuple[Tensor, Tensor | None, Terms, tuple[tuple[Tensor, Tensor], CenteringRows] | None]:
-    """Return log-probs and entropy in rows, validated terms, and what ``normalize_given`` returns, after
+) -> tuple[Tensor, Tensor | None, Terms, TermsForm, tuple[tuple[Tensor, Tensor], CenteringRows] | None]:
+    """Return log-probs and entropy in rows, what ``validate_terms`` and ``normalize_given`` return, after
     comparing them with other ranks'.
     """
     centered = None
-    with (
-        NOT_COMPARED
-        if not validates()
-        else comparing(
-            function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective,
-            parallel=parallel, centering=centering, selected_logprobs=selected_logprobs is None,
-        ) as comparison
-    ):  # fmt: skip
+    with comparing(
+        function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel,
+        centering=centering, selected_logprobs=selected_logprobs is None,
+    ) as comparison:  # fmt: skip
         Parallel.check(parallel, function, ("cp_group",))
         checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
         packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
-        terms = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
+        terms, form = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
         if entropy is not None:
             shape, device = tuple(logprobs.shape), logprobs.device
             checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
@@ -225,7 +229,7 @@ def _normalize_logprobs(
             centered = normalize_given(centering, selected_logprobs, rows.detach(), terms, objective)
         if comparison is not None:
             comparison.compare(rows.detach(), terms)
-    return rows, entropy, terms, centered
+    return rows, entropy, terms, form, centered
 
 
 def fused_policy_loss(
@@ -283,28 +287,97 @@ def fused_policy_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    passed = Terms(
-        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
-        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
-        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
-        kl_ratio_weighted=kl_ratio_weighted,
+    given = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    with NOT_COMPARED if not validates() else comparing(
+    key = signature(
+        "fused_policy_loss", labels, objective, parallel, (labels, logits, *given),
+        (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
+         centering, backend),
+    )  # fmt: skip
+    plan, centered = recall(key), None
+    if plan is None:
+        options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
+        rows, row_labels, terms, plan, centered = _normalize_logits(
+            logits, labels, Terms(*given), options, return_entropy, inplace_backward, centering, objective,
+            parallel,
+        )  # fmt: skip
+        keep(key, plan)
+    else:
+        if inplace_backward:
+            check_inplace(logits, inplace_backward)
+        packed = cu_seqlens is not None
+        rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
+        terms = plan.form.apply(given, labels)
+        if plan.merges_mask:
+            row_labels, terms = merge_mask(row_labels, terms, ignore_index)
+    row_options, ratio_clip, with_entropy = plan.options, plan.ratio_clip, plan.entropy
+    if centered is not None:
+        centered = centered.weighted(row_labels, terms, row_options, rows.shape[-1])
+        scored = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
+        entropy = logprobs_forward(rows, row_labels, row_options, True).entropy if with_entropy else None
+        return _of_selected_rows(scored, entropy, centered, terms, row_options.backend, ratio_clip)
+    if plan.known:
+        return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
+    if plan.in_one_launch:
+        operands, mask = ratio_operands(row_labels, terms), None if plan.merges_mask else terms.loss_mask
+        loss, logprobs, metrics = applied(SequenceRatioFunction)(
+            rows, row_labels, mask, inplace_backward, row_options, operands, ratio_clip
+        )
+        return output_of(loss, metrics, logprobs, None, terms)
+    scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, row_options)
+    return _of_scored_rows(scored, with_entropy, terms, row_options.backend, ratio_clip)
+
+
+class LogitsPlan(NamedTuple):
+    """What a loss from logits decides by its ``signature``.
+
+    Attributes:
+        form: of the terms.
+        options: in the operators' form.
+        ratio_clip: see ``Plan.ratio_clip``.
+        entropy: whether the entropy is computed.
+        known: whether coefficients are known before the forward, which writes the gradient then.
+        in_one_launch: whether log-probs and their clipped ratios take one launch.
+        merges_mask: whether labels and mask are merged before, because that launch doesn't read the mask.
+    """
+
+    form: TermsForm
+    options: RowOptions
+    ratio_clip: RatioClip
+    entropy: bool
+    known: bool
+    in_one_launch: bool
+    merges_mask: bool
+
+
+def _normalize_logits(
+    logits: Tensor,
+    labels: Tensor,
+    passed: Terms,
+    options: LogitOptions,
+    return_entropy: bool,
+    inplace_backward: bool,
+    centering: ScoreCentering | None,
+    objective: Objective,
+    parallel: Parallel,
+) -> tuple[Tensor, Tensor, Terms, LogitsPlan, CenteringRows | None]:
+    """Check the arguments of a loss from logits, bring them into rows, and plan the call; the last output is
+    what is centred.
+    """
+    with comparing(
         "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
         options=options, return_entropy=return_entropy, objective=objective, parallel=parallel,
         centering=centering,
     ) as comparison:  # fmt: skip
         Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
-        if type(logits) not in PLAIN:
-            (logits,), parallel = local_tensors(parallel, passed, logits=logits)
+        (logits,), parallel = local_tensors(parallel, passed, logits=logits)
         check_scores("logits", logits, labels, "V")
-        packed, vocabulary = checks.layout("labels", labels, cu_seqlens) is not None, logits.shape[-1]
-        if inplace_backward is not False:
-            check_inplace(logits, inplace_backward)
-        with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
-        terms = validate_terms(passed, labels, objective, with_entropy, parallel)
+        packed, vocabulary = checks.layout("labels", labels, passed.cu_seqlens) is not None, logits.shape[-1]
+        check_inplace(logits, inplace_backward)
+        with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
+        terms, form = validate_terms(passed, labels, objective, with_entropy, parallel)
         row_options = options.normalize(labels, terms.cu_seqlens, logits.dtype, vocabulary, parallel)
         rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
         ratio_clip = ratio_clip_of(terms, row_options.backend)
@@ -316,34 +389,21 @@ def fused_policy_loss(
         known = learns and not late and coefficients_depend_on(objective, terms) == "nothing"
         given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
         of_sequences = ratio_clip.level == "sequence" and ratio_clip.divisor != "prompts" and given_logprobs
-        in_one_launch = of_sequences and not (with_entropy or known or row_options.shard.group)
+        alone = centering is None and not (with_entropy or known or row_options.shard.group)
+        in_one_launch, weights = of_sequences and alone, terms.rollout_weights
         # that launch reads the mask along with the labels, unless weights have to be averaged before
-        weights = terms.rollout_weights
-        if comparison is not None or not in_one_launch or (weights is not None and weights.ndim == 2):
-            row_labels, terms = merge_mask(row_labels, terms, ignore_index)
-            mask = None
-        else:
-            mask = terms.loss_mask
+        merges_mask = (
+            comparison is not None or not in_one_launch or (weights is not None and weights.ndim == 2)
+        )
+        if merges_mask:
+            row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
         centered = None
         if centering is not None:
             centered = normalize_centering(centering, row_labels, terms, objective, row_options, vocabulary)
         if comparison is not None:
             comparison.compare(row_labels, terms, row_options, vocabulary)
-    if centered is not None:
-        centered = centered.weighted(row_labels, terms, row_options, vocabulary)
-        scored = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
-        entropy = logprobs_forward(rows, row_labels, row_options, True).entropy if with_entropy else None
-        return _of_selected_rows(scored, entropy, centered, terms, row_options.backend, ratio_clip)
-    if known:
-        return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
-    if in_one_launch:
-        operands = ratio_operands(row_labels, terms)
-        loss, logprobs, metrics = applied(SequenceRatioFunction)(
-            rows, row_labels, mask, inplace_backward, row_options, operands, ratio_clip
-        )
-        return output_of(loss, metrics, logprobs, None, terms)
-    scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, row_options)
-    return _of_scored_rows(scored, with_entropy, terms, row_options.backend, ratio_clip)
+    plan = LogitsPlan(form, row_options, ratio_clip, with_entropy, known, in_one_launch, merges_mask)
+    return rows, row_labels, terms, plan, centered
 
 
 def _of_scored_rows(
@@ -452,22 +512,20 @@ def fused_linear_policy_loss(
         TypeError, ValueError: a wrong argument, or a schedule that is not exact, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    passed = Terms(
-        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
-        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
-        turn_ids=turn_ids, normalizer=normalizer, kl_estimator=kl_estimator,
-        kl_ratio_weighted=kl_ratio_weighted,
+    given = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
     with NOT_COMPARED if not validates() else comparing(
-        "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,
-        options=options, products=products, return_entropy=return_entropy, schedule=schedule,
-        skip_inactive=skip_inactive, objective=objective, parallel=parallel, centering=centering,
+        "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias,
+        terms=Terms(*given), options=options, products=products, return_entropy=return_entropy,
+        schedule=schedule, skip_inactive=skip_inactive, objective=objective, parallel=parallel,
+        centering=centering,
     ) as comparison:  # fmt: skip
         operands, terms, plan, _, centered = _normalize_linear(
-            "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, products, objective,
+            "fused_linear_policy_loss", hidden, weight, bias, labels, given, options, products, objective,
             parallel, return_entropy, schedule, skip_inactive, centering,
         )  # fmt: skip
         if comparison is not None:
@@ -554,16 +612,14 @@ def explain_schedule(
     Raises:
         TypeError, ValueError: as the loss itself.
     """
-    passed = Terms(
-        old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask, cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs, kl_beta=kl_beta, entropy_coef=entropy_coef,
-        rollout_weights=rollout_weights, token_weights=token_weights, lengths=lengths, group_ids=group_ids,
-        turn_ids=turn_ids, kl_ratio_weighted=kl_ratio_weighted,
+    given = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, None, "k3", kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
     products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
     operands, terms, plan, reason, centered = _normalize_linear(
-        "explain_schedule", hidden, weight, bias, labels, passed, options, products, objective, parallel,
+        "explain_schedule", hidden, weight, bias, labels, given, options, products, objective, parallel,
         centering is None, schedule, skip_inactive, centering,
     )  # fmt: skip
     return explain(reason, operands, terms, plan, 0 if centered is None else centered.ids.shape[-1])
@@ -575,7 +631,7 @@ def _normalize_linear(
     weight: Tensor | LoRAHead,
     bias: Tensor | None,
     labels: Tensor,
-    passed: Terms,
+    given: tuple[Any, ...],
     options: LogitOptions,
     products: ProductOptions,
     objective: Objective,
@@ -589,7 +645,7 @@ def _normalize_linear(
     last outputs are the reason for the choice, and what is centred.
     """
     key = signature(
-        function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
+        function, labels, objective, parallel, (hidden, weight, bias, labels, *given),
         (*options, *products, return_entropy, schedule, skip_inactive),
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled() or centering is not None:
@@ -597,9 +653,10 @@ def _normalize_linear(
     base = None
     decided = recall(key)
     if decided is not None:
-        terms = normalize_terms(passed, labels, objective, checked=True)
-        chunking, row_options, plan, reason = decided
+        form, chunking, row_options, plan, reason = decided
+        terms = form.apply(given, labels)
     else:
+        passed = Terms(*given)
         Parallel.check(parallel, function, _ALL, products.batch_invariant)
         with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
         (hidden, weight, bias), parallel = local_tensors(
@@ -609,10 +666,10 @@ def _normalize_linear(
         chunking = products.normalize(skip_inactive != "none", parallel)
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
         checks.layout("labels", labels, passed.cu_seqlens)
-        terms = validate_terms(passed, labels, objective, with_entropy, parallel)
+        terms, form = validate_terms(passed, labels, objective, with_entropy, parallel)
         row_options = options.normalize(labels, terms.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     assert isinstance(weight, Tensor)
-    packed = passed.cu_seqlens is not None
+    packed = terms.cu_seqlens is not None
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
     if skip_inactive == "all":
@@ -622,7 +679,9 @@ def _normalize_linear(
         centered = normalize_centering(centering, row_labels, terms, objective, row_options, len(weight))
     known = chunking
     if not labels.is_cpu and skip_inactive != "all":  # which leaves out tokens that a mask counts
-        known = from_host(chunking, passed, labels, weight if base is None else base, parallel)
+        loss_mask, cu_seqlens = given[2:4]
+        head = weight if base is None else base
+        known = from_host(chunking, loss_mask, cu_seqlens, labels, head, parallel)
     if decided is None:
         learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
         needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
@@ -648,6 +707,6 @@ def _normalize_linear(
             chunking, known = (each._replace(max_chunk_bytes=LEAST_BYTES) for each in (chunking, known))
         defers = 0 if "deferred" in reasons else SUM_ROWS["cpu" if hidden.is_cpu else "cuda"]
         plan = plan._replace(schedule=name, defers=defers)
-        keep(key, (chunking, row_options, plan, reason))
+        keep(key, (form, chunking, row_options, plan, reason))
     operands = LinearOperands(rows, weight, bias, row_labels, row_options, known, base)
     return operands, terms, plan, reason, centered

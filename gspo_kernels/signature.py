@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from gspo_kernels.invariance import in_force
-from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.library import validates
 from gspo_kernels.parallel.groups import Parallel
 
@@ -39,8 +38,8 @@ def signature(
     """Return all that the checks and choices of a call look at, or None where they look at more than this.
 
     The number of tokens is no part of it, because packed calls seldom have the same one twice. A size is
-    compared with it, which is all that checks do. Only a size that differs from it by 1, as B + 1 offsets of
-    B tokens do, makes it a part of the signature.
+    compared with it, which is all that checks do. Two kinds of sizes make it a part of the signature: one
+    that differs from it by 1, as B + 1 offsets of B tokens do, and one that is the number of sequences, too.
 
     Args:
         function: the public function's name.
@@ -50,24 +49,14 @@ def signature(
         arguments: tensors, and numbers that may be tensors, in a fixed order.
         options: all others, in a fixed order; a tensor among them has no signature.
     """
-    no_groups = isinstance(parallel, Parallel) and parallel._is_default
-    kind = type(objective)
-    known_objective = objective is None or Objective in kind.__mro__
-    if is_compiling() or validates() or not no_groups or not known_objective or type(tokens) not in _TENSORS:
+    if is_compiling() or validates() or type(parallel) is not Parallel or not parallel._is_default:
         return None
-    if tokens.is_nested or tokens.ndim == 0:
+    if type(tokens) not in _TENSORS or tokens.is_nested or tokens.ndim == 0:
         return None
-    shape = tokens.shape
-    length = shape[-1]
-    parts = [
-        function,
-        kind,
-        objective and objective.spec,
-        in_force(None),
-        torch.is_grad_enabled(),
-        min(length, 2),
-    ]
-    parts += shape[:-1]
+    *leading, length = shape = tokens.shape
+    spec = getattr(objective, "spec", None)
+    parts = [function, type(objective), spec, in_force(None), torch.is_grad_enabled(), min(length, 2)]
+    parts += leading
     for value in arguments:
         kind = type(value)
         if kind in _OPTIONS:
@@ -80,7 +69,7 @@ def signature(
             parts.append("tokens")
             continue
         for size in value.shape:
-            if size == length:
+            if size == length and size not in leading:
                 parts.append(-1)
             elif length - 2 < size < length + 2:
                 parts.append((size, length))

@@ -7,6 +7,7 @@ tokens from [B].
 
 from __future__ import annotations
 
+import functools
 import math
 import typing
 from collections.abc import Callable
@@ -161,13 +162,34 @@ _ARGUMENTS = {name: SPECS[name] for name in Terms._fields[: Terms._fields.index(
 _BROADCAST_TERMS = tuple(label for label, spec in _ARGUMENTS.items() if spec.shape == "broadcast")
 
 
+class TermsForm(NamedTuple):
+    """How a call's terms get from the form in which they were passed to that of operators: decided once for
+    all calls that look alike.
+
+    Attributes:
+        changes: what happens to which fields.
+        on_host: whether mask or offsets lie on the CPU, and the tokens don't.
+        cp_group, objective: fields of ``Terms``.
+    """
+
+    changes: tuple[tuple[int, Callable[[Any], Tensor | None]], ...]
+    on_host: bool
+    cp_group: str
+    objective: str
+
+    def apply(self, passed: tuple[Any, ...], tokens: Tensor) -> Terms:
+        """Bring checked arguments, in the order of the fields of ``Terms``, into the operators' form."""
+        values = list(passed[: len(_ARGUMENTS) + 2])
+        for place, change in self.changes:
+            values[place] = change(values[place])
+        fields: Any = (*values, self.cp_group, self.objective)
+        terms = Terms(*fields)
+        return _from_host(terms, tokens) if self.on_host else terms
+
+
 def normalize_terms(
-    passed: Terms,
-    tokens: Tensor,
-    objective: Objective,
-    parallel: Parallel | None = None,
-    checked: bool = False,
-) -> Terms:
+    passed: Terms, tokens: Tensor, objective: Objective, parallel: Parallel | None = None
+) -> tuple[Terms, TermsForm]:
     """Check shapes, dtypes and devices, and bring the terms into the operators' form.
 
     Args:
@@ -175,7 +197,6 @@ def normalize_terms(
         tokens: labels, log-probs or mask, whose layout has been checked.
         objective: the loss.
         parallel: says whether ranks share the sequences.
-        checked: a call with the same ``signature`` has been checked.
 
     Raises:
         TypeError, ValueError: naming the argument, what was got, and what is expected.
@@ -183,40 +204,52 @@ def normalize_terms(
     packed = passed.cu_seqlens is not None
     sequences = tokens.shape[0] if passed.cu_seqlens is None else passed.cu_seqlens.shape[0] - 1
     call = CallShape(tuple(tokens.shape), tokens.device, sequences, packed)
-    normalized: list[Any] = []
     by_prompt = objective.aggregation == "prompt_mean"
     if by_prompt and passed.normalizer is None and passed.group_ids is None:
         raise ValueError(
             'group_ids: got None, but aggregation="prompt_mean" needs them, or a normalizer [B] from '
             "gk.normalizer of the whole batch"
         )
-    for (name, spec), value in zip(_ARGUMENTS.items(), passed, strict=False):
+    changes: list[tuple[int, Callable[[Any], Tensor | None]]] = []
+    on_host = False
+    for place, ((name, spec), value) in enumerate(zip(_ARGUMENTS.items(), passed, strict=False)):
+        if value is None:
+            continue
         if type(value) in (int, float) and value == 0 and spec.shape == "broadcast":
-            value = None  # it changes nothing
-        if value is not None:
-            if by_prompt and name == "normalizer":
-                spec = SEQUENCES
-            if not checked:
-                only = name == "advantages" and not objective.takes_token_advantages
-                try:
-                    spec.check(name, value, call, type(objective).__name__ if only else "")
-                except ValueError:
-                    value_checks.refuse_lengths(passed.cu_seqlens)
-                    raise
-            if not isinstance(value, Tensor):
-                value = checks.filled(float(value), call.device)
-            else:
-                if value.requires_grad:  # detach takes as long as a small operation
-                    value = value.detach()
-                by_sequence = spec.shape == "either" and value.shape == (sequences,)
-                if packed and not by_sequence and spec.shape in ("tokens", "either"):
-                    value = value.unsqueeze(0)
-        normalized.append(value)
+            changes.append((place, _left_out))
+            continue
+        if by_prompt and name == "normalizer":
+            spec = SEQUENCES
+        only = name == "advantages" and not objective.takes_token_advantages
+        try:
+            spec.check(name, value, call, type(objective).__name__ if only else "")
+        except ValueError:
+            value_checks.refuse_lengths(passed.cu_seqlens)
+            raise
+        if not isinstance(value, Tensor):
+            changes.append((place, functools.partial(checks.filled, device=call.device)))
+            continue
+        if value.requires_grad:  # detach takes as long as a small operation
+            changes.append((place, _detached))
+        by_sequence = spec.shape == "either" and value.shape == (sequences,)
+        if packed and not by_sequence and spec.shape in ("tokens", "either"):
+            changes.append((place, _row))
+        on_host = on_host or (spec.host and value.is_cpu and not tokens.is_cpu)
     group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
-    fields: Any = (*normalized, passed.kl_estimator, passed.kl_ratio_weighted, group, objective.spec)
-    terms, mask, offsets = Terms(*fields), passed.loss_mask, passed.cu_seqlens
-    on_host = (mask is not None and mask.is_cpu) or (offsets is not None and offsets.is_cpu)
-    return _from_host(terms, tokens) if on_host and not tokens.is_cpu else terms
+    form = TermsForm(tuple(changes), on_host, group, objective.spec)
+    return form.apply(passed, tokens), form
+
+
+def _left_out(_: float) -> None:
+    """Return None in the place of a number that changes nothing."""
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach()
+
+
+def _row(tokens: Tensor) -> Tensor:
+    return tokens.unsqueeze(0)
 
 
 def _from_host(terms: Terms, tokens: Tensor) -> Terms:
@@ -234,8 +267,8 @@ def _from_host(terms: Terms, tokens: Tensor) -> Terms:
 
 def validate_terms(
     passed: Terms, tokens: Tensor, objective: Objective, has_entropy: bool, parallel: Parallel
-) -> Terms:
-    """Return normalized terms; refuse terms that don't fit the objective, or that it would ignore.
+) -> tuple[Terms, TermsForm]:
+    """Return what ``normalize_terms`` does; refuse terms that don't fit the objective, or that it ignores.
 
     ``has_entropy`` says whether the entropy was passed or will be computed.
     """
@@ -243,7 +276,7 @@ def validate_terms(
     for label in _BROADCAST_TERMS:
         if getattr(passed, label) is None:
             checks.number(label, None)  # refuses None: 0 leaves the term out
-    terms, name = normalize_terms(passed, tokens, objective, parallel), type(objective).__name__
+    (terms, form), name = normalize_terms(passed, tokens, objective, parallel), type(objective).__name__
     if not isinstance(terms.kl_estimator, str) or terms.kl_estimator not in KL_ESTIMATORS:
         checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
     checks.flag("kl_ratio_weighted", terms.kl_ratio_weighted)
@@ -277,7 +310,7 @@ def validate_terms(
         raise ValueError(f"kl_ratio_weighted: got True, expected False: {name} has no importance ratio")
     if terms.entropy_coef is not None and not has_entropy:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
-    return terms
+    return terms, form
 
 
 def check_values(

@@ -1,5 +1,6 @@
 """A call that looks like an earlier one is not checked again: what it gives must be the same."""
 
+import inspect
 import math
 import random
 
@@ -10,12 +11,21 @@ import gspo_kernels as gk
 from gspo_kernels import signature
 from tests.cases import shifted_seed
 
+LEAVES = {
+    "fused_linear_policy_loss": "hidden",
+    "linear_token_logprobs": "hidden",
+    "fused_policy_loss": "logits",
+    "token_logprobs": "logits",
+    "policy_loss": "logprobs",
+}
 
-def sized(template, B, T):
-    """Return the arguments of a template for B sequences of T tokens."""
+
+def sized(function, template, B, T):
+    """Return those arguments of a template that a function takes, for B sequences of T tokens."""
     packed, V, H, given = template
     tokens = (B * T,) if packed else (B, T)
-    shapes = {"hidden": (*tokens, H), "weight": (V, H), "labels": tokens, "old_logprobs": tokens}
+    shapes = {"hidden": (*tokens, H), "weight": (V, H), "logits": (*tokens, V), "logprobs": tokens}
+    shapes |= {"labels": tokens, "old_logprobs": tokens}
     by_tokens = {"loss_mask", "token_weights"} | given.get("by_tokens", set())
     for name in given["tensors"]:
         shapes[name] = tokens if name in by_tokens else (B,)
@@ -23,10 +33,11 @@ def sized(template, B, T):
     values["labels"] = torch.zeros(tokens, dtype=torch.int64)
     values["cu_seqlens"] = torch.arange(B + 1) * T if packed else None
     values["old_logprobs"] = None if given["on_policy"] else -values["old_logprobs"]
-    return values | given["options"]
+    parameters = inspect.signature(getattr(gk, function)).parameters
+    return {name: value for name, value in (values | given["options"]).items() if name in parameters}
 
 
-def draw(rng):
+def draw(rng, function):
     """Draw a call of small sizes, which often coincide, and calls like it: of other numbers of tokens or
     sequences, and with another shape, dtype, option or need of a gradient of one argument.
     """
@@ -39,9 +50,9 @@ def draw(rng):
     given["on_policy"] = rng.random() < 0.2
     template = rng.random() < 0.5, rng.randint(1, 4), rng.randint(1, 4), given
     B, T = rng.randint(1, 4), rng.choice([1, 1, 2, 3])
-    calls = [sized(template, B, T), sized(template, B, T + 1), sized(template, B + 1, T)]
+    calls = [sized(function, template, *size) for size in ((B, T), (B, T + 1), (B + 1, T))]
     for _ in range(6):
-        values = sized(template, B, rng.choice([T, T + 1, T + 2]))
+        values = sized(function, template, B, rng.choice([T, T + 1, T + 2]))
         name = rng.choice([name for name, value in values.items() if isinstance(value, torch.Tensor)])
         change = rng.choice(["size", "dtype", "ndim", "gradient", "option"])
         tensor = values[name]
@@ -53,52 +64,58 @@ def draw(rng):
             values[name] = rng.choice([tensor.unsqueeze(0), tensor.sum()])
         elif change == "dtype":
             values[name] = tensor.half()
-        elif change == "gradient":
-            values["weight"].requires_grad_()
+        elif change == "gradient" and tensor.is_floating_point():
+            tensor.requires_grad_()
         else:
-            values |= rng.choice(
-                [
-                    {"softcap": True},
-                    {"softcap": 1.0},
-                    {"temperature": 0},
-                    {"temperature": 2},
-                    {"ignore_index": 1.0},
-                    {"ignore_index": 1},
-                    {"memory": "most"},
-                    {"schedule": "two_pass"},
-                    {"objective": gk.GSPO(clip_low=0.1)},
-                    {"objective": gk.DAPO()},
-                    {"objective": gk.GSPO},
-                    {"logits_dtype": 1},
-                ]
-            )
+            options = [
+                {"softcap": True},
+                {"softcap": 1.0},
+                {"temperature": 0},
+                {"temperature": 2},
+                {"ignore_index": 1.0},
+                {"ignore_index": 1},
+                {"return_entropy": True},
+                {"return_entropy": 1},
+                {"inplace_backward": True},
+                {"memory": "most"},
+                {"schedule": "two_pass"},
+                {"normalizer": 2},
+                {"normalizer": -1},
+                {"objective": gk.GSPO(clip_low=0.1)},
+                {"objective": gk.DAPO()},
+                {"objective": gk.GSPO},
+                {"logits_dtype": 1},
+            ]
+            taken = inspect.signature(getattr(gk, function)).parameters
+            values |= rng.choice([each for each in options if taken.keys() >= each.keys()])
         calls.append(values)
     return calls
 
 
-def outcome(values):
-    """Return what a call gives: loss and gradients, or its error."""
-    hidden, weight = values["hidden"].detach(), values["weight"]
-    leaves = [hidden, *([weight] if weight.requires_grad else [])]
-    values = values | {"hidden": hidden.requires_grad_() if hidden.is_floating_point() else hidden}
+def outcome(function, values):
+    """Return what a function gives, its output and the gradients of that, or its error."""
+    leaf, weight = values[LEAVES[function]].detach().clone(), values.get("weight")
+    leaves = [leaf, *([weight] if weight is not None and weight.requires_grad else [])]
+    values = values | {LEAVES[function]: leaf.requires_grad_() if leaf.is_floating_point() else leaf}
     try:
-        loss = gk.fused_linear_policy_loss(**values).loss
-        return [x.tolist() for x in (loss, *torch.autograd.grad(loss, leaves))]
+        first, *others = [x for x in getattr(gk, function)(**values)[:3] if x is not None]
+        return [x.tolist() for x in (first, *others, *torch.autograd.grad(first.sum(), leaves))]
     except (TypeError, ValueError) as error:
         return repr(error)
 
 
-def test_calls_that_look_alike_are_checked_as_if_they_were_the_first():
+@pytest.mark.parametrize("name", LEAVES)
+def test_calls_that_look_alike_are_checked_as_if_they_were_the_first(name):
     """In any order of calls, right and wrong ones; some right ones are indeed recalled."""
     rng = random.Random(shifted_seed(0))
-    calls = [call for _ in range(60) for call in draw(rng)]
+    calls = [call for _ in range(60) for call in draw(rng, name)]
     signature._DECISIONS.clear()
-    after_others = [outcome(values) for values in calls]
-    assert 60 < len(signature._DECISIONS) < 300
+    after_others = [outcome(name, values) for values in calls]
+    assert 100 < len(signature._DECISIONS) < 300
     errors = 0
     for values, got in zip(calls, after_others, strict=True):
         signature._DECISIONS.clear()
-        want = outcome(values)
+        want = outcome(name, values)
         assert got == want or repr(got) == repr(want), values
         errors += isinstance(want, str)
     assert 100 < errors < 400
@@ -139,3 +156,17 @@ def test_the_number_of_tokens_is_no_part_of_a_signature(sizes):
             torch.zeros(tokens, dtype=torch.int64),
         )  # fmt: skip
     assert len(signature._DECISIONS) == 1
+
+
+@pytest.mark.parametrize("function", [gk.token_logprobs, gk.linear_token_logprobs])
+def test_as_many_tokens_as_sequences_once_are_not_so_always(function):
+    """Sizes that equal both once must be told apart in the next call."""
+
+    def call(B, T, sequences):
+        scores, weight = torch.ones(sequences, T, 9), torch.ones(17, 9)
+        given = (scores, weight) if function is gk.linear_token_logprobs else (scores,)
+        return function(*given, torch.zeros(B, T, dtype=torch.int64))
+
+    call(2, 2, 2)
+    with pytest.raises(ValueError, match=r"shape \(3, 3, 9\), expected \[2, 3"):
+        call(2, 3, 3)

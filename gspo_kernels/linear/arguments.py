@@ -19,7 +19,6 @@ from gspo_kernels.logit_options import check_scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.memory import LEAST_BYTES
 from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.terms import Terms
 from gspo_kernels.types import LoRAHead, stats_dtype
 
 LOGITS_DTYPES = ("float32", "input")
@@ -55,7 +54,14 @@ class ProductOptions(NamedTuple):
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
 
 
-def from_host(chunking: Chunking, terms: Terms, tokens: Tensor, head: Tensor, parallel: Parallel) -> Chunking:
+def from_host(
+    chunking: Chunking,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    tokens: Tensor,
+    head: Tensor,
+    parallel: Parallel,
+) -> Chunking:
     """Return how logits are made where the caller has the mask, or the offsets, on the CPU, and the tokens on
     another device: the host then knows lengths without a look at the device.
 
@@ -65,12 +71,12 @@ def from_host(chunking: Chunking, terms: Terms, tokens: Tensor, head: Tensor, pa
 
     Args:
         chunking: of the call.
-        terms: as the caller passed them; checked.
+        mask, offsets: ``loss_mask`` and ``cu_seqlens`` as the caller passed them; checked.
         tokens: labels, or any tensor of their shape, [B, T] or [N], and device.
         head: the weight [V, H].
         parallel: which ranks share the vocabulary.
     """
-    mask, offsets = terms.loss_mask if chunking.compact else None, terms.cu_seqlens
+    mask = mask if chunking.compact else None
     masked = mask is not None and mask.is_cpu
     if not (masked or (offsets is not None and offsets.is_cpu)):
         return chunking
