@@ -440,7 +440,9 @@ def test_messages_say_what_was_got_and_what_is_expected(function):
 
 def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     monkeypatch.setattr(cpp, "unavailable", lambda device: "it is being renovated")
-    monkeypatch.setattr(backends, "automatic", backends.automatic.__wrapped__)  # without its memory
+    # without what was decided before
+    monkeypatch.setattr(backends, "automatic", backends.automatic.__wrapped__)
+    monkeypatch.setattr("gspo_kernels.signature._DECISIONS", {})
     with pytest.raises(RuntimeError, match=r"cpp.*renovated"):
         token(**arguments(token), backend="cpp")
     token(**arguments(token), backend="auto")
