@@ -33,9 +33,6 @@ METRICS = (
 MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.int32, torch.int64)
 """The dtypes in which backends read masks themselves."""
 
-MASK_VALUES = "loss_mask: expected only 0 and 1 (or bool)"
-"""The error message for a mask with other values."""
-
 
 class LoRAHead(NamedTuple):
     """An lm_head with a low-rank adapter, to be passed as ``weight``: ``weight + scale * B @ A``.
@@ -417,6 +414,12 @@ class SequenceRatioStats(NamedTuple):
 
 
 STATS_DTYPES = (torch.float32, torch.float64)
+
+
+def wrong_mask(loss_mask: Tensor) -> ValueError:
+    """Return the error for a mask that holds another number than 0 and 1."""
+    value = loss_mask[(loss_mask != 0) & (loss_mask != 1)][0].item()
+    return ValueError(f"loss_mask: got {value}, expected only 0 and 1 (or bool)")
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gspo_kernels.types import (
     MASK_DTYPES,
-    MASK_VALUES,
     METRICS,
     KLPenalty,
     LogitRows,
@@ -29,6 +28,7 @@ from gspo_kernels.types import (
     SequenceRatioStats,
     allocate_pair_stats,
     stats_dtype,
+    wrong_mask,
 )
 
 _DIVISORS = ("sequences", "tokens", "one")
@@ -194,7 +194,7 @@ def ratio_step(
         *step,
     )
     if verdict == _NO_MASK:
-        raise ValueError(MASK_VALUES)
+        raise wrong_mask(mask)
     if verdict == _RECHECK and recheck is not None:
         recheck()
     return step

@@ -13,7 +13,7 @@ from gspo_kernels.exact import exact_dtype
 from gspo_kernels.ops.backends import load, resolve
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.shards import columns_of
-from gspo_kernels.types import MASK_VALUES, Shard
+from gspo_kernels.types import Shard, wrong_mask
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
@@ -60,7 +60,7 @@ def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tupl
     if binary is None and checked_values(loss_mask.device):
         binary = torch.equal((loss_mask != 0).to(loss_mask.dtype), loss_mask)
     if binary is False:
-        raise ValueError(MASK_VALUES)
+        raise wrong_mask(loss_mask)
     return counted, merged
 
 
