@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch._dynamo  # which keeps what attributes tensors have: before they are patched
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
