@@ -376,6 +376,12 @@ def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
     assert products["forward"] == [21]
 
 
+def test_sequences_that_fit_share_a_chunk_also_where_longer_ones_lie_between_them(products):
+    case = make_case("linear", lengths=(3, 9, 3, 9), advantages=(1.0,) * 4)
+    run(case, ENTRY, GSPO, max_chunk_bytes=6 * ROW)
+    assert products["forward"] == [6, 6, 6, 6, 6, 6, 6]  # 18 rows twice, and 6
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("skip_inactive", ["backward", "all", "none"])
 @pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "two_pass"])
