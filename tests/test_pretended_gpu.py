@@ -132,6 +132,17 @@ def test_peak_memory_has_the_ids_of_centering(gpu, schedule, monkeypatch):
     assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize(("rows", "logits"), [(31, 16), (32, 32), (12, 11)])
+def test_memory_is_that_of_chunks_of_about_the_same_size(gpu, rows, logits):
+    """32 rows, and one less than these fits: two chunks of 16."""
+    vocabulary = 8192
+    (hidden, weight), labels, *_ = problem(torch.bfloat16, 24, vocabulary, 4)
+    assert labels.numel() == 32
+    with gpu, torch.no_grad():
+        gk.linear_token_logprobs(hidden, weight, labels, max_chunk_bytes=rows * vocabulary * 4)
+    assert gpu.peak == pytest.approx(logits * vocabulary * 4, rel=0.02)
+
+
 def test_peak_memory_has_rows_of_the_next_chunk(gpu, monkeypatch):
     """The host looks at the device, and two rows are multiplied before."""
     leaves, *given = problem(torch.bfloat16, 24, 8192, 4)

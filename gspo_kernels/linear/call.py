@@ -129,7 +129,15 @@ class Call:
                 self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
         elif checked:
             check_rows(labels, self.products.vocabulary, options)
-        self.products.max_rows = min(self.chunk_rows, labels.numel())
+        self.make_room(labels.numel())
+
+    def make_room(self, *row_counts: int) -> None:
+        """Set the size of chunks for parts of so many rows, which is often less than ``chunk_rows``: chunks
+        of a part have about the same size, and so has the memory that they share.
+        """
+        ends = [(0, *self.products.cut(count, self.chunk_rows)) for count in row_counts]
+        sizes = [end - start for each in ends for start, end in itertools.pairwise(each)]
+        self.products.max_rows = max(sizes, default=1)
 
     @cached_property
     def counted(self) -> Tensor:
@@ -143,6 +151,12 @@ class Call:
         count = None if lengths is None else int(lengths[0].sum())
         all_rows = not self.chunking.compact or count == self.labels.numel()
         return self.index(None if all_rows else self.counted, count)
+
+    @property
+    def row_count(self) -> int:
+        """How many rows get logits."""
+        where = self.projected
+        return where.stop if isinstance(where, slice) else len(where)
 
     def look_ahead(self, leaves_out: bool, chunks: Sequence[int]) -> None:
         """Make room for rows of a next chunk, if chunks with so many rows look at the device for rows that
@@ -165,7 +179,7 @@ class Call:
         return keep.flatten().nonzero_static(size=count).squeeze(1)
 
     def chunks(self, where: slice | Tensor, max_rows: int | None = None) -> Iterator[Chunk]:
-        """Yield the rows at some positions in chunks of about the same size, ``chunk_rows`` unless passed.
+        """Yield the rows at some positions in chunks of about the same size, for which there is room.
 
         Scattered hidden states are gathered one chunk ahead, while the chunk before is multiplied.
         """
@@ -173,7 +187,7 @@ class Call:
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
         )
         labels = rows_at(self.labels, where)
-        ends = self.products.cut(count, max_rows or self.chunk_rows)
+        ends = self.products.cut(count, max_rows or self.products.max_rows)
         begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
             span = slice(first + start, first + end)

@@ -63,9 +63,8 @@ def linear_distillation(
             row_count = min(row_count, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
         both = products.row_bytes + products.vocabulary * theirs.products.dtype.itemsize
         call.chunk_rows = max(1, row_count * products.row_bytes // both)
-    where = call.projected
-    row_count = where.stop if isinstance(where, slice) else len(where)
-    gradients = Gradients(call, needs, normalised=True, once=row_count <= call.chunk_rows)
+    call.make_room(call.row_count)
+    gradients = Gradients(call, needs, normalised=True, once=call.row_count <= call.chunk_rows)
     divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
     _add_chunks(call, theirs, teacher, spec, shares, gradients, divergences)
     return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
@@ -83,7 +82,7 @@ def _add_chunks(
     """Write the divergences of all rows and add up their gradients. Logits are gone when this returns."""
     products, device = call.products, call.hidden.device
     # one block of memory where both sides have the same dtype
-    row_count = min(call.chunk_rows, call.labels.numel())
+    row_count = products.max_rows
     shared = theirs is not None and theirs.products.dtype == products.dtype
     block = used_memory(torch.Size(((1 + shared) * row_count, products.vocabulary)), products.dtype, device)
     teacher_block = block[row_count:]

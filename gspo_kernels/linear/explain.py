@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -90,15 +89,11 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups, ids: int) -> tu
     of_hidden = hidden.numel() * narrow if needs.hidden else 0
     of_weight = trained * products.trained.element_size()
     parts, count = groups.parts, sum(groups.row_counts)
-    rows = min(call.chunk_rows, max((part.row_count for part in parts), default=0))
-    if hidden.is_cpu:  # there memory that nobody has written to is none, and chunks have about the same size
-        aligned = [part.row_count for part in parts if part.schedule == "aligned"]
-        cuts = [products.cut(part.row_count, call.chunk_rows) for part in parts if part.schedule != "aligned"]
-        sizes = [end - start for ends in cuts for start, end in itertools.pairwise((0, *ends))]
-        rows = max([*aligned, *sizes], default=0)
+    call.make_room(*(part.row_count for part in parts))
+    rows = products.max_rows
     chunks = [part.row_count for part in parts if part.schedule == "aligned"]
     if parts and parts[0].schedule == "known" and plan.depends_on == "token":
-        ends = products.cut(count, call.chunk_rows)
+        ends = products.cut(count, rows)
         chunks = ends[:1] * len(ends)
     scores, beside, with_row = products.statistics_bytes(rows), 0, 0
     if ids:

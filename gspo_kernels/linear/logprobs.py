@@ -20,6 +20,7 @@ from gspo_kernels.types import RowStats
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
     """Return log-probs, log-sum-exp and entropy of hidden states at their labels."""
     call = Call(operands, whole_logits=False)
+    call.make_room(call.row_count)
     scores = Scores(call, entropy)
     scores.forward(call.projected)
     return ScoredRows.of(scores.stats)
@@ -51,6 +52,7 @@ def linear_logprobs_backward(
         new_stats = call.products.varies and not torch.equal(keep, call.counted)
         where = call.index(keep)
     grad = grad_logprobs.flatten()[where]
+    call.make_room(len(grad))
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
     gradients = Gradients(call, needs, normalised=False, once=call.products.by_columns)
     recompute(scores, gradients, where, new_stats, grad, grad_entropy)

@@ -75,6 +75,7 @@ def linear_centered_policy(
     its own logits, as in ``Run.known``.
     """
     terms, call, needs = check_values(operands.labels, terms), Call(operands), plan.requires_grad
+    call.make_room(call.row_count)
     scores, gradients = Scores(call, plan.entropy), Gradients(call, needs, normalised=True)
     per_token = token_terms(call.labels, terms, plan.backend)
     loss = torch.zeros((), dtype=exact_dtype(call.labels.device), device=call.labels.device)
@@ -171,7 +172,8 @@ class Run:
         alone: log-probs and gradient come from the same chunk.
         """
         call, where, terms = self.call, self.call.projected, self.terms
-        row_count = where.stop if isinstance(where, slice) else len(where)
+        row_count = call.row_count
+        call.make_room(row_count)
         self.start(isinstance(where, slice), True, row_count <= call.chunk_rows)
         if self.plan.depends_on == "nothing":
             grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
@@ -193,7 +195,7 @@ class Run:
         if in_one_launch:
             per_token, ratio_clip = sum_over_tokens(per_token, ratio_clip)
         if call.labels.is_cuda:
-            ends = call.products.cut(row_count, call.chunk_rows)
+            ends = call.products.cut(row_count, call.products.max_rows)
             call.look_ahead(self.plan.leaves_out, ends[:1] * len(ends))
         chunks = call.chunks(where)
         begun = list(itertools.islice(chunks, 1))
@@ -231,7 +233,7 @@ class Run:
         groups = CoefficientGroups(call, self.terms, plan)
         parts = groups.parts
         schedules = [part.schedule for part in parts]
-        call.products.max_rows = min(call.chunk_rows, max([part.row_count for part in parts], default=0))
+        call.make_room(*(part.row_count for part in parts))
         if self.at_once:
             # the one evaluation needs all tokens projected, so parts that are only projected go first
             parts.sort(key=lambda part: part.schedule != "forward")

@@ -35,7 +35,7 @@ class Scores:
     def forward(self, where: slice | Tensor) -> None:
         """Project rows that need only statistics."""
         call, entropy = self.call, self.stats.entropy is not None
-        for chunk in call.chunks(where, call.products.statistics_rows(call.chunk_rows)):
+        for chunk in call.chunks(where, call.products.statistics_rows(call.products.max_rows)):
             self.keep(chunk, call.products.statistics(chunk, entropy))
 
     def keep(self, chunk: Chunk, stats: RowStats) -> None:

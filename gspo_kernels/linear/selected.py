@@ -22,6 +22,7 @@ def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool)
     Rows without ids have the label ``ignore_index``.
     """
     call = Call(operands)
+    call.make_room(call.row_count)
     result = fake_rows(ids, operands.hidden.dtype)
     for values in result:
         values.zero_()
@@ -50,6 +51,7 @@ def linear_selected_backward(
 ) -> HeadGradients:
     """Return the gradients of hidden, weight and bias. The same products recompute logits chunk by chunk."""
     call = Call(operands)
+    call.make_room(call.row_count)
     gradients = Gradients(call, needs, normalised=False)
     for chunk in call.chunks(call.projected):
 
