@@ -159,6 +159,7 @@ SPECS: dict[str, ArgSpec] = {
 """The specification of every tensor among the terms."""
 _ARGUMENTS = {name: SPECS[name] for name in Terms._fields[: Terms._fields.index("kl_estimator")]}
 """The specifications of the tensors among a loss's arguments, in the order of the fields of ``Terms``."""
+_PASSED = Terms._fields.index("cp_group")  # so many fields are arguments
 _BROADCAST_TERMS = tuple(label for label, spec in _ARGUMENTS.items() if spec.shape == "broadcast")
 
 
@@ -179,7 +180,7 @@ class TermsForm(NamedTuple):
 
     def apply(self, passed: tuple[Any, ...], tokens: Tensor) -> Terms:
         """Bring checked arguments, in the order of the fields of ``Terms``, into the operators' form."""
-        values = list(passed[: len(_ARGUMENTS) + 2])
+        values = list(passed[:_PASSED])
         for place, change in self.changes:
             values[place] = change(values[place])
         fields: Any = (*values, self.cp_group, self.objective)
