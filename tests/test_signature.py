@@ -26,7 +26,7 @@ def sized(function, template, B, T):
     tokens = (B * T,) if packed else (B, T)
     shapes = {"hidden": (*tokens, H), "weight": (V, H), "logits": (*tokens, V), "logprobs": tokens}
     shapes |= {"labels": tokens, "old_logprobs": tokens}
-    by_tokens = {"loss_mask", "token_weights"} | given.get("by_tokens", set())
+    by_tokens = {"loss_mask", "token_weights", "entropy"} | given.get("by_tokens", set())
     for name in given["tensors"]:
         shapes[name] = tokens if name in by_tokens else (B,)
     values = {name: torch.ones(shape) for name, shape in shapes.items()}
@@ -41,7 +41,8 @@ def draw(rng, function):
     """Draw a call of small sizes, which often coincide, and calls like it: of other numbers of tokens or
     sequences, and with another shape, dtype, option or need of a gradient of one argument.
     """
-    optional = [name for name in ("loss_mask", "token_weights", "rollout_weights") if rng.random() < 0.3]
+    names = ("loss_mask", "token_weights", "rollout_weights", "entropy")
+    optional = [name for name in names if rng.random() < 0.3]
     options = {"objective": rng.choice([gk.GSPO(), gk.GRPO(), gk.Linear(), gk.CISPO()])}
     options["skip_inactive"] = rng.choice(["backward", "none", "all"])
     options |= {"kl_beta": rng.choice([0, 0.1])} if rng.random() < 0.2 else {}
@@ -54,7 +55,7 @@ def draw(rng, function):
     for _ in range(6):
         values = sized(function, template, B, rng.choice([T, T + 1, T + 2]))
         name = rng.choice([name for name, value in values.items() if isinstance(value, torch.Tensor)])
-        change = rng.choice(["size", "dtype", "ndim", "gradient", "option"])
+        change = rng.choice(["size", "dtype", "ndim", "gradient", "absence", "option"])
         tensor = values[name]
         if change == "size":
             other = list(tensor.shape)
@@ -64,6 +65,8 @@ def draw(rng, function):
             values[name] = rng.choice([tensor.unsqueeze(0), tensor.sum()])
         elif change == "dtype":
             values[name] = tensor.half()
+        elif change == "absence":
+            values[name] = None if name in optional else tensor
         elif change == "gradient" and tensor.is_floating_point():
             tensor.requires_grad_()
         else:
@@ -170,3 +173,13 @@ def test_as_many_tokens_as_sequences_once_are_not_so_always(function):
     call(2, 2, 2)
     with pytest.raises(ValueError, match=r"shape \(3, 3, 9\), expected \[2, 3"):
         call(2, 3, 3)
+
+
+@pytest.mark.parametrize("function", [gk.token_logprobs, gk.fused_policy_loss])
+def test_logits_that_cannot_hold_their_gradient_are_refused_after_others_that_can(function):
+    """Strides are no part of a signature."""
+    labels, terms = torch.zeros(2, 3, dtype=torch.int64), (torch.zeros(2, 3), torch.ones(2))
+    terms = terms if function is gk.fused_policy_loss else ()
+    function(torch.zeros(2, 3, 5), labels, *terms, inplace_backward=True)
+    with pytest.raises(ValueError, match="inplace_backward: logits are expanded"):
+        function(torch.zeros(5).expand(2, 3, 5), labels, *terms, inplace_backward=True)
