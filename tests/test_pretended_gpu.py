@@ -143,6 +143,36 @@ def test_memory_is_that_of_chunks_of_about_the_same_size(gpu, rows, logits):
     assert gpu.peak == pytest.approx(logits * vocabulary * 4, rel=0.02)
 
 
+def test_memory_has_no_room_for_rows_that_are_left_out(gpu):
+    """Of 32 rows 20 count, in two chunks of 10 where 16 would fit. All have a gradient."""
+    vocabulary = 8192
+    (hidden, weight), labels, old, advantages = problem(torch.bfloat16, 24, vocabulary, 4)
+    mask = (torch.arange(32) < 20).view(labels.shape)
+    options = {"objective": gk.GRPO(0.9, 9.0), "max_chunk_bytes": 16 * vocabulary * 4}
+    with gpu:
+        plan = gk.explain_schedule(hidden, weight, labels, old, advantages, loss_mask=mask, **options)
+        gk.fused_linear_policy_loss(hidden, weight, labels, old, advantages, loss_mask=mask, **options)
+    assert plan.schedule == "known" and gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
+def test_recomputed_rows_have_the_memory_of_chunks_of_about_the_same_size(gpu):
+    """20 of 32 rows count, with room for 16: as much memory as of 20 rows alone."""
+    vocabulary, peaks = 8192, []
+    (hidden, weight), labels, *_ = problem(torch.float32, 24, vocabulary, 4)
+    rows, row_labels = hidden.detach().view(32, 24), labels.view(32)
+    for hidden, labels in (
+        (rows, row_labels.masked_fill(torch.arange(32) >= 20, -100)),
+        (rows[:20], row_labels[:20]),
+    ):
+        gpu.peak = 0
+        with gpu:
+            out = gk.linear_token_logprobs(hidden, weight, labels, max_chunk_bytes=16 * vocabulary * 4)
+            out.logprobs.sum().backward()
+        weight.grad = None
+        peaks.append(gpu.peak)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+
+
 def test_peak_memory_has_rows_of_the_next_chunk(gpu, monkeypatch):
     """The host looks at the device, and two rows are multiplied before."""
     leaves, *given = problem(torch.bfloat16, 24, 8192, 4)

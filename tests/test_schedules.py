@@ -376,6 +376,15 @@ def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
     assert products["forward"] == [21]
 
 
+def test_later_chunks_keep_to_the_memory_of_the_first(products):
+    """9 rows with room for 8 are chunks of 4 and 5; the 7 of them that have a gradient have no larger ones."""
+    case = make_case("linear", "packed", lengths=(9, 2), log_s=(0.0, 0.0), noise=0.0)
+    advantages = torch.ones(11)
+    advantages[2:4] = 0
+    run(replace(case, advantages=advantages), ENTRY, TOKEN, max_chunk_bytes=8 * ROW)
+    assert products["forward"] == [4, 5, 3, 4, 2]
+
+
 def test_sequences_that_fit_share_a_chunk_also_where_longer_ones_lie_between_them(products):
     case = make_case("linear", lengths=(3, 9, 3, 9), advantages=(1.0,) * 4)
     run(case, ENTRY, GSPO, max_chunk_bytes=6 * ROW)
