@@ -377,7 +377,7 @@ def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
 
 
 def test_later_chunks_keep_to_the_memory_of_the_first(products):
-    """9 rows with room for 8 are chunks of 4 and 5; the 7 of them that have a gradient have no larger ones."""
+    """9 rows with room for 8 are chunks of 4 and 5; the 7 of them with a gradient have no larger ones."""
     case = make_case("linear", "packed", lengths=(9, 2), log_s=(0.0, 0.0), noise=0.0)
     advantages = torch.ones(11)
     advantages[2:4] = 0
