@@ -105,7 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks import campaign, compare, report
 
     if args.command == "report":
-        return report.main(args.results, args.check)
+        try:
+            return report.main(args.results, args.check)
+        except FileNotFoundError as error:
+            print(error, file=sys.stderr)
+            return 2
     if args.command == "compare":
         return compare.main(args.a, args.b)
     if args.command == "campaign":

@@ -125,6 +125,11 @@ def test_the_page_is_up_to_date():
         assert not any("unfinished" in record for record in compare.load(folder).values())
 
 
+def test_a_report_on_nothing_says_so(tmp_path, capsys):
+    assert command_line.main(["report", "--results", str(tmp_path)]) == 2
+    assert f"{tmp_path}: no results of" in capsys.readouterr().err
+
+
 def test_a_report_on_a_run(folder, monkeypatch):
     """The text is there without matplotlib, too."""
     steps = dict.fromkeys(report.TRAINER, 1.5) | {"GiB predicted": None}
