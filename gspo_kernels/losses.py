@@ -117,7 +117,6 @@ def policy_loss(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-
     key = signature(
         "policy_loss", logprobs, objective, parallel, (logprobs, entropy, *given),
         (centering, selected_logprobs),
@@ -188,7 +187,6 @@ def policy_coefficients(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-
     rows, entropy, terms, *_ = _normalize_logprobs(
         "policy_coefficients", logprobs, entropy, Terms(*given), objective, parallel
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from gspo_kernels.invariance import in_force
+from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.library import validates
 from gspo_kernels.parallel.groups import Parallel
 
@@ -53,8 +54,10 @@ def signature(
         return None
     if type(tokens) not in _TENSORS or tokens.is_nested or tokens.ndim == 0:
         return None
+    if objective is not None and Objective not in type(objective).__mro__:
+        return None
     *leading, length = shape = tokens.shape
-    spec = getattr(objective, "spec", None)
+    spec = None if objective is None else objective.spec
     parts = [function, type(objective), spec, in_force(None), torch.is_grad_enabled(), min(length, 2)]
     parts += leading
     for value in arguments:

@@ -3,6 +3,7 @@
 import inspect
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,3 +184,9 @@ def test_logits_that_cannot_hold_their_gradient_are_refused_after_others_that_ca
     function(torch.zeros(2, 3, 5), labels, *terms, inplace_backward=True)
     with pytest.raises(ValueError, match="inplace_backward: logits are expanded"):
         function(torch.zeros(5).expand(2, 3, 5), labels, *terms, inplace_backward=True)
+
+
+def test_no_objective_is_named_whatever_its_attributes():
+    """What has a ``spec``, as configurations do, is no objective for that, and that may be unhashable."""
+    with pytest.raises(TypeError, match=r"objective: got .*, expected an instance such as GSPO\(\)"):
+        gk.policy_loss(torch.zeros(1, 2), None, torch.ones(1), objective=SimpleNamespace(spec={}))
