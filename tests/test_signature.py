@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import signature
+from gspo_kernels import losses, signature
+from gspo_kernels.terms import Terms
 from tests.cases import shifted_seed
 
 LEAVES = {
@@ -190,3 +191,31 @@ def test_no_objective_is_named_whatever_its_attributes():
     """What has a ``spec``, as configurations do, is no objective for that, and that may be unhashable."""
     with pytest.raises(TypeError, match=r"objective: got .*, expected an instance such as GSPO\(\)"):
         gk.policy_loss(torch.zeros(1, 2), None, torch.ones(1), objective=SimpleNamespace(spec={}))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        gk.policy_loss,
+        gk.policy_coefficients,
+        gk.fused_policy_loss,
+        gk.fused_linear_policy_loss,
+        gk.explain_schedule,
+    ],
+)
+def test_every_argument_becomes_the_term_of_its_name(function, monkeypatch):
+    """Functions pass them in the order of the fields of ``Terms``, without their names."""
+    passed = {name: object() for name in inspect.signature(function).parameters}
+    passed |= {"entropy_coef": 0.0} if function is gk.policy_coefficients else {}
+    got = {}
+
+    def stop(*values):
+        got.update(zip(Terms._fields, values, strict=False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(losses, "Terms", stop)
+    with pytest.raises(KeyboardInterrupt):
+        function(**passed)
+    shared = Terms._fields[: Terms._fields.index("cp_group")]
+    assert list(got) == list(shared)
+    assert all(got[name] is passed[name] for name in shared if name in passed)
