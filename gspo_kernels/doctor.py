@@ -12,7 +12,7 @@ import torch
 from gspo_kernels import integrations
 from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.exact import exact_dtype
-from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.errors import IntegrationError, declared_range, require_package
 from gspo_kernels.invariance import is_batch_invariant
 from gspo_kernels.linear.products import fp32_library
 from gspo_kernels.linear.products.exponentials import unavailable_on
@@ -23,7 +23,7 @@ _PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets
 _FRAMEWORKS = (
     ("transformers", "transformers", "pip install 'gspo_kernels[train]'"),
     ("trl", "trl", "pip install 'gspo_kernels[trl]'"),
-    ("verl", "verl", "pip install 'verl{range}', in an environment of its own"),
+    ("verl", "verl", "pip install 'gspo_kernels[verl]', in an environment of its own"),
     ("skyrl", "skyrl", "pip install 'skyrl{range}', in an environment of its own"),
     ("openrlhf", "openrlhf", "pip install 'openrlhf{range}'"),
     ("nemo_rl", "nemo-rl", "from github.com/NVIDIA-NeMo/RL (pip has a placeholder of this name)"),
@@ -41,27 +41,27 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def supported_versions(adapter: str) -> str:
-    """Return the version range that an adapter's file declares.
+def supported_versions(adapter: str, distribution: str) -> str:
+    """Return the version range that an adapter's file declares, or else this package's extras.
 
     The text of the file is read, because importing an adapter may import its framework.
     """
     text = Path(next(iter(integrations.__path__)), f"{adapter}.py").read_text()
-    (declared,) = re.findall(r'^SUPPORTED = "(.+)"$', text, flags=re.MULTILINE)
-    return str(declared)
+    declared = re.search(r'^SUPPORTED = "(.+)"$', text, flags=re.MULTILINE)
+    return declared[1] if declared else declared_range(distribution)
 
 
 def _frameworks() -> list[str]:
     """Return a line per framework: its version, and whether the adapter serves it."""
     lines = []
     for adapter, distribution, advice in _FRAMEWORKS:
-        installed, supported = _version(distribution), supported_versions(adapter)
+        installed, supported = _version(distribution), supported_versions(adapter, distribution)
         if installed == "not installed":
-            verdict = f"adapter for {supported}: {advice.format(range=supported)}"
+            verdict = f"adapter for {supported or 'any version'}: {advice.format(range=supported)}"
         else:
             try:
                 require_package(distribution, supported)
-                verdict = f"supported ({supported})"
+                verdict = f"supported ({supported or 'any version'})"
             except IntegrationError:
                 verdict = f"not supported, the adapter needs {supported}: {advice.format(range=supported)}"
         lines.append(f"  {distribution:<13} {installed:<14} {verdict}")

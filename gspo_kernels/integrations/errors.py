@@ -1,25 +1,46 @@
-"""The error that adapters raise for a setup that can't work, before any work, and the check of versions."""
+"""The error that adapters raise for a setup that can't work, before any work, and checks of a framework."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import inspect
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+import torch
 
 
 class IntegrationError(ValueError):
     """A framework, model or option that an adapter can't serve exactly; the message says which, and why."""
 
 
-def require_package(distribution: str, specifier: str, *, optional: bool = False) -> None:
-    """Raise an error unless the installed version of ``distribution`` lies in ``specifier``.
+def declared_range(distribution: str) -> str:
+    """Return the version range that this package's extras declare for a framework, such as ">=1.16".
+
+    It is empty if they declare none, or if this package runs from its source without being installed.
+    """
+    try:
+        lines = requires("gspo_kernels") or []
+    except PackageNotFoundError:
+        return ""
+    found = (re.match(rf"{re.escape(distribution)}\s*([<>=!~][^;]*)", line) for line in lines)
+    return next((match[1].strip() for match in found if match), "")
+
+
+def require_package(distribution: str, specifier: str | None = None, *, optional: bool = False) -> None:
+    """Raise an error unless the installed version of ``distribution`` is in ``specifier``.
 
     Args:
         distribution: its name as pip knows it, for example "transformers".
-        specifier: a version range as pip writes it, for example ">=5.0,<6".
+        specifier: a version range as pip writes it, for example ">=0.3,<0.4"; None: that of this package's
+            extras, which has no upper bound: `check_signature` finds out whether a newer version fits.
         optional: whether the package may be missing.
 
     Raises:
         IntegrationError: the package is not installed, or its version is another.
     """
+    specifier = declared_range(distribution) if specifier is None else specifier
     try:
         installed = version(distribution)
     except PackageNotFoundError:
@@ -36,3 +57,46 @@ def require_package(distribution: str, specifier: str, *, optional: bool = False
         raise IntegrationError(
             f"{distribution}: version {installed} is installed, this adapter needs {distribution}{specifier}"
         )
+
+
+def check_signature(
+    distribution: str,
+    path: str,
+    function: Any,
+    names: Sequence[str],
+    *,
+    required: int | None = None,
+    further: bool = False,
+) -> None:
+    """Raise an error unless a framework's function takes the parameters that an adapter knows.
+
+    Args:
+        distribution: the framework as pip knows it.
+        path: the function's name, for the message.
+        function: the function; None if the framework has none of this name.
+        names: its parameters in order, as far as the adapter knows them.
+        required: how many of these it must have; None: all.
+        further: whether it may have others behind them.
+
+    Raises:
+        IntegrationError: the framework has no such function, or its parameters are others.
+    """
+    found = None if function is None else _parameters(function)
+    if found is not None and len(found) >= (len(names) if required is None else required):
+        known = found[: len(names)] if further else found
+        if known == [*names[: len(known)]]:
+            return
+    installed = version(distribution)
+    what = "does not exist" if found is None else f"takes ({', '.join(found)})"
+    raise IntegrationError(
+        f"{distribution}: {path} {what} in version {installed}, expected ({', '.join(names)}); install an "
+        f'older version: pip install "{distribution}<{installed}"'
+    )
+
+
+def _parameters(function: Any) -> list[str]:
+    """Return the names of a function's parameters; of an autograd function's ``apply``, its forward's."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return [*inspect.signature(owner.forward).parameters][1:]  # without ctx
+    return [*inspect.signature(function).parameters]

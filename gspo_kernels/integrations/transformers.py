@@ -44,9 +44,6 @@ from gspo_kernels.types import LoRAHead
 
 __all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
 
-SUPPORTED = ">=5.0,<6"
-"""The versions of transformers that this adapter serves."""
-
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
 _SCORING = {*inspect.signature(linear_token_logprobs).parameters, "cu_seqlens"} - _OF_THE_HEAD - {"parallel"}
@@ -135,10 +132,10 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         The same model.
 
     Raises:
-        IntegrationError: transformers is missing or unsupported, or the head is not understood. The first
+        IntegrationError: transformers is missing or too old, or the head is not understood. The first
             fused call also raises this if its product or its logits differ from the model's own.
     """
-    require_package("transformers", SUPPORTED)
+    require_package("transformers")
     checks.flag("fp32_head", fp32_head)
     inner = causal_lm_of(model)
     head_module(inner)

@@ -11,7 +11,8 @@ import dataclasses
 import inspect
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -20,14 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.hooks import SEQUENCE_RANGE
-from gspo_kernels.losses import policy_loss
+from gspo_kernels.integrations.errors import IntegrationError, check_signature, require_package
+from gspo_kernels.integrations.hooks import SEQUENCE_RANGE, check_objective
+from gspo_kernels.losses import fused_linear_policy_loss, policy_loss
 from gspo_kernels.objectives import CISPO, GRPO, GSPO, SAPO, VESPO
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
 
-SUPPORTED = ">=1.16,<1.17"
-require_package("trl", SUPPORTED)
+require_package("trl")
 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
@@ -46,7 +46,16 @@ _AGGREGATION = {
     "luspo": "sequence_mean_token_sum",
 }
 _CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
-_WINDOW_NORMALIZED = ("dapo", "cispo", "vespo")
+# the parameters of TRL's functions that are overridden or called here; images may follow
+for _name, _names in {
+    "_compute_loss": "self model inputs",
+    "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size "
+    "compute_entropy",
+    "get_high_entropy_mask": "self entropies mask threshold",
+    "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
+}.items():
+    _function, _images = getattr(GRPOTrainer, _name, None), _name.startswith("_get")
+    check_signature("trl", f"GRPOTrainer.{_name}", _function, _names.split(), further=_images)
 _SCORING = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 # GRPOConfig's name of each option of an objective
 _OPTION = {
@@ -62,6 +71,10 @@ _OPTION = {
     "lambda_negative": "vespo_lambda_neg",
     "aggregation_constant": "max_completion_length",
 }
+
+
+_FORMULA = {"loss_type", "importance_sampling_level", *_OPTION.values()} - {"max_completion_length"}
+"""GRPOConfig's options that describe nothing but the objective."""
 
 
 def _sequence_ratios(batch: PolicyBatch) -> Tensor:
@@ -170,27 +183,63 @@ def _epsilon_high(args: Any) -> float:
     return float(args.epsilon if args.epsilon_high is None else args.epsilon_high)
 
 
-def _check(args: GRPOConfig) -> None:
-    """Raise IntegrationError for options without a counterpart here; warn about clip ranges of little use."""
-    objective_of(args)
+def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]) -> Objective:
+    """Return the objective of a run; warn about clip ranges of little use.
+
+    Raises:
+        IntegrationError: an option without a counterpart here.
+        TypeError, ValueError: a wrong option of this package; the message names it.
+    """
+    if objective is None:
+        objective = objective_of(args)
+        _warn_of_ranges(args)
+    else:
+        check_objective(objective, "TRL", divides_by=("sequences", "tokens", "one"))
+        defaults = {each.name: each.default for each in dataclasses.fields(GRPOConfig)}
+        for name in sorted(_FORMULA):
+            if (value := getattr(args, name)) != defaults[name]:
+                raise IntegrationError(
+                    f"{name}: got {value!r}, expected GRPOConfig's default of {defaults[name]!r} with "
+                    "objective=, which is the loss; give the option to the objective"
+                )
     if args.use_liger_kernel:
         raise IntegrationError(
             "use_liger_kernel: got True, but Liger patches the model when training starts, when the head of "
             "this trainer is already there; leave it False"
         )
+    # one token shows whether the loss takes the options, before any rollout
+    token = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    terms: dict[str, Any] = {"temperature": args.temperature, "entropy_coef": args.entropy_coef}
+    if args.beta != 0.0:
+        terms |= {"kl_beta": args.beta, "kl_ratio_weighted": args.use_bias_correction_kl}
+        terms["ref_logprobs"] = -token
+    try:
+        fused_linear_policy_loss(
+            token[None], token, token.long() - 1, -token, token[0], objective=objective, **terms, **memory
+        )
+    except (TypeError, ValueError) as error:
+        option, _, reason = str(error).partition(": ")
+        if option in memory:
+            raise
+        named = {"kl_beta": "beta", "kl_ratio_weighted": "use_bias_correction_kl"}.get(option, option)
+        raise IntegrationError(f"{named}: {reason}") from None
+    return objective
+
+
+def _warn_of_ranges(args: GRPOConfig) -> None:
     if args.importance_sampling_level == "sequence" and args.loss_type in _CLIPPED:
         widest = max(args.epsilon, _epsilon_high(args))
         if widest > SEQUENCE_RANGE:
             warnings.warn(
                 f"epsilon: a clip range of {widest:g} hardly ever clips a sequence's ratio; GSPO's paper has "
                 "epsilon=3e-4, epsilon_high=4e-4",
-                stacklevel=3,
+                stacklevel=4,
             )
     if args.loss_type == "cispo" and _epsilon_high(args) < 1.0:
         warnings.warn(
             f"epsilon_high: {_epsilon_high(args):g} is with loss_type='cispo' the largest weight of a token: "
             "below 1 it is a factor on nearly every one; TRL recommends 5.0",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -201,6 +250,7 @@ class _Step:
     model: Any
     inputs: dict[str, Any]
     loss: Tensor | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class _Box:
@@ -244,18 +294,23 @@ def _take_boxes(model: Any) -> None:
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """``trl.GRPOTrainer`` with the loss of this package: the same arguments, GRPOConfig and metrics.
 
-    The loss is that of GRPOConfig's ``loss_type`` and ``importance_sampling_level``; GSPO is
-    ``loss_type="grpo", importance_sampling_level="sequence"``. Old, reference and current log-probs all come
-    from this package's head, in fp32 from bf16 weights, and logits never exist as a whole. Metrics are TRL's,
-    plus ``ratio/min``, ``ratio/max`` and ``active_fraction``.
+    The loss is that of GRPOConfig's ``loss_type`` and ``importance_sampling_level``, or ``objective``; GSPO
+    is ``loss_type="grpo", importance_sampling_level="sequence"``. Old, reference and current log-probs all
+    come from this package's head, in fp32 from bf16 weights, and logits never exist as a whole. Metrics are
+    TRL's, plus ``ratio/min``, ``ratio/max`` and ``active_fraction``.
 
     Args:
         model, reward_funcs, args, more, named: as ``GRPOTrainer`` takes them.
+        objective: the loss, in place of the one that GRPOConfig describes, whose options must then have
+            their defaults. Its mean over tokens or sequences is over those of an optimizer step. Its metrics
+            (``clip_fraction/low``, ``kl/ref``, ...) replace TRL's ``clip_ratio/*``, ``kl`` and
+            ``policy_loss``.
         max_chunk_bytes: the most bytes of logits at a time; None: ``fused_linear_policy_loss``'s default.
         memory: "auto" or "least", see ``explain_schedule``.
 
     Raises:
         IntegrationError: an option or model that would not give TRL's loss; the message names it.
+        TypeError, ValueError: a wrong ``objective``, ``max_chunk_bytes`` or ``memory``.
     """
 
     def __init__(
@@ -264,21 +319,24 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         *more: Any,
+        objective: Objective | None = None,
         max_chunk_bytes: int | None = None,
         memory: str = "auto",
         **named: Any,
     ):
         self._memory: dict[str, Any] = {"max_chunk_bytes": max_chunk_bytes, "memory": memory}
-        if args is not None:
-            _check(args)
+        if args is not None:  # before the model is loaded
+            self._objective = _check(args, objective, self._memory)
         super().__init__(model, reward_funcs, args, *more, **named)
+        if args is None:
+            self._objective = _check(self.args, objective, self._memory)
+        self._own = objective is not None
         for name in ("cp_size", "sp_size"):  # TRL (1.16) checks only its own arguments
             if (size := getattr(self.accelerator.parallelism_config, name, 1)) > 1:
                 raise IntegrationError(
                     f"{name}: accelerate's ParallelismConfig has {size}, expected 1: GRPOTrainer generates "
                     "and scores whole sequences in each process"
                 )
-        self._objective = objective_of(self.args)
         for each in (self.model, self.ref_model):
             if each is not None:
                 fused = fuse_lm_head(
@@ -289,8 +347,28 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute our loss; TRL's own code gets detached log-probs for its metrics and entropy control."""
         step = _Step(model, inputs)
-        super()._compute_loss(step, inputs)
+        theirs = super()._compute_loss(step, inputs)
         assert step.loss is not None
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        names = ["ratio/min", "ratio/max", "active_fraction"]
+        if self._own:  # TRL's are those of the loss that GRPOConfig describes
+            for name in [x for x in metrics if x in ("kl", "policy_loss") or x.startswith("clip_ratio/")]:
+                del metrics[name]
+            names += [name for name in step.metrics if "/" in name and name not in names]
+        shown = torch.stack([step.metrics[name] for name in names])
+        lowest, highest, *others = self.accelerator.gather(shown.unsqueeze(0)).unbind(1)
+        values = [nanmin(lowest), nanmax(highest), *(each.mean() for each in others)]
+        # one sync for all of them
+        *values, ours, theirs = torch.stack([*values, step.loss.detach(), theirs]).tolist()
+        for name, value in zip(names, values, strict=True):
+            metrics[name].append(value)
+        # 1e-2 is far above rounding in fp32
+        if not self._own and 1e-2 * max(abs(theirs), 1.0) < abs(ours - theirs) < math.inf:
+            installed = version("trl")
+            raise IntegrationError(
+                f"trl: GRPOTrainer._compute_loss returns {theirs:g} in version {installed}, expected "
+                f'{ours:g} from the same log-probs; install an older version: pip install "trl<{installed}"'
+            )
         return step.loss
 
     def _get_per_token_logps_and_entropies(
@@ -315,13 +393,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         model.loss = output.loss
         if aux_loss is not None:
             model.loss = output.loss + self.router_aux_loss_coef * aux_loss / self._accumulated()
-        shown = [output.metrics[name] for name in ("ratio/min", "ratio/max", "active_fraction")]
-        lowest, highest, active = self.accelerator.gather(torch.stack(shown).unsqueeze(0)).unbind(1)
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        # one look at the device for the three
-        values = torch.stack([nanmin(lowest), nanmax(highest), active.mean()]).tolist()
-        for name, value in zip(("ratio/min", "ratio/max", "active_fraction"), values, strict=True):
-            metrics[name].append(value)
+        model.metrics = output.metrics
         return tuple(None if value is None else value.detach() for value in scored)  # type: ignore[return-value]
 
     def _through_head(
@@ -364,13 +436,17 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
-        if self.loss_type in _WINDOW_NORMALIZED:
+        counted, _ = self._objective.outer_divisor()
+        normalizer: float | Tensor
+        if counted == "one":
+            normalizer = 1.0 / self.accelerator.num_processes
+        elif counted == "tokens" and (self._own or self.loss_type != "bnpo"):
             # TRL counts the generation batch's tokens; this is the share of one accumulation window
             normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
             if self.model.training:
                 steps = self.args.steps_per_generation
                 normalizer = normalizer * self.current_gradient_accumulation_steps / steps
-        elif self.loss_type == "bnpo":
+        elif counted == "tokens":
             normalizer = mask.sum().clamp(min=1) * self._accumulated()
         else:
             # sequences, those without a counted token included
@@ -412,8 +488,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.top_entropy_quantile < 1.0:
             high = self.get_high_entropy_mask(entropy, mask, 1 - self.top_entropy_quantile)
             kept, effective = kept * high, mask * high
-        # VESPO's rollout weights are part of its ratio, so its advantages are weighted
-        where = "advantages" if self.loss_type == "vespo" else "rollout_weights"
+        # the rollout weights of TRL's VESPO are part of its ratio, so its advantages are weighted
+        where = "advantages" if isinstance(self._objective, _TrlVESPO) else "rollout_weights"
         weights = terms.get(where)
         kept = kept.to(terms["advantages"].dtype)
         terms[where] = _narrow(kept if weights is None else _wide(weights) * kept)
@@ -426,10 +502,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return 0.0
         share: Tensor = self.entropy_coef * effective / (effective.sum().clamp(min=1) * self._accumulated())
         objective, mask = terms["objective"], terms["loss_mask"]
-        divisor: Tensor = terms["normalizer"] * objective.outer_divisor()[1]
+        share = share * (terms["normalizer"] * objective.outer_divisor()[1])
         if objective.aggregation == "sequence_mean":
-            divisor = divisor * mask.sum(1, keepdim=True).clamp(min=1)
-        return share * divisor
+            share = share * mask.sum(1, keepdim=True).clamp(min=1)
+        return share
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +25,9 @@ from torch import Tensor
 
 from gspo_kernels import checks, objectives
 from gspo_kernels.integrations import hooks
-from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.errors import IntegrationError, check_signature, require_package
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives.base import Objective
-
-SUPPORTED = ">=0.9.1,<0.10"
 
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -87,7 +86,8 @@ class VerlPolicyLoss:
     follow_config: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.objective, type):
+        checks.flag("follow_config", self.follow_config)
+        if not (isinstance(self.objective, type) and issubclass(self.objective, Objective)):
             _check(self.objective)
             if self.follow_config:
                 raise ValueError(
@@ -223,30 +223,39 @@ def register(name: str, objective: Objective) -> VerlPolicyLoss:
 
     Raises:
         TypeError: ``objective`` is not an instance of an objective.
-        IntegrationError: no verl in ``SUPPORTED`` is installed, or verl can't serve the objective.
+        IntegrationError: verl is missing or too old, calls losses in another way, or can't serve the
+            objective.
     """
     loss = VerlPolicyLoss(name, checks.objective(objective, Objective))
-    require_package("verl", SUPPORTED)
-    _registry()(name)(loss)
+    _check_verl()
+    _algorithms().register_policy_loss(name)(loss)
     return loss
 
 
-def _registry() -> Any:
-    return importlib.import_module("verl.trainer.ppo.core_algos").register_policy_loss
+def _algorithms() -> Any:
+    return importlib.import_module("verl.trainer.ppo.core_algos")
+
+
+def _check_verl() -> None:
+    """Raise IntegrationError if verl is missing or too old, or passes other arguments to a loss."""
+    require_package("verl")
+    theirs = getattr(_algorithms(), "compute_policy_loss_vanilla", None)
+    name = "trainer.ppo.core_algos.compute_policy_loss_vanilla"
+    check_signature("verl", name, theirs, [*inspect.signature(VerlPolicyLoss.__call__).parameters][1:])
 
 
 def _register_all() -> None:
-    """Register all losses with verl; for an unsupported version they raise IntegrationError when called.
+    """Register all losses with verl; where verl doesn't fit they raise IntegrationError when called.
 
     verl hides errors that a plugin raises, so this function must not raise.
     """
     try:
-        require_package("verl", SUPPORTED)
+        _check_verl()
         losses: Mapping[str, Callable[..., Any]] = LOSSES
     except IntegrationError as error:
         losses = dict.fromkeys(LOSSES, partial(_refuse, str(error)))
     for name, loss in losses.items():
-        _registry()(name)(loss)
+        _algorithms().register_policy_loss(name)(loss)
 
 
 if importlib.util.find_spec("verl") is not None:

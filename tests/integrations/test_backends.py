@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gspo_kernels.integrations import errors
 from gspo_kernels.integrations.backends import replacing, skyrl, slime, torchtitan, verl
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
+from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
 from tests.forks import in_processes
 from tests.integrations import peers
@@ -432,14 +434,14 @@ def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch,
     framework.double, user.imported = theirs, theirs
     monkeypatch.setitem(sys.modules, "some_framework", framework)
     monkeypatch.setitem(sys.modules, "some_framework.user", user)
-    monkeypatch.setattr(replacing, "require_package", lambda *_: "1.0")
+    monkeypatch.setattr(errors, "version", lambda name: "99.0")
 
-    def ours(x):
+    def ours(x, more=None):
         if x < 0:
             raise NotServedError("x is negative")
         return 2 * x
 
-    both = Replacements("some_framework", ">=1", {"some_framework:double": ours})
+    both = Replacements("some_framework", None, {"some_framework:double": ours})
     for _ in range(2):
         both.install()
     assert framework.double(3) == user.imported(3) == 6 and user.imported(-3) == -3
@@ -449,3 +451,14 @@ def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch,
         "some_framework.double runs in gspo_kernels",
         "some_framework.double stays as it is where x is negative",
     }
+    framework.changed = lambda x, other: x
+    for path in (
+        "framework:changed",
+        "framework:missing",
+        "framework:Missing.apply",
+        "framework.gone:double",
+    ):
+        both = {"some_framework:double": ours, f"some_{path}": ours}
+        with pytest.raises(IntegrationError, match=f"{path.replace(':', '.')} .* in version 99.0, expected"):
+            Replacements("some_framework", None, both).install()
+        assert framework.double is theirs

@@ -394,9 +394,11 @@ def integration(name, function, *arguments):
 @pytest.mark.parametrize(
     ("needed", "call"),
     [
-        ("transformers>=5.0,<6", integration("transformers", "fuse_lm_head", None)),
-        ("trl>=1.16,<1.17", integration("trl", "FusedGRPOTrainer")),
-        ("verl>=0.9.1,<0.10", integration("verl", "register", "mine", gk.GSPO())),
+        ("transformers>=5.1", integration("transformers", "fuse_lm_head", None)),
+        ("trl>=1.16", integration("trl", "FusedGRPOTrainer")),
+        ("trl>=1.16", integration("backends.trl", "install")),
+        ("verl>=0.9.1", integration("verl", "register", "mine", gk.GSPO())),
+        ("verl>=0.9.1", integration("backends.verl", "install")),
         ("skyrl>=0.3,<0.4", integration("skyrl", "register_all")),
         ("skyrl>=0.3,<0.4", integration("skyrl", "register", "mine", gk.GSPO())),
         ("some-framework>=1", Replacements("some-framework", ">=1", {}).install),
@@ -411,6 +413,8 @@ def test_what_is_missing_or_at_another_version_is_said_in_one_sentence(
         return installed
 
     monkeypatch.setattr("gspo_kernels.integrations.errors.version", version)
+    extras = ["trl>=1.16; extra == 'trl'", "transformers>=5.1", "verl>=0.9.1; extra == 'verl'", "peft"]
+    monkeypatch.setattr("gspo_kernels.integrations.errors.requires", lambda name: extras)
     # The TRL adapter checks the version when it is imported.
     monkeypatch.delitem(sys.modules, "gspo_kernels.integrations.trl", raising=False)
     with pytest.raises(IntegrationError, match=f"^[a-z-]+: {says} adapter needs {re.escape(needed)}"):

@@ -23,7 +23,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import objectives
-from gspo_kernels.integrations import hooks, skyrl, verl
+from gspo_kernels.integrations import errors, hooks, skyrl, verl
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
 from tests.forks import in_processes
@@ -442,6 +442,12 @@ def test_skyrl_s_correction_multiplies_the_loss_and_masks(monkeypatch):
         assert metrics.get("is_ratio_mean") == (1.5 if enabled else None)
 
 
+def verl_vanilla(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="", config=None, rollout_is_weights=None
+):
+    """What verl 0.9.1 passes to a loss."""
+
+
 def test_an_objective_of_ones_own():
     """The loss for verl uses the objective unchanged; SkyRL passes scaled advantages."""
     start, old, advantages, *_ = batch()
@@ -465,27 +471,42 @@ def test_an_objective_of_ones_own():
         assert_equal(skyrl_call(each, start, old, scaled, skyrl_config())[0], expected.loss)
 
 
-def test_registering_in_verl(monkeypatch):
-    """With an unsupported version of verl, every registered loss raises an error that says so."""
+@pytest.mark.parametrize(
+    ("installed", "vanilla", "reason"),
+    [
+        ("0.7.0", verl_vanilla, "version 0.7.0 is installed"),
+        ("99.0", None, "compute_policy_loss_vanilla does not exist in version 99.0"),
+        ("99.0", lambda log_prob, *, config: None, r"takes \(log_prob, config\) in version 99.0"),
+        ("99.0", verl_vanilla, None),
+    ],
+)
+def test_registering_in_verl(installed, vanilla, reason, monkeypatch):
+    """Where verl is too old or calls losses in another way, every registered loss says so when called."""
     registry = {}
     algos = SimpleNamespace(register_policy_loss=lambda name: partial(registry.setdefault, name))
+    algos.compute_policy_loss_vanilla = vanilla
     monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", algos)
-    monkeypatch.setattr(verl, "require_package", lambda *arguments: None)
-    verl._register_all()
-    assert registry == verl.LOSSES
-    assert verl.register("mine", gk.GSPO()) is registry["mine"]
-    registry.clear()
-
-    def require(*arguments):
-        raise IntegrationError("verl: version 0.7.0 is installed, this adapter needs verl>=0.9.1,<0.10")
-
-    monkeypatch.setattr(verl, "require_package", require)
+    monkeypatch.setattr(errors, "version", lambda name: installed)
+    monkeypatch.setattr(errors, "requires", lambda name: ["verl>=0.9.1; extra == 'verl'"])
     verl._register_all()
     assert set(registry) == set(verl.LOSSES)
-    for refused in (lambda: registry["gk_gspo"](another=2), lambda: verl.register("mine", gk.GSPO())):
-        with pytest.raises(IntegrationError, match=r"version 0\.7\.0 is installed"):
-            refused()
+    if reason is None:
+        assert registry == verl.LOSSES
+        assert verl.register("mine", gk.GSPO()) is registry["mine"]
+    else:
+        for refused in (lambda: registry["gk_gspo"](another=2), lambda: verl.register("mine", gk.GSPO())):
+            with pytest.raises(IntegrationError, match=reason):
+                refused()
     assert importlib.import_module(entry_point()[1]) is verl
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [((gk.GSPO, "yes"), "follow_config: got str"), ((int,), "objective: got <class 'int'>")],
+)
+def test_wrong_arguments_of_a_loss_for_verl(given, message):
+    with pytest.raises(TypeError, match=message):
+        verl.VerlPolicyLoss("mine", *given)
 
 
 def entry_point():

@@ -7,6 +7,8 @@ the effect of one wrong coefficient.
 """
 
 import copy
+import importlib
+import sys
 import warnings
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -111,6 +113,7 @@ class Case:
     attributes: dict = field(default_factory=dict)
     matters: bool = True
     model: str = "qwen3"
+    ours: dict = field(default_factory=dict)
 
     @property
     def options(self):
@@ -237,7 +240,7 @@ def evaluate(kind, models, folder, case, problem):
     inputs = {
         "importance_sampling_ratio" if name.endswith("_ratio") else name: problem[name] for name in names
     }
-    trainer = make_trainer(kind, models[case.model], folder, **case.options)
+    trainer = make_trainer(kind, models[case.model], folder, ours=case.ours, **case.options)
     trainer.model.double().train()
     trainer.current_gradient_accumulation_steps = 2
     for name, value in case.attributes.items():
@@ -264,6 +267,35 @@ def test_loss_gradient_and_metrics_are_those_of_trl(name, models, problem, tmp_p
         if key not in WITHOUT:
             WITHOUT[key] = evaluate(GRPOTrainer, models, tmp_path, base, problem)[0]
         assert (WITHOUT[key] != loss) == case.matters
+
+
+LENGTH = {"aggregation_constant": 8}
+
+
+@pytest.mark.parametrize(
+    ("objective", "like"),
+    [
+        (gk.GSPO(), GSPO),
+        (gk.DAPO(0.02, 0.03), DAPO),
+        (gk.GRPO(0.02, 0.03, dual_clip=1.04), GRPO | {"delta": 1.04}),
+        (gk.DrGRPO(0.02, 0.03, **LENGTH), token("dr_grpo")),
+        (gk.CISPO(max_ratio=1.03), token("cispo") | {"epsilon_high": 1.03}),
+        (gk.GRPO(0.02, 0.03, aggregation="sum"), None),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else type(value).__name__,
+)
+def test_an_objective_takes_the_place_of_options(objective, like, models, problem, tmp_path):
+    """The step's loss and gradient are those of the options; a sum is the mean times the tokens."""
+    also, near = EVERYTHING if like else {}, 1e-6 if like else 1e-9
+    mine = Case(also, ours={"objective": objective})
+    loss, gradient, metrics = evaluate(FusedGRPOTrainer, models, tmp_path, mine, problem)
+    want, expected, _ = evaluate(GRPOTrainer, models, tmp_path, Case((like or DAPO) | also), problem)
+    steps, accumulated = 4, 2
+    share = 1.0 if like else problem["num_items_in_batch"].item() * accumulated / steps
+    assert loss == pytest.approx(share * want, rel=near, abs=1e-7 if like else 1e-12)
+    assert (gradient - share * expected).abs().max() <= near * share * expected.abs().max()
+    assert "clip_fraction/tokens" in metrics and not any(name.startswith("clip_ratio") for name in metrics)
+    assert ("kl/ref" in metrics) == (like is not None)
 
 
 def test_images_reach_the_loss(models, problem, tmp_path):
@@ -404,6 +436,52 @@ def test_options_without_an_equal_are_refused_by_name(options, message, tmp_path
     # Options are checked before the model is loaded.
     with pytest.raises(IntegrationError, match=message):
         make_trainer(FusedGRPOTrainer, "no such model", tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("ours", "options", "message"),
+    [
+        ({"memory": "lots"}, {}, "memory: got 'lots'"),
+        ({"max_chunk_bytes": 0}, {}, "max_chunk_bytes: got 0"),
+        ({"max_chunk_bytes": "1"}, {}, "max_chunk_bytes: got str"),
+        ({"max_chunk_bytes": 4, "memory": "least"}, {}, "max_chunk_bytes: got 4, expected None"),
+        ({}, {"temperature": 0.0}, "temperature: "),
+        ({}, {"beta": float("nan")}, "beta: got nan"),
+        ({"objective": gk.GSPO}, {}, "objective: got the class GSPO"),
+        ({"objective": gk.DPO()}, {}, "objective: DPO needs ref_logprobs and group_ids"),
+        ({"objective": gk.GSPO()}, GSPO, "epsilon: got 0.0003, expected GRPOConfig's default of 0.2"),
+        ({"objective": gk.GPG()}, KL, "use_bias_correction_kl: got True"),
+    ],
+)
+def test_options_are_checked_before_any_rollout(ours, options, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        make_trainer(FusedGRPOTrainer, "no such model", tmp_path, ours=ours, **options)
+
+
+CHANGED = {
+    "_compute_loss": lambda self, model, inputs, scale=1.0: None,
+    "_get_per_token_logps_and_entropies": lambda self, model, input_ids, attention_mask: None,
+    "get_high_entropy_mask": lambda self, entropies, threshold, mask: None,
+    "get_off_policy_mask": None,
+}
+
+
+def test_newer_versions_of_trl(monkeypatch, models, problem, tmp_path):
+    """They are served until a function changes its parameters, or the loss changes its value."""
+    adapter = "gspo_kernels.integrations.trl"
+    monkeypatch.setattr("gspo_kernels.integrations.errors.version", lambda name: "99.0")
+    monkeypatch.delitem(sys.modules, adapter)
+    newer = importlib.import_module(adapter).FusedGRPOTrainer
+    for name, function in CHANGED.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(GRPOTrainer, name, function)
+            patch.delitem(sys.modules, adapter)
+            with pytest.raises(IntegrationError, match=rf"^trl: GRPOTrainer\.{name} .* in version 99"):
+                importlib.import_module(adapter)
+    theirs = GRPOTrainer._compute_loss
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *given: 1.5 * theirs(*given))
+    with pytest.raises(IntegrationError, match="from the same log-probs"):
+        evaluate(newer, models, tmp_path, Case(GRPO), problem)
 
 
 def test_arguments_reach_copies_and_models_that_accelerate_has_unwrapped():

@@ -73,8 +73,11 @@ def configuration(output: Path, **options) -> GRPOConfig:
     return GRPOConfig(**(values | options))
 
 
-def make_trainer(kind, model, output, *, tool_tokens=False, peft_config=None, **options):
-    """Return a trainer of class ``kind`` for the model at path ``model`` with GRPOConfig ``options``."""
+def make_trainer(kind, model, output, *, tool_tokens=False, peft_config=None, ours=None, **options):
+    """Return a trainer of class ``kind`` for the model at path ``model`` with GRPOConfig ``options``.
+
+    ``ours`` are arguments that TRL's trainer does not take.
+    """
     tokenizer = make_tokenizer()
     tokenizer.padding_side = "left"
     with warnings.catch_warnings():
@@ -87,6 +90,7 @@ def make_trainer(kind, model, output, *, tool_tokens=False, peft_config=None, **
             processing_class=tokenizer,
             rollout_func=Rollouts(tool_tokens),
             peft_config=peft_config,
+            **(ours or {}),
         )
     trainer.remove_callback(PrinterCallback)
     return trainer

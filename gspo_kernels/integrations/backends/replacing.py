@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.integrations.errors import require_package
+from gspo_kernels.integrations.errors import check_signature, require_package
 
 _LOGGER = logging.getLogger("gspo_kernels")
 _INHERITED = object()
@@ -26,12 +27,13 @@ class Replacements:
 
     Args:
         framework: its distribution, as pip knows it; the import package has the same name.
-        versions: the versions whose functions are known, as pip writes them.
+        versions: the versions whose functions are known, as pip writes them; None: those of this package's
+            extras.
         functions: our function for each of the framework's. It takes the same arguments, or raises
             NotServedError.
     """
 
-    def __init__(self, framework: str, versions: str, functions: dict[str, Callable[..., Any]]):
+    def __init__(self, framework: str, versions: str | None, functions: dict[str, Callable[..., Any]]):
         self.framework, self.versions, self.functions = framework, versions, functions
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -39,21 +41,28 @@ class Replacements:
         """Replace the framework's functions, also in modules that have imported them already.
 
         Raises:
-            IntegrationError: the framework isn't installed, or its version is not one of ``versions``.
+            IntegrationError: the framework isn't installed, its version is not one of ``versions``, or one of
+                its functions takes other arguments; then nothing is replaced.
         """
         if self._undo:
             return
         require_package(self.framework, self.versions)
+        found = []
         for path, ours in self.functions.items():
             module, _, name = path.partition(":")
-            owner: Any = importlib.import_module(module)
+            owner = _module(self.framework, module)
             *classes, name = name.split(".")
             for each in classes:
-                owner = getattr(owner, each)
-            theirs = getattr(owner, name)
-            stand_in = _either(path.replace(":", "."), ours, theirs)
+                owner = getattr(owner, each, None)
+            theirs: Any = getattr(owner, name, None)
+            path = path.replace(":", ".")
+            known = inspect.signature(ours).parameters
+            required = sum(each.default is each.empty for each in known.values())
+            check_signature(self.framework, path, theirs, [*known], required=required)
+            found.append((owner, name, theirs, _either(path, ours, theirs), bool(classes)))
+        for owner, name, theirs, stand_in, in_class in found:
             self._set(owner, name, stand_in)
-            if not classes:
+            if not in_class:
                 self._set_where_imported(theirs, stand_in)
 
     def remove(self) -> None:
@@ -75,6 +84,16 @@ class Replacements:
             if name.startswith(prefix) and module is not None:
                 for attribute in [key for key, value in vars(module).items() if value is theirs]:
                     self._set(module, attribute, stand_in)
+
+
+def _module(framework: str, name: str) -> Any:
+    """Return a framework's module; None if the framework has none of this name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{error.name}.".startswith(f"{framework}."):
+            raise  # a dependency of the framework
+        return None
 
 
 def _either(path: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,6 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import IGNORED, entropy_of, head_of, linear_scores, scores
 
-SUPPORTED = ">=1.16,<1.17"
-
 
 def _selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
@@ -103,7 +101,7 @@ def _chunked_divergence_loss(
 
 REPLACEMENTS = Replacements(
     "trl",
-    SUPPORTED,
+    None,
     {
         "trl.trainer.utils:selective_log_softmax": _selective_log_softmax,
         "trl.trainer.utils:selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,

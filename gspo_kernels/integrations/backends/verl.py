@@ -13,8 +13,6 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores, sharing
 
-SUPPORTED = "==0.9.1"
-
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     return scores(logits, labels, inplace=inplace_backward).logprobs
@@ -45,7 +43,7 @@ def _linear_cross_entropy(
 
 REPLACEMENTS = Replacements(
     "verl",
-    SUPPORTED,
+    None,
     {
         "verl.utils.torch_functional:logprobs_from_logits": _logprobs_from_logits,
         "verl.utils.torch_functional:entropy_from_logits": entropy_of,
