@@ -147,13 +147,57 @@ def test_models_with_an_adapter_on_the_head_learn_as_peft_computes_it(enabled, p
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"lora_dropout": 0.1}, "LoRA with dropout"), ({"lora_bias": True}, "LoRA with a bias")],
-)
-def test_other_adapters_are_refused_with_the_reason(options, reason):
+ON_HEAD = {"target_modules": ["lm_head"]}
+TOKENS = {"token_indices": [5, 6, 7], "init_weights": False}
+ADAPTERS = [
+    ("LoraConfig", {"target_modules": ["q_proj", "lm_head"], "use_rslora": True}, None),
+    ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, None),
+    ("LoraConfig", {"target_modules": ["embed_tokens"]}, None),
+    ("LoraConfig", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6, 7]}, None),
+    ("LoraConfig", ON_HEAD | {"use_dora": True}, "a variant of LoRA"),
+    ("LoraConfig", ON_HEAD | {"lora_dropout": 0.1}, "LoRA with dropout"),
+    ("LoraConfig", ON_HEAD | {"lora_bias": True}, "LoRA with a bias"),
+    ("IA3Config", ON_HEAD | {"feedforward_modules": []}, "an adapter"),
+    ("TrainableTokensConfig", TOKENS, "an adapter"),
+    ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}, "prompt learning"),
+    ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}, "prompt learning"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "refused"), ADAPTERS)
+def test_every_adapter_learns_in_a_loop_or_is_refused(kind, options, refused):
+    """Embedding and head are one weight. The loop takes hidden states of the backbone, and lm_head_of."""
     from gspo_kernels.integrations.transformers import IntegrationError, lm_head_of
 
-    model = adapted_model(**options).train()
-    with pytest.raises(IntegrationError, match=reason):
-        lm_head_of(model)
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny("Qwen3 tied"), getattr(peft, kind)(**options))
+    rows = torch.arange(2, 20).view(2, 9)
+
+    def ours():
+        hidden = model.get_base_model().base_model(input_ids=rows).last_hidden_state
+        head = lm_head_of(model)
+        return gk.linear_token_logprobs(hidden, head.weight, rows, **head.options()).logprobs
+
+    if refused:
+        model.train()
+        with pytest.raises(IntegrationError, match=refused):
+            ours()
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.3)
+    theirs = model.eval()(rows).logits.log_softmax(-1).gather(-1, rows.unsqueeze(-1)).squeeze(-1)
+    weights, found = torch.linspace(-1, 1, rows.numel()).view(rows.shape), []
+    for logprobs in (ours(), theirs):
+        gradients = torch.autograd.grad((weights * logprobs).sum(), trained)
+        found.append([logprobs.detach(), *gradients])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+def test_mismatch_refuses_an_adapter_on_the_head():
+    from gspo_kernels.integrations.transformers import IntegrationError
+    from gspo_kernels.mismatch.scoring import Samples, Setting, score
+
+    samples = Samples([torch.arange(4)], [torch.arange(5)], torch.zeros(5))
+    with pytest.raises(IntegrationError, match="its lm_head carries LoRA"):
+        score(lambda dtype, attention: adapted_model().eval(), samples, Setting(), 64)

@@ -55,8 +55,13 @@ def lm_head_of(model: Any) -> LMHead:
 
     Raises:
         IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, or it is
-            quantized.
+            quantized; or the model has PEFT's prompt learning.
     """
+    if virtual_tokens_of(model):
+        raise IntegrationError(
+            "model: PEFT's prompt learning puts virtual tokens before the prompt, which hidden states of its "
+            "backbone do not see; call the model itself after fuse_lm_head(model), or take LoRA"
+        )
     model = causal_lm_of(model)
     head = head_module(model)
     scale, softcap = _logit_transform(model.config.get_text_config())

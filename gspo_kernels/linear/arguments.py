@@ -101,6 +101,11 @@ def check_inputs(
     check_scores("hidden", hidden, labels, "H", chunking.scattered)
     lora = weight if isinstance(weight, LoRAHead) else None
     weight = weight.weight if isinstance(weight, LoRAHead) else weight
+    if isinstance(weight, torch.nn.Module):
+        raise TypeError(
+            f"weight: got the module {type(weight).__name__}, expected a tensor [V, H] or a LoRAHead; "
+            "gspo_kernels.integrations.transformers.lm_head_of(model).weight is one, with LoRA on the head"
+        )
     checks.tensor("weight", weight, None, "[V, H]", labels.device, checks.FLOATS)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(

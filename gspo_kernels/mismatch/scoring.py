@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
+from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
@@ -189,6 +190,11 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
     assert samples.prompts is not None
     model = load(DTYPES[setting.weights], setting.attention)
     head, device = lm_head_of(model), model.device
+    if isinstance(head.weight, gk.LoRAHead):
+        raise IntegrationError(
+            "model: its lm_head carries LoRA, expected a plain weight; save what PEFT's merge_and_unload() "
+            "returns, and pass that"
+        )
     pairs = list(zip(samples.prompts, samples.completions, strict=True))
     batches = [[row] for row in range(len(pairs))]
     if setting.decode:
