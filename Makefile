@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Another version of torch, or all else as pinned: make test VENV=.venv-2.11 TORCH=2.11.0
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help demo real test quick verl lint bench campaign campaign-keep docs docs-serve clean
+.PHONY: help demo real test quick verl lint bench campaign docs docs-serve clean
 .PHONY: dist version dist-build dist-check dist-install wheels hub
 
 help:
@@ -17,7 +17,7 @@ help:
 	@echo "make bench  our losses and others': checked, then timed, in tables and plots (under ten minutes, CPU)"
 	@echo "make quick  environment, install, the quick tests (one minute)"
 	@echo "make verl   the tests that need verl, in an environment of its own"
-	@echo "make campaign  tests and benchmarks on a GPU, compared with the last one kept by make campaign-keep"
+	@echo "make campaign  tests and benchmarks on a GPU"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make dist   what is published: built, checked, installed into bare environments and used there"
 	@echo "make hub    the losses as a kernel of the Hugging Face hub, in dist/hub"
@@ -72,18 +72,11 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks run all --out runs/bench
 	$(BIN)/python -m benchmarks report --results runs/bench
 
-# Fails if a stage fails, or if one of our ratios is worse than in the campaign that was kept last, if there is one.
 CAMPAIGN ?= runs/campaign
-LAST ?= $(wildcard runs/last)
 # nine minutes are for a rented device; here every stage shall finish
 CAMPAIGN_OPTIONS ?= --minutes 30
 campaign: $(READY)
 	$(BIN)/python -m benchmarks campaign --out $(CAMPAIGN) $(CAMPAIGN_OPTIONS)
-	$(BIN)/python -m benchmarks verdict $(CAMPAIGN) $(if $(LAST),--last $(LAST))
-
-campaign-keep:
-	rm -rf runs/last
-	cp -r $(CAMPAIGN) runs/last
 
 # Tools that need neither torch nor this package, by the groups of pyproject.toml.
 $(VENV)/.docs $(VENV)/.wheels: $(VENV)/.%: pyproject.toml constraints.txt

@@ -17,7 +17,7 @@ import torch
 from benchmarks.measure import DeviceBroken, machine, print_peaks
 from benchmarks.registry import SUITES, Options
 
-for _module in ("contestants", "suites", "fidelity", "static", "trl_memory", "host", "products", "quack"):
+for _module in ("contestants", "suites", "fidelity", "static", "profile", "products"):
     importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
 
 DEVICE_BROKEN = 3
@@ -86,9 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     campaign.add_argument("--out", type=Path, required=True)
     campaign.add_argument("--device", default="cuda", choices=("cpu", "cuda"), help="cpu: a rehearsal")
     campaign.add_argument("--minutes", type=float, default=9.0)
-    verdict = commands.add_parser("verdict", help="whether a campaign is as good as an earlier one")
-    verdict.add_argument("folder", type=Path, help="what a campaign wrote")
-    verdict.add_argument("--last", type=Path, help="an earlier one; without it, only stages are judged")
     peaks = commands.add_parser("peaks")  # a process of its own for each measurement of memory
     peaks.add_argument("problem", type=Path)
     return parser
@@ -112,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     if args.command == "compare":
         return compare.main(args.a, args.b)
-    if args.command == "campaign":
-        return campaign.main(args.out, args.device, args.minutes)
-    return compare.verdict(args.folder, args.last)
+    return campaign.main(args.out, args.device, args.minutes)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Compare two runs: ``python -m benchmarks compare A B``; campaigns: ``verdict DIR --last LAST``.
+"""Compare two runs: ``python -m benchmarks compare A B``.
 
 Ratios to the floor are compared, not seconds, because seconds depend on the machine. Two runs agree on a
 contestant if their spreads (lowest to highest over the rounds) overlap. In a case without a floor, times
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,32 +100,3 @@ def main(a: Path, b: Path) -> int:
     agree = sum(line.agrees for line in found)
     print(f"{aligned(rows)}\n\n{len(found)} ratios; the spreads of {agree} overlap")
     return 0 if agree == len(found) else 1
-
-
-def verdict(folder: Path, last: Path | None) -> int:
-    """Print what is wrong with a campaign; return 0 if nothing is, 1 if something is, 2 without results.
-
-    A stage that did not finish is wrong, unless it was skipped because what it needs is not here. So is a
-    ratio of this package whose spread lies wholly above that of the campaign ``last``. Other contestants are
-    not judged.
-    """
-    try:
-        stages = json.loads((folder / "campaign.json").read_text())["stages"]
-        found = [
-            f"{one['name']}: {one['status']}, {one['reason']}"
-            for one in stages
-            if one["status"] not in ("done", "skipped")
-        ]
-        if last is None:
-            print("no earlier campaign to compare with")
-        else:
-            found += [
-                f"{line.suite}, {line.case}: {line.contestant} is {line.quotient:.2f} times as slow as before"
-                for line in lines(last, folder)
-                if line.ours and not line.agrees and line.quotient > 1
-            ]
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(found) or "every stage is done, and nothing of ours is slower")
-    return 1 if found else 0

@@ -61,11 +61,8 @@ TABLES = {
     "Larger problems": ("large",),
     "Peak memory": ("memory",),
     "Errors of log s, and flipped clip decisions": ("fidelity",),
-    "Peak memory of a loss in TRL's trainer": ("trl_memory",),
     "Kernels and idle gaps": ("profile",),
-    "Time of the host, and graphs": ("host",),
     "The product with exponentials in its epilogue": ("exponentials",),
-    "The product with exponentials by QuACK": ("quack",),
     "Products in a fixed order, and fp32 gradients of logits": ("fixed",),
 }
 """The tables of a section by title, and the suites of each."""
@@ -84,11 +81,8 @@ NOTES = {
     "fidelity": "bf16 hidden states and weight. Wrong: clip decisions that differ from fp64's, of sequences "
     "whose log s is 1e-6 to 1e-3 away from a bound; closer: 1e-8 to 1e-6.",
     "profile": "kernels and idle gaps of a loss and of a step, by torch.profiler; not measured on a GPU yet.",
-    "host": "when a call leaves the host free, with warm and cold caches, and when the device is done; "
-    "queued calls; replays of a CUDA graph; not measured on a GPU yet.",
     "exponentials": "the product whose epilogue takes exponentials, judged against fp64 and timed beside "
     "`torch.mm`; not measured on a GPU yet.",
-    "quack": "that product by QuACK's epilogues, beside ours; not measured on a GPU yet.",
     "fixed": "products of batch-invariant mode beside `torch.mm`, and gradients of fp32 logits beside a "
     "copy; not measured on a GPU yet.",
 }

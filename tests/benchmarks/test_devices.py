@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import benchmarks.__main__  # noqa: F401  it registers contestants and suites
-from benchmarks import host, products, quack
+from benchmarks import products, profile
 from benchmarks.registry import SUITES, Options
 from gspo_kernels.doctor import own_products
 from gspo_kernels.ops import backends
@@ -18,7 +18,7 @@ TINY = Options(torch.device("cpu"), "tiny", repeats=1)
 def test_gaps_are_times_in_which_nothing_ran():
     """The second kernel overlaps the first; b ends last but starts before c."""
     spans = [("c", 40.0, 45.0), ("a", 0.0, 10.0), ("b", 5.0, 30.0), ("a", 12.0, 20.0), ("c", 48.0, 50.0)]
-    found = host.timeline([host.Span(*span) for span in spans], calls=2)
+    found = profile.timeline([profile.Span(*span) for span in spans], calls=2)
     assert found["ms"] == 0.025 and found["idle_ms"] == 0.0065 and found["busy_ms"] == 0.0185
     assert found["gaps"] == [
         {"us": 10.0, "after": "b", "before": "c"}, {"us": 3.0, "after": "c", "before": "c"}
@@ -75,27 +75,9 @@ def test_the_product_with_exponentials_is_judged_before_it_is_timed(fault, monke
     assert any(word in judged["reason"] for word in FAULTS[fault].split("|"))
 
 
-@pytest.mark.parametrize(("name", "reason"), [("exponentials", "tensor maps"), ("quack", "quack|GPU")])
-def test_without_a_gpu_the_product_with_exponentials_is_missing(name, reason):
-    (line,) = SUITES[name].run(TINY)["lines"]
-    assert re.match(f"skipped: .*({reason})", line["reason"])
-
-
-def test_quacks_product_is_judged():
-    """Exact values pass, beside what a ragged last tile adds to the sum; each fault is named."""
-    operands = hidden, weight, labels = products.head(20, 300, 32, TINY.device)
-    offsets, logits = quack.offsets_of(*operands), hidden.double() @ weight.double().t()
-    e = torch.exp2(logits * quack.LOG2_E - offsets[:, None])
-    sums = torch.stack([e[:, :192].sum(1), e[:, 192:].sum(1) + 84 * torch.exp2(-offsets)], 1)
-    right = {
-        "D": e.bfloat16(),
-        "sums": sums.float(),
-        "logit": logits.gather(1, labels[:, None])[:, 0].float(),
-    }
-    assert quack.fault(right, *operands, offsets, 192) == ""
-    for name, words in {"D": "exponentials", "sums": "sums", "logit": "logits of labels"}.items():
-        wrong = right | {name: right[name] * 1.01}
-        assert quack.fault(wrong, *operands, offsets, 192).startswith(f"{words} are off")
+def test_without_a_gpu_the_product_with_exponentials_is_missing():
+    (line,) = SUITES["exponentials"].run(TINY)["lines"]
+    assert re.match("skipped: .*tensor maps", line["reason"])
 
 
 def test_products_in_a_fixed_order_are_compared(monkeypatch):
@@ -136,13 +118,7 @@ def test_backwards_of_many_and_of_few_programs_are_compared(monkeypatch):
     assert set(spans) == {1, 4, 16} and found["copy"]["seconds"] and gradients._BLOCKS == 4
 
 
-def test_launches_and_traces():
-    """What is missing or fails has a reason, and the others are timed."""
-    lines = {line["name"]: line for line in SUITES["host"].run(TINY)["lines"]}
-    for name in host.CAPTURED:
-        refused = "refused" in lines[name] or "CUDA" in lines[name]["graph"]["refused"]
-        assert refused, name
-    assert lines["log-probs: ours"]["warm_host"] > 0 and lines["hidden: ours, auto"]["queued_done"] > 0
+def test_kernels_and_gaps_are_recorded():
     calls = SUITES["profile"].run(TINY)["calls"]
     assert set(calls) == {"hidden: ours, auto", "step: ours, auto", "step: naive PyTorch"}
     assert all(0 <= one["idle_ms"] < one["ms"] and one["kernels"] for one in calls.values())

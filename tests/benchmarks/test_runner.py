@@ -92,28 +92,6 @@ def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
     assert found["ours, auto"] == pytest.approx(dict(zip(("low", "median", "high"), pairs, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("status", "name", "factor", "wrong"),
-    [
-        ("done", "ours, auto", 1.0, None), ("done", "ours, auto", 0.001, None),
-        ("skipped", "ours, auto", 1.0, None),
-        ("done", "ours, auto", 1000.0, "times as slow as before"),
-        ("done", "naive PyTorch", 1000.0, None), ("failed", "ours, auto", 1.0, "the reason"),
-    ],
-)  # fmt: skip
-def test_a_campaign_is_judged_by_stages_and_our_times(folder, tmp_path, status, name, factor, wrong, capsys):
-    altered(folder, tmp_path, name, factor)
-    stages = [{"name": "hidden", "status": status, "reason": "the reason"}]
-    (tmp_path / "campaign.json").write_text(json.dumps({"stages": stages}))
-    command = ["verdict", str(tmp_path), "--last", str(folder)]
-    assert command_line.main(command) == (0 if wrong is None else 1)
-    printed = capsys.readouterr().out
-    assert "nothing of ours is slower" in printed if wrong is None else wrong in printed
-    if status == "done":
-        assert compare.verdict(tmp_path, None) == 0
-    assert compare.verdict(tmp_path / "nowhere", None) == 2 and "nowhere" in capsys.readouterr().err
-
-
 # --- reporting
 
 

@@ -11,7 +11,6 @@ import importlib
 import sys
 import warnings
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +30,12 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels.integrations.transformers import fuse_lm_head
@@ -644,16 +648,29 @@ def test_two_processes_end_at_the_weights_of_trl(sharded, model_path, tmp_path, 
     in_processes(2, work)
 
 
-def test_the_largest_block_is_the_logits_of_completions(tmp_path, monkeypatch):
-    """The default chunk holds the logits of all completions; a smaller chunk holds a part of them."""
-    from benchmarks import trl_memory
-
-    monkeypatch.setattr(trl_memory, "VOCABULARY", 8192)
-    logits = trl_memory.SEQUENCES * 32 * 8192 * 4
-    monkeypatch.setitem(trl_memory.TRAINERS, "small", {"max_chunk_bytes": logits // 4})
-    for name, most in (("ours", logits), ("small", logits // 4 + 2**20)):
-        trainer = trl_memory.make_trainer(name, str(tmp_path))
-        trainer.model.train()
-        trainer.current_gradient_accumulation_steps = 1
-        loss = partial(trainer.compute_loss, trainer.model, trl_memory.inputs(16, 32))
-        assert most / 2 <= largest_allocation(lambda loss=loss: loss().backward()) <= most
+@pytest.mark.parametrize("parts", (1, 4))
+def test_largest_allocation_is_the_chunk_of_logits(tmp_path, parts):
+    """The default chunk holds the logits of all completions; ``max_chunk_bytes`` bounds it."""
+    B, T, V, H = 4, 32, 8192, 64
+    logits = B * T * V * 4
+    config = Qwen3Config(
+        vocab_size=V, hidden_size=H, intermediate_size=H, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=H,
+    )  # fmt: skip
+    trainer = FusedGRPOTrainer(
+        Qwen3ForCausalLM(config), reward,
+        configuration(tmp_path, per_device_train_batch_size=B, num_generations=B),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * B}), processing_class=make_tokenizer(),
+        **({} if parts == 1 else {"max_chunk_bytes": logits // parts}),
+    )  # fmt: skip
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    ids, ones = torch.randint(V, (B, 16 + T)), torch.ones(B, 16 + T, dtype=torch.int64)
+    batch = {
+        "prompt_ids": ids[:, :16], "prompt_mask": ones[:, :16], "completion_ids": ids[:, 16:],
+        "completion_mask": ones[:, 16:], "advantages": torch.ones(B),
+        "old_per_token_logps": torch.zeros(B, T), "num_items_in_batch": torch.tensor(B * T),
+    }  # fmt: skip
+    largest = largest_allocation(lambda: trainer.compute_loss(trainer.model, batch).backward())
+    most = logits // parts + (0 if parts == 1 else 2**20)
+    assert most / 2 <= largest <= most
