@@ -1,8 +1,8 @@
 """Compare two runs: ``python -m benchmarks compare A B``.
 
-Ratios to the floor are compared, not seconds, because seconds depend on the machine. Two runs agree on a
-contestant if their spreads (lowest to highest over the rounds) overlap. In a case without a floor, times
-are divided by those of naive PyTorch in the same run.
+Ratios to bare matmuls or copies are compared, not seconds, because seconds depend on the machine. Two runs
+agree on a contestant if their spreads (lowest to highest over the rounds) overlap. In a case without bare
+operations, times are divided by those of naive PyTorch in the same run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from benchmarks.tables import aligned, between, number
 
 YARDSTICK = "naive PyTorch"
-"""The contestant whose time divides the others' in a case without a floor."""
+"""The contestant whose time divides the others' in a case without bare operations."""
 Record = dict[str, Any]
 
 

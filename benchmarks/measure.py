@@ -56,7 +56,6 @@ class Case:
         shape: the shape that tables show.
         wanted: regular expressions for whole names of contestants.
         floor: the weight of each probe; see ``probes``.
-        floor_name: the floor in words.
         repeats: rounds that count; 0 measures memory only.
         judge: problem -> an object with the method ``verdict``.
     """
@@ -66,7 +65,6 @@ class Case:
     shape: dict[str, Any]
     wanted: Sequence[str]
     floor: dict[str, float] = field(default_factory=dict)
-    floor_name: str = ""
     repeats: int = 5
     judge: Callable[[Any], Any] = Judge
 
@@ -338,7 +336,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
         "task": problem.task,
         "shape": case.shape,
         "repeats": repeats,
-        "floor": {"name": case.floor_name, "probes": case.floor, "seconds": floors},
+        "floor": {"probes": case.floor, "seconds": floors},
         "results": [entrant.record for entrant in everyone],
     }
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import problem
 from benchmarks.compare import YARDSTICK, Record, load, ratios
 from benchmarks.fidelity import table
-from benchmarks.tables import Row, markdown, number, shape_text
+from benchmarks.tables import Row, floor_text, markdown, number, shape_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
@@ -32,7 +32,8 @@ round, error and version. `make bench` measures this machine in ten minutes, and
 
 - A cell is `milliseconds · MiB`: the median time of forward and backward, and the peak beyond the inputs. The
   least of a column is bold. Empty: not in the case. `wrong`, `refused`: not timed, for a reason in the file.
-- The floor is what the case's matrix products take alone, or from logits a copy that moves as many bytes.
+- `torch.mm` alone: three `torch.mm` of these shapes (log-probs: one), with logits in the inputs' dtype. From
+  logits: a copy that moves as many bytes. A ratio below 1 means that a contestant is faster.
 - A contestant is timed only after its loss and gradients are right: on the very tensors that are timed, its
   error against fp64 is at most twice that of plain PyTorch at the same precision, plus one rounding.
 - Of larger problems, peak memory and errors the first CPU's are shown; the files have the others'.
@@ -108,7 +109,8 @@ def cases_table(records: Sequence[Record]) -> str:
     rows: list[Row] = [["", *heads]]
     rows.append(["shape", *(shape_text(case["shape"]) for _, case in cases)])
     if any(floors):
-        rows.append(["floor", *(number(1e3 * floor) if floor else "" for floor in floors)])
+        what = "copy" if records[0]["suite"] == "logits" else "torch.mm"
+        rows.append([f"{what} alone", *(number(1e3 * floor) if floor else "" for floor in floors)])
     return markdown([*rows, *([name, *(cells.get(name, "") for cells in columns)] for name in names)])
 
 
@@ -223,7 +225,7 @@ def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
     parts.append((note.read_text() if note.exists() else "") + spread_line(records))
     parts += [table for table in (campaign_table(folder), trainer_table(folder)) if table]
     if main_cases(records):
-        parts.append(f"![Times over the floor](benchmarks_{folder.name}.png)\n")
+        parts.append(f"![Times relative to the bare operations](benchmarks_{folder.name}.png)\n")
     for title, suites in TABLES.items():
         shown = [records[name] for name in suites if name in records]
         # a contestant may break the device before there is anything to show
@@ -373,7 +375,7 @@ def _clean(ax: Any, axis: str) -> None:
 
 
 def plot_bars(records: dict[str, Record], path: Path) -> None:
-    """Draw ratios to the floor (of steps: to naive PyTorch) of the main cases, with their spreads."""
+    """Draw ratios to the matmuls or copies of the main cases (of steps: to naive PyTorch), with spreads."""
     chosen = main_cases(records)
     shown = [{n: ratio for n, ratio in ratios(case).items() if "reference" not in n} for _, case in chosen]
     counts = [len(found) for found in shown]
@@ -394,7 +396,7 @@ def plot_bars(records: dict[str, Record], path: Path) -> None:
                 number(ratio["median"]), (ratio["high"], name), (4, 0), textcoords="offset points",
                 va="center", fontsize=8.5, color=INK, bbox={"fc": "white", "ec": "none", "pad": 0.8},
             )  # fmt: skip
-        floor = case["floor"]["name"] if case["floor"]["probes"] else YARDSTICK
+        floor = floor_text(case["floor"]["probes"]) if case["floor"]["probes"] else YARDSTICK
         shape = shape_text({k: v for k, v in case["shape"].items() if k != "layers"})
         ax.set_title(f"{record['title']}\n{shape}", loc="left", fontsize=10, color=INK)
         ax.set_xlabel(f"time / {floor}", fontsize=9, color=INK)

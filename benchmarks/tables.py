@@ -55,7 +55,12 @@ def result_rows(case: dict[str, Any]) -> list[Row]:
     timed = case["repeats"] > 0
     floor = timed and bool(case["floor"]["probes"])
     phases = ("forward", "backward") if timed and case["task"] != "scoring" else ()
-    header = ["", *(["ms"] if timed else []), *phases, *(["x floor"] if floor else [])]
+    header = [
+        "",
+        *(["ms"] if timed else []),
+        *phases,
+        *([f"/ {floor_text(case['floor']['probes'])}"] if floor else []),
+    ]
     rows: list[Row] = [[*header, "peak MiB", "error / allowed"]]
     for result in case["results"]:
         if result["status"] != "right":
@@ -86,10 +91,17 @@ def shape_text(shape: dict[str, Any]) -> str:
     return ", ".join([*parts, *(f"{key}={value:,}" for key, value in rest.items())])
 
 
+def floor_text(probes: dict[str, float]) -> str:
+    """Say what times are compared with: a copy of the logits, or ``torch.mm`` over the counted tokens."""
+    if "copy" in probes:
+        return f"a copy of {2 * probes['copy']:g} accesses per logit"
+    return "one torch.mm" if len(probes) == 1 else "three torch.mm of these shapes"
+
+
 def case_table(case: dict[str, Any]) -> str:
     """Return the text that a run prints for a case."""
     text = f"{case['name']}: {shape_text(case['shape'])}"
     if case["floor"]["probes"] and case["floor"]["seconds"]:
         seconds = statistics.median(case["floor"]["seconds"])
-        text += f"; floor ({case['floor']['name']}) {number(seconds * 1e3)} ms"
+        text += f"; {floor_text(case['floor']['probes'])}: {number(seconds * 1e3)} ms"
     return f"\n{text}\n{aligned(result_rows(case))}"
