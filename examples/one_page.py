@@ -244,7 +244,7 @@ def plot(records: list[dict[str, float]], path: Path) -> None:
     ):
         for name in names:
             points = [(record["step"], record[name]) for record in records if name in record]
-            axes.plot(*zip(*points, strict=True), label=name, marker="." if "/greedy" in name else None)
+            axes.plot(*zip(*points, strict=True), label=name, marker=".")
         axes.set(xlabel="step", ylabel=what)
         axes.legend()
     figure.savefig(path, dpi=120)

@@ -45,8 +45,8 @@ def _exit_status(prog: str, command: Callable[[], None]) -> int:
     """Run a command and return its exit status; print an error that a person can mend as one sentence."""
     try:
         command()
-    except KeyboardInterrupt:
-        print("\ninterrupted; --resume goes on from the last checkpoint, if there is one", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"\ninterrupted{interrupt}", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("gspo_kernels"):
@@ -273,7 +273,12 @@ def _run(
     if trainer is None:
         from gspo_kernels.trainer.loop import GSPOTrainer as trainer
     made = trainer(config.model, None, rewards, dataset, eval_dataset, config)
-    made.train(resume=resume, overwrite=overwrite, force=force)
+    try:
+        made.train(resume=resume, overwrite=overwrite, force=force)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(
+            "; --resume continues from the last checkpoint, if there is one"
+        ) from interrupt
 
 
 def _quiet_transformers() -> None:

@@ -1,6 +1,6 @@
 """Plots: the looks of all of them, and the progress of a run.
 
-Rewards and accuracy, the health of the updates, speed and time.
+Rewards, the health of the updates, speed and time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
     for ax, (title, lines, scale) in zip(axes, shown, strict=False):
         style(ax, title, "step")
         _draw(ax, records, {key: label for key, label in lines.items() if key in measured}, scale)
-        ax.set_xlim(0, max(records[-1]["step"], 1))
+        last = max(records[-1]["step"], 1)
+        ax.set_xlim(-0.02 * last, 1.02 * last)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
     if not shown:
@@ -60,7 +61,7 @@ def style(ax: Any, title: str, label: str) -> None:
 
 
 PANELS: list[tuple[str, dict[str, str], str]] = [
-    ("Held-out accuracy", {"eval/greedy_accuracy": "greedy", "eval/sampled_accuracy": "sampled"}, "share"),
+    ("Eval reward", {"eval/greedy_reward": "greedy", "eval/sampled_reward": "sampled"}, ""),
     ("Groups with equal rewards", {"groups_without_variance": "share of a rollout"}, "share"),
     ("Completions that end by themselves", {"completions/finished": "share of a rollout"}, "share"),
     ("Clipped share", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share"),
@@ -94,6 +95,9 @@ def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: 
         ax.plot(x, [math.nan if v is None else v for v in values], color=color, alpha=0.25, linewidth=1)
         mean = smoothed(values, max(1, len(measured) // 30))
         ax.plot(x, mean, color=color, linewidth=1.8, label=label)
+        gap = [True, *map(math.isnan, mean), True]
+        alone = [i for i in range(len(mean)) if gap[i] and gap[i + 2]]  # no line leads to these points
+        ax.plot([x[i] for i in alone], [mean[i] for i in alone], "o", color=color, markersize=4)
     if scale == "zero":
         ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
     elif scale == "log" and any(value > 0 for value in drawn):
@@ -103,3 +107,4 @@ def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: 
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     else:
         ax.ticklabel_format(useOffset=False)
+        ax.yaxis.get_offset_text().set_ha("right")  # left of the title

@@ -100,7 +100,7 @@ def draw() -> None:
     from gspo_kernels import plots
     from gspo_kernels.trainer.report import read_metrics
 
-    curves = {"eval/greedy_accuracy": "most likely answer", "eval/sampled_accuracy": "sampled answer"}
+    curves = {"eval/greedy_reward": "most likely answer", "eval/sampled_reward": "sampled answer"}
     kept = ("step", "reward/mean", *curves)
     records = [{k: r[k] for k in kept if k in r} for r in read_metrics(FOLDER / "metrics.jsonl")]
     lines = "".join(json.dumps(record) + "\n" for record in records)

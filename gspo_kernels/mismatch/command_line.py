@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,17 @@ from torch import Tensor
 
 from gspo_kernels.mismatch import scoring
 from gspo_kernels.mismatch.measure import Comparison
-from gspo_kernels.mismatch.report import MismatchReport, make_report
+from gspo_kernels.mismatch.report import FILES, MismatchReport, make_report
 from gspo_kernels.mismatch.scoring import DTYPES, Load, Models, Samples, Setting
 from gspo_kernels.trainer.config import EngineConfig, InputError, TrainConfig
 from gspo_kernels.trainer.data import load_prompts, prepare_prompts
-from gspo_kernels.trainer.model import end_token_ids, load_tokenizer, padding_token_id
+from gspo_kernels.trainer.model import (
+    end_token_ids,
+    load_tokenizer,
+    padding_token_id,
+    same_weights,
+    weights_digest,
+)
 from gspo_kernels.trainer.processes import ALONE, seed_everything
 from gspo_kernels.trainer.rollout import ModelEngine, RolloutEngine, Sampling
 from gspo_kernels.trainer.vllm import vllm_engine
@@ -54,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument("--clip-high", type=float, default=4e-4, help="GSPO's range above 1")
     parser.add_argument("--no-switches", action="store_true", help="measure only, attribute nothing")
     parser.add_argument("--output", type=Path, default=Path("mismatch"), help="directory of the report")
+    parser.add_argument("--overwrite", action="store_true", help="replace the report in --output")
     return parser
 
 
@@ -86,6 +93,9 @@ def _check(chosen: argparse.Namespace) -> None:
     if chosen.url is not None and chosen.sampler_dtype != "fp32":
         raise InputError("--sampler-dtype is for the model that samples itself, and --url samples elsewhere")
     EngineConfig(url=chosen.url)
+    if not chosen.overwrite and any((chosen.output / name).exists() for name in FILES):
+        choices = "replace it with --overwrite, or choose another --output"
+        raise InputError(f"{chosen.output} already has a report: {choices}")
     ranges = {
         "count": (1, math.inf),
         "max_new_tokens": (1, math.inf),
@@ -113,6 +123,7 @@ def _with_model(chosen: argparse.Namespace, about: dict[str, Any]) -> MismatchRe
     tokenizer, load = load_tokenizer(chosen.model), Models(chosen.model, device)
     sampling = Sampling(chosen.max_new_tokens, chosen.temperature, chosen.top_p, chosen.top_k)
     samples = _samples(chosen, tokenizer, load, sampling)
+    stale = _stale(chosen, samples.steps, load)
     baseline = Setting(
         weights=chosen.dtype,
         head=chosen.head,
@@ -128,9 +139,25 @@ def _with_model(chosen: argparse.Namespace, about: dict[str, Any]) -> MismatchRe
     del model
     _tell("scoring as training does")
     comparison = _comparison(chosen, samples, scoring.score(load, samples, baseline, chosen.tokens))
-    named = {} if chosen.no_switches else named
+    named = {} if chosen.no_switches or stale else named
     switched = scoring.attribute(load, samples, baseline, comparison, named, chosen.tokens, _tell)
-    return make_report(samples, comparison, switched, tokenizer, about)
+    return make_report(samples, comparison, switched, tokenizer, about, stale)
+
+
+def _stale(chosen: argparse.Namespace, steps: Mapping[str, int], load: Load) -> str:
+    """Return a sentence if the weights are not those that sampled in these steps of a run, else ""."""
+    if not steps:
+        return ""
+    dtype = torch.float32 if chosen.dtype == "fp32" else torch.bfloat16  # from fp16 a digest would differ
+    digest = weights_digest(load(dtype, chosen.attention))
+    before = min([step - 1 for other, step in steps.items() if not same_weights(digest, other)], default=None)
+    if before is None:
+        return ""
+    export = f"`gspo export RUN --step {before} --to DIR` writes those if their checkpoint was kept"
+    return (
+        f"These weights are not those that sampled, so the differences include training: {chosen.rollouts} "
+        f"was sampled by {f'the weights of step {before}; {export}' if before else 'the untrained model'}."
+    )
 
 
 def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: Sampling) -> Samples:

@@ -16,6 +16,7 @@ from gspo_kernels.mismatch.measure import Comparison
 from gspo_kernels.mismatch.scoring import Samples, Switched
 from gspo_kernels.plots import BLUE, INK, ORANGE, style
 
+FILES = ("mismatch.json", "mismatch.png")
 EXPLAINED = 0.5  # a switch explains a difference if it takes away this share of the mean
 _HARMLESS = 0.01  # share of sequences outside of the clip range up to which no correction is advised
 
@@ -30,11 +31,12 @@ class MismatchReport:
     worst: list[dict[str, Any]]
     switched: Sequence[Switched]
     about: dict[str, Any]  # what was compared, for the file
+    stale: str = ""  # that the weights are not those that sampled, if they are not
 
     def write(self, folder: Path) -> list[Path]:
-        """Write mismatch.json and mismatch.png, and return their paths."""
+        """Write ``FILES``, and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / "mismatch.json", folder / "mismatch.png"]
+        paths = [folder / name for name in FILES]
         text = json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
         paths[0].write_text(text + "\n", encoding="utf-8")
         draw(self.comparison, self.switched, paths[1])
@@ -47,7 +49,7 @@ class MismatchReport:
             "about": self.about,
             "clip": list(comparison.clip),
             "summary": comparison.summary(),
-            "advice": advise(comparison, self.switched),
+            "advice": advise(comparison, self.switched, self.stale),
             "switches": [
                 {"name": each.name, "change": each.change, "moved": each.moved, **each.comparison.summary()}
                 for each in self.switched
@@ -64,7 +66,7 @@ class MismatchReport:
         """Return a table and the advice, for a terminal."""
         n = self.comparison.summary()
         lines = [
-            f"{n['tokens/count']:,} tokens in {n['sequences/count']:,} sequences",
+            f"tokens: {n['tokens/count']:,}   sequences: {n['sequences/count']:,}",
             "",
             f"tokens     |training - sampling|  mean {_nats(n['tokens/mean'])}   "
             f"median {_nats(n['tokens/quantile_0.5'])}   "
@@ -87,7 +89,7 @@ class MismatchReport:
             shown = f"{w['text']!r} after {w['context']!r}" if "text" in w else str(w["token"])
             numbers = f"{w['training']:>12.4f}{w['sampling']:>11.4f}{w['training'] - w['sampling']:>12.1e}"
             lines.append(f"  {w['sequence']:>5}:{w['position']:<8}{numbers}   {shown}")
-        sentences = advise(self.comparison, self.switched)
+        sentences = advise(self.comparison, self.switched, self.stale)
         wrapped = [textwrap.fill(f"- {sentence}", 100, subsequent_indent="  ") for sentence in sentences]
         return "\n".join([*lines, "", *wrapped])
 
@@ -98,6 +100,7 @@ def make_report(
     switched: Sequence[Switched],
     tokenizer: Any,
     about: dict[str, Any],
+    stale: str = "",
 ) -> MismatchReport:
     """Put a report together; ``tokenizer`` may be None."""
     sizes = comparison.difference.abs().nan_to_num(math.inf)
@@ -114,7 +117,7 @@ def make_report(
             before = [] if samples.prompts is None else samples.prompts[sequence].tolist()
             context = (before + ids[:position])[-12:]
             worst[-1] |= {"text": tokenizer.decode([ids[position]]), "context": tokenizer.decode(context)}
-    return MismatchReport(comparison, worst, switched, about)
+    return MismatchReport(comparison, worst, switched, about, stale)
 
 
 def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
@@ -130,8 +133,10 @@ def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
     return next(each for each, mean in zip(possible, left, strict=True) if mean <= min(left) + 0.01 * before)
 
 
-def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
+def advise(comparison: Comparison, switched: Sequence[Switched], stale: str = "") -> list[str]:
     """Return sentences that say how bad the difference is, where it comes from, and what to do."""
+    if stale:
+        return [stale]
     numbers = comparison.summary()
     outside, impossible = numbers["sequences/outside"], numbers["tokens/impossible"]
     low, high = comparison.clip
@@ -219,7 +224,8 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
     sizes = comparison.difference[comparison.possible].abs()
     if positive := sizes[sizes > 0].tolist():
         low, high = math.log10(min(positive)), math.log10(max(positive))
-        ends = max(low, high - 8), high + 1e-6
+        # two decades at least, or tick labels overlap; a little wider than the values, against rounding
+        ends = max(min(low, high - 2), high - 8) - 1e-6, high + 1e-6
         edges = torch.logspace(*ends, 41, dtype=torch.float64, device="cpu")
         tokens.hist(positive, bins=edges.tolist(), color=BLUE)
         tokens.set_xscale("log")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Samples:
     completions: list[Tensor]  # B of token ids, [C_i], C_i > 0
     logprobs: Tensor  # [N] fp64, by the sampler, in nats; -inf: the sampler finds the token impossible
     masks: list[SamplingMask] | None = None  # B, tokens that the sampler could have drawn; None: not known
+    steps: Mapping[str, int] = field(default_factory=dict)  # of a run, by the digest of the weights then
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -47,7 +48,8 @@ def read_samples(path: Path, tokenizer: Any, max_count: int, tell: Callable[[str
 
     The columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt_ids". Files of older
     releases have "prompt" in its place; ``tell`` then gets a sentence. "sampling_mask" is used if every
-    completion has one. An `InputError` names a row that does not fit.
+    completion has one, and "step" with "weights_digest" if they are there. An `InputError` names a row that
+    does not fit.
     """
     stored = load_prompts(path)
     rows = [stored[i] for i in range(min(max_count, len(stored)))]
@@ -63,7 +65,9 @@ def read_samples(path: Path, tokenizer: Any, max_count: int, tell: Callable[[str
     values = [value for row in rows for value in row["logprobs"]]
     logprobs = torch.tensor(values, dtype=torch.float64, device="cpu")
     masks = [SamplingMask.of(each) for row in rows if (each := row.get("sampling_mask")) is not None]
-    return Samples(prompts, completions, logprobs, masks if len(masks) == len(rows) else None)
+    by_weights = {row.get("weights_digest"): row.get("step") for row in rows}
+    steps = {str(digest): step for digest, step in by_weights.items() if digest and type(step) is int}
+    return Samples(prompts, completions, logprobs, masks if len(masks) == len(rows) else None, steps)
 
 
 def _prompt_of(row: Mapping[str, Any], tokenizer: Any, where: str) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -91,8 +92,9 @@ def check_rows(rows: Rows, name: str, column: str = "prompt") -> None:
         if not isinstance(row, Mapping):
             raise InputError(f"{place}: expected a mapping of columns to values, got {type(row).__name__}")
         if column not in row:
-            columns = f"({', '.join(map(repr, row)) or 'none'}); data.prompt_column names the one to use"
-            raise InputError(f"{place}: no {column!r} among the columns {columns}")
+            columns = f"({', '.join(map(repr, row)) or 'none'})"
+            choose = "rename the one to use, or name it in data.prompt_column of gspo train"
+            raise InputError(f"{place}: no {column!r} among the columns {columns}; {choose}")
         if taken := [repr(each) for each in RESERVED if each in row]:
             why = "because reward functions get an argument of that name"
             raise InputError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
@@ -190,6 +192,16 @@ def prepare_prompts(
     if any(ids[-1] == tokenizer.eos_token_id and not text.endswith(end) for text, ids in texts):
         why = "so completions begin after the end; set add_eos_token to false in tokenizer_config.json"
         warnings.warn(f"{name}: the tokenizer appends its end token {end} to prompts, {why}", stacklevel=2)
+    start = getattr(tokenizer, "bos_token_id", None)
+    if start is not None and any(ids[:2] == [start, start] for ids in tokens):
+        cure = "remove one from the texts, or set add_bos_token to false in tokenizer_config.json"
+        warnings.warn(f"{name}: prompts begin with two {tokenizer.bos_token} tokens; {cure}", stacklevel=2)
+    last = [prompt[-1]["content"] for prompt in asked if not isinstance(prompt, str)]
+    if last and (end := _end_of_turn(tokenizer, options)) and any(end in text for text in last):
+        cure = "set data.prompt_template to '{prompt}', or give messages without it"
+        warnings.warn(
+            f"{name}: prompts have the chat template ({end}) and get it again; {cure}", stacklevel=2
+        )
     return Prompts(rows, tokens, column_names(rows), asked)
 
 
@@ -205,6 +217,19 @@ def _ask(prompt: Any, tokenizer: Any, options: DataConfig) -> Any:
     if system is None or prompt[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": system}, *prompt]
+
+
+def _end_of_turn(tokenizer: Any, options: DataConfig) -> str:
+    """Return what the chat template writes after the message of a user, "" if that is not known."""
+    content = "content 0123"
+    for opens_next in (False, True):
+        with suppress(Exception):  # of a template that does not take this conversation
+            turn = {"add_generation_prompt": opens_next, **options.template_options}
+            asked = _ask(content, tokenizer, options)
+            text = tokenizer.apply_chat_template(asked, tokenize=False, **turn)
+            if end := text.rpartition(content)[2].strip():
+                return str(end)
+    return ""
 
 
 def encode_prompt(tokenizer: Any, prompt: Any, place: str, options: Mapping[str, Any]) -> list[int]:

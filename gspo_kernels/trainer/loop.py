@@ -22,7 +22,7 @@ from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollo
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
 from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
 from gspo_kernels.trainer.memory import SAMPLING, UPDATE, explained_memory, plan_memory
-from gspo_kernels.trainer.model import Policy, export_model, load_tokenizer, make_policies
+from gspo_kernels.trainer.model import Policy, export_model, load_tokenizer, make_policies, weights_digest
 from gspo_kernels.trainer.processes import map_shares, seed_everything, set_up
 from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
@@ -90,6 +90,10 @@ class GSPOTrainer:
         self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
         first = excerpt(self.tokenizer.decode(self.train_prompts.tokens[0]), 2000)
         self.report.say(f"the first prompt, as the model sees it:\n{first}")
+        distinct = {tuple(ids) for ids in self.eval_prompts.tokens} if self.eval_prompts else set()
+        if shared := distinct.intersection(map(tuple, self.train_prompts.tokens)):
+            both = f"{len(shared)} of {len(distinct)} eval prompts are in the training dataset too"
+            self.report.say(f"{both}: their eval reward is not that of held-out prompts", warning=True)
         every = [*self.train_prompts.tokens, *(self.eval_prompts.tokens if self.eval_prompts else ())]
         self.longest = max(map(len, every))  # tokens of a prompt
         for rope in varying_ropes(self.model):
@@ -144,6 +148,7 @@ class GSPOTrainer:
         self.step += 1
         seed_everything(config.seed, self.step, self.accelerator.process_index)
         try:
+            digest = weights_digest(self.model) if config.save_rollouts else ""
             rollout = self.rollout()
             batch = self.compare(rollout)
         except (Exception, SystemExit):
@@ -164,7 +169,10 @@ class GSPOTrainer:
             raise
         finally:
             self.report.step(self.step, metrics)
-        self.report.rollout(self.step, rollout, self.tokenizer, show=evaluates)
+        if config.save_rollouts:
+            self.report.save_rollout(self.step, rollout, batch, self.train_prompts, self.tokenizer, digest)
+        if evaluates:
+            self.report.show_rollout(self.step, rollout, self.tokenizer)
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
             self.save(self.state_dict())
@@ -260,7 +268,7 @@ class GSPOTrainer:
         return Rollout(samples, self.score(samples, prompts), 1)
 
     def evaluate(self) -> Metrics:
-        """Complete the held-out prompts once greedily, once sampled; return the mean of every reward."""
+        """Complete the held-out prompts once greedily, once sampled; return mean rewards."""
         if self.eval_prompts is None:
             return {}
         metrics: Metrics = {}
@@ -269,7 +277,7 @@ class GSPOTrainer:
             sampling = sampling_of(self.config.rollout, greedy=label == "greedy", return_mask=False)
             rollout = self.evaluation(self.eval_prompts, sampling)
             means = {name: float(values.nanmean()) for name, values in rollout.rewards.by_name.items()}
-            metrics[f"eval/{label}_accuracy"] = means[self.rewards.names[0]]
+            metrics[f"eval/{label}_reward"] = float(rollout.rewards.total.nanmean())
             metrics |= {f"eval/{label}/{k}": value for k, value in {**means, **rollout.metrics}.items()}
         return metrics
 

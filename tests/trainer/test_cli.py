@@ -104,7 +104,7 @@ def test_gsm8k_as_the_readme_says(tmp_path, monkeypatch, capsys):
     prompt = QWEN_PROMPT.format(system=system, question="train 0: 48 + 24?")
     assert f"the first prompt, as the model sees it:\n{prompt}" in said
     records = read_metrics(tmp_path / "runs/gsm8k/metrics.jsonl")
-    assert [record["eval/greedy_accuracy"] for record in records] == [0.0, 0.0]
+    assert [record["eval/greedy_reward"] for record in records] == [0.0, 0.0]
     assert records[1]["reward/last_number"] == 0.0
 
 
@@ -208,7 +208,7 @@ def test_the_demonstration_learns_and_writes_over_nothing_of_others(tmp_path, ca
     assert cli.main(line) == 0
     first, *later = read_metrics(tmp_path / "demo" / "metrics.jsonl")
     for label in ("greedy", "sampled"):
-        before, after = (1 - record[f"eval/{label}_accuracy"] for record in (first, later[-1]))
+        before, after = (1 - record[f"eval/{label}_reward"] for record in (first, later[-1]))
         assert after <= 0.8 * before, (label, before, after)
     # As GSPO should: nothing is clipped before the weights move, and much afterwards.
     for record in later:

@@ -117,7 +117,7 @@ def test_the_time_left_is_that_of_all_steps_since_the_start(tmp_path, monkeypatc
 def test_the_terminal_shows_every_metric_and_the_time_left_at_any_width(tmp_path, width):
     report, out = make_report(tmp_path, width, terminal=True)
     with report:
-        report.step(0, {"eval/greedy_accuracy": 0.5, "eval/sampled_accuracy": 0.25})
+        report.step(0, {"eval/greedy_reward": 0.5, "eval/sampled_reward": 0.25})
         for step in (1, 2, 3):
             time.sleep(0.02)
             report.step(step, RECORD)
@@ -177,7 +177,7 @@ def test_plot_of_any_run(tmp_path):
             records.append(RECORD | {"step": n, "reward/mean": None if n == 3 else n / 40})
         for record in records[::2] if evaluated else ():
             record |= {"mismatch/mean": 0.0}
-            record |= {"eval/greedy_accuracy": 0.5, "eval/sampled_accuracy": 0.25}
+            record |= {"eval/greedy_reward": 0.5, "eval/sampled_reward": 0.25}
         path = tmp_path / f"plots{steps}{evaluated}" / "progress.png"
         plot_progress(records, path)
         assert path.read_bytes().startswith(b"\x89PNG")

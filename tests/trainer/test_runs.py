@@ -84,7 +84,7 @@ def test_what_a_run_writes(straight, tokenizer):
     lines = run.metrics.read_text().splitlines()
     records = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
     assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
-    assert ["eval/greedy_accuracy" in record for record in records] == [True, False, True, False, True]
+    assert ["eval/greedy_reward" in record for record in records] == [True, False, True, False, True]
     assert all(v is None or math.isfinite(v) for record in records for v in record.values())
     keys = (
         "reward/mean reward/some groups_without_variance ratio/min ratio/max minibatch_2/clip_fraction/low "

@@ -143,7 +143,7 @@ def test_evaluation_is_of_the_first_turn_and_of_the_best(tmp_path, tokenizer):
     trainer = made("turns", tmp_path, tokenizer, lambda prompt, _: script[prompt], eval_rows=ROWS)
     metrics = trainer.evaluate()
     for label in ("greedy", "sampled"):
-        assert metrics[f"eval/{label}_accuracy"] == 3.5 and metrics[f"eval/{label}/best_turn"] == 4.5
+        assert metrics[f"eval/{label}_reward"] == 3.5 and metrics[f"eval/{label}/best_turn"] == 4.5
 
 
 def shaped(lengths, rewards):
