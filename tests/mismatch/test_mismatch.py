@@ -1,6 +1,7 @@
 """``gspo mismatch`` on a tiny model; transformers' ``generate`` samples in the command, or for files."""
 
 import copy
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -67,7 +68,7 @@ def rollouts(path, tokenizer, model, masks=False, **sampling):
 
 
 def reported(tmp_path, *arguments):
-    assert cli.main(["mismatch", *map(str, arguments), "--output", str(tmp_path / "out")]) == 0
+    assert cli.main(["mismatch", *map(str, arguments), "--overwrite", "--output", str(tmp_path / "out")]) == 0
     return json.loads((tmp_path / "out" / "mismatch.json").read_text())
 
 
@@ -203,6 +204,49 @@ def test_two_files(tmp_path, peaked, tokenizer, capsys, no_picture):
     arguments = ("--rollouts", one, "--against", other, "--output", tmp_path / "no")
     assert "row 4: its token_ids are not those" in error_of(capsys, *arguments)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("flags", [["--update.learning_rate=1e-6"], ["--lora.rank=4", "--lora.alpha=8"]])
+def test_weights_that_did_not_sample_are_named(tmp_path, directory, flags, no_picture):
+    """Whatever exported them, and rounded to 16 bits or not; those that sampled are recognized."""
+    run, prompts, reward = tmp_path / "run", directory / "prompts.jsonl", tmp_path / "my_reward.py"
+    reward.write_text("def odd(completion_ids):\n    return [float(ids[0] % 2) for ids in completion_ids]\n")
+    line = ["--model", directory, "--dataset", prompts, "--reward", f"{reward}:odd", "--output", run, *flags]
+    line += ["--rollout.prompts_per_rollout=4", "--rollout.max_new_tokens=4", "--rollout.group_size=8"]
+    line += ["--save_rollouts", "--checkpoint.every=1", "--update.steps=2", "--update.minibatches=2"]
+    assert cli.main(["train", *map(str, line)]) == 0
+    for name, options in (("whole", []), ("half", ["--dtype", "bf16"])):
+        assert cli.main(["export", str(run), "--step", "1", "--to", str(tmp_path / name), *options]) == 0
+    for model, step, options, stale in (
+        (run / "model", 2, [], True),
+        (run / "model", 2, ["--dtype", "bf16"], True),
+        (directory, 2, [], True),
+        (tmp_path / "whole", 2, [], False),
+        (tmp_path / "whole", 2, ["--dtype", "bf16"], False),
+        (tmp_path / "whole", 2, ["--dtype", "fp16"], False),
+        (tmp_path / "half", 2, [], False),
+        (tmp_path / "whole", 1, [], True),
+        (directory, 1, [], False),
+    ):
+        file = run / "rollouts" / f"step_00000{step}.jsonl"
+        report = reported(tmp_path, model, "--rollouts", file, "--no-switches", *options)
+        assert any("not those that sampled" in advice for advice in report["advice"]) == stale
+        if stale:
+            assert not any("although nothing was trained" in advice for advice in report["advice"])
+
+
+def test_a_report_is_not_overwritten(tmp_path, peaked, tokenizer, capsys, no_picture):
+    file, out = rollouts(tmp_path / "one.jsonl", tokenizer, peaked), tmp_path / "out"
+    two_files = ("--rollouts", file, "--against", file, "--output", out)
+    for name in ("mismatch.json", "mismatch.png"):
+        out.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        assert "--overwrite" in error_of(capsys, *two_files)
+        assert [path.read_text() for path in out.iterdir()] == ["mine"]
+        (out / name).unlink()
+    (out / "notes.txt").write_text("mine")
+    assert cli.main(["mismatch", *map(str, two_files)]) == 0 and (out / "notes.txt").exists()
+    assert cli.main(["mismatch", *map(str, two_files), "--overwrite"]) == 0
 
 
 # --- how log-probs are computed
@@ -414,7 +458,10 @@ def test_the_cause_is_what_takes_the_difference_away():
     assert any("No single switch explains it" in sentence for sentence in advise(before, rest))
 
 
-@pytest.mark.parametrize("differences", [([-math.inf, 0.1], [0.0]), ([0.0],), ([-math.inf],)], ids=str)
+ONE = ([0.0],), ([-math.inf],), ([1e-3] * 4,), ([2e-5],), ([1e-3, 1.3e-3],)
+
+
+@pytest.mark.parametrize("differences", [([-math.inf, 0.1], [0.0]), *ONE], ids=str)
 def test_a_report_where_numbers_are_not_finite_or_nothing_differs(tmp_path, differences, monkeypatch):
     comparison = compared(*differences)
     completions = [torch.arange(5, 5 + len(each)) for each in differences]
@@ -425,6 +472,16 @@ def test_a_report_where_numbers_are_not_finite_or_nothing_differs(tmp_path, diff
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or save(figure, path))
     written, picture = report.write(tmp_path)
     assert not drawn[0].axes[2].patches  # a bar on a logarithmic axis would have no base
+    drawn[0].canvas.draw()
+    boxes = [
+        label.get_window_extent()
+        for label in drawn[0].axes[0].get_xticklabels(which="both")
+        if label.get_text()
+    ]
+    boxes.sort(key=lambda box: box.x0)
+    assert all(one.x1 < next_one.x0 for one, next_one in itertools.pairwise(boxes))
+    differ = comparison.possible & (comparison.difference != 0)
+    assert sum(bar.get_height() for bar in drawn[0].axes[0].patches) == differ.sum()
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(written.read_text())
     if len(differences) == 2:

@@ -111,6 +111,17 @@ def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, ca
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_nodes_without_a_shared_file_system(tmp_path, tokenizer, kind):
+    def train(rank):
+        config = small_config(tmp_path / str(rank), update={"steps": 1}, save_rollouts=True)
+        options = {"accelerator": accelerator_of(kind), "eval_dataset": None}
+        last = make_trainer(tokenizer, ROWS, odd_share, config, **options).train()
+        assert last["step"] == 1 and "reward/mean" in last
+
+    in_processes(2, train)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_run_resumes_bit_for_bit_exports_and_goes_on_alone(tmp_path, tokenizer, kind, capfd):
     """The run goes on in one process, and then in two again. Weights and optimizer are restored bit for bit.
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels import demo
-from gspo_kernels.advantages import gdpo
+from gspo_kernels.advantages import gdpo, group_normalized
 from gspo_kernels.trainer.checkpoint import RunDirectory, export_checkpoint
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.report import PATIENCE, read_metrics
@@ -101,11 +101,15 @@ def test_what_a_run_writes(straight, tokenizer):
         kept = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(kept) == 12
         assert metrics["reward/mean"] == pytest.approx(sum(r["reward"] for r in kept[::2]) / 6)
+        rewards = torch.tensor([math.nan if r["reward"] is None else r["reward"] for r in kept])
+        advantages = group_normalized(rewards, group_size=4).nan_to_num(0.0)
+        assert [r["advantage"] for r in kept] == pytest.approx(advantages.tolist())
         for index, record in enumerate(kept):
             expected = None if index % 2 else len(record["token_ids"])
             assert record["prompt"] == ROWS[record["row"]]["prompt"]
             assert record["prompt_ids"] == tokenizer(record["prompt"])["input_ids"]
             assert record["rewards"]["some"] == record["reward"] == expected
+            assert record["step"] == metrics["step"] and record["columns"] == {"letter": record["prompt"][0]}
             assert len(record["logprobs"]) == len(record["token_ids"]) and max(record["logprobs"]) <= 0
             assert record["completion"] == tokenizer.decode(record["token_ids"], skip_special_tokens=True)
 
@@ -114,6 +118,23 @@ def test_what_a_run_writes(straight, tokenizer):
     assert same(weights(loaded), weights(straight.model))
     assert AutoTokenizer.from_pretrained(run.model)("abc")["input_ids"] == tokenizer("abc")["input_ids"]
     assert not list(run.path.rglob(".unfinished*"))
+
+
+@pytest.mark.parametrize(
+    ("held_out", "warned"),
+    [(ROWS[:3], "3 of 3 eval prompts"), ([{"prompt": "zz"}, ROWS[0]], "1 of 2"), ([{"prompt": "zz"}], "")],
+)
+def test_eval_reward_and_prompts_that_are_trained_on(tmp_path, tokenizer, capsys, held_out, warned):
+    def tens(completions):
+        return [10.0] * len(completions)
+
+    config = small_config(tmp_path, reward_weights=[2.0, 0.5])
+    trainer = make_trainer(tokenizer, ROWS, [tens, odd_share], config, eval_dataset=held_out)
+    said = " ".join(capsys.readouterr().out.split())
+    assert (warned in said) if warned else ("in the training dataset too" not in said)
+    metrics = trainer.evaluate()
+    weighted = 2.0 * metrics["eval/greedy/tens"] + 0.5 * metrics["eval/greedy/odd_share"]
+    assert metrics["eval/greedy_reward"] == pytest.approx(weighted)
 
 
 def test_trackers_get_one_run_with_its_completions_that_a_resumed_run_goes_on_with(
