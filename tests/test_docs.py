@@ -212,7 +212,7 @@ def shortened(command):
     if re.search(r"gspo demo", command):
         command += " --overwrite" + ("" if "--steps" in command else " --steps 1")
     if re.search(r"gspo mismatch", command):
-        command += "" if "--max-new-tokens" in command else " --max-new-tokens 4"
+        command += " --overwrite" + ("" if "--max-new-tokens" in command else " --max-new-tokens 4")
         command += "" if "--count" in command or "--against" in command else " --count 2"
         command += " --no-switches" if "--sampler-dtype" in command or "--rollouts" in command else ""
     command = re.sub(r"(?<=--count )128", "2", command)

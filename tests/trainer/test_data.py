@@ -233,7 +233,7 @@ TEMPLATES += ["<s>[INST] {{ messages[0].content }} [/INST]{{ ' ' if add_generati
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("opens", [False, True])
-def test_a_prompt_with_its_chat_template_is_warned_about(template, opens):
+def test_a_prompt_templated_twice_is_warned_about(template, opens):
     chat = demo.make_tokenizer()
     chat.chat_template = template
     message = [{"role": "user", "content": "hi"}]
