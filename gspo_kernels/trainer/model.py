@@ -302,25 +302,24 @@ def is_tied(model: Any) -> bool:
     return bool(model.config.tie_word_embeddings) and not any(hasattr(end, "base_layer") for end in ends)
 
 
-def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return all weights (shards under FSDP2) with the adapters added, by the names of the plain model."""
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    for prefix, module in model.named_modules():
-        name = f"{prefix}.base_layer.weight"
-        if name in state:
-            state[name] = state[name] + module.get_delta_weight("default").to(state[name].dtype)
-    state = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
-    if dtype is not None:
-        state = {n: tensor.to(dtype) if tensor.is_floating_point() else tensor for n, tensor in state.items()}
+def _merged(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield all weights (shards under FSDP2) with the adapters added, by the names of the plain model."""
     tied = set(model._tied_weights_keys or ()) if is_tied(model) else set()
-    return {name: tensor for name, tensor in state.items() if name not in tied}
+    for name, tensor in model.state_dict().items():
+        plain, tensor = name.replace(".base_layer.", "."), tensor.detach()
+        if ".lora_" in name or plain in tied:
+            continue
+        if name.endswith(".base_layer.weight"):
+            module = model.get_submodule(name.removesuffix(".base_layer.weight"))
+            tensor = tensor + module.get_delta_weight("default").to(tensor.dtype)
+        yield plain, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def exported_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield whole weights as `export_model` writes them, on their device; all processes must iterate."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    for name, weight in revert_weight_conversion(model, _merged(model, dtype)).items():
+    for name, weight in revert_weight_conversion(model, dict(_merged(model, dtype))).items():
         yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
@@ -331,7 +330,7 @@ def weights_digest(model: Any) -> str:
     The sample is rounded to bf16, so that the digest of an export in bf16 is that of the trained weights.
     """
     rows = []
-    for weight in _merged(model, None).values():
+    for _, weight in _merged(model, None):
         whole = (weight.full_tensor() if isinstance(weight, DTensor) else weight).flatten()
         values = whole[:: max(1, -(-len(whole) // 256))].bfloat16()
         rows.append(nn.functional.pad(values, (0, 256 - len(values))))
