@@ -1,9 +1,11 @@
 """Score centering (arXiv 2609.20807): a policy gradient without the mean of its score under the sampler.
 
 The gradient ``A f s`` of a drawn token, s = dlog p, has the mean ``E_q[A] E_q[f s] + Cov_q(A, f s)``. The
-first part is what the term of ``ScoreCentering`` takes away: its gradient is ``A E_q[f s]``, as the ids that
-are not in H add alpha f(1 / alpha) times their sum of p_v s_v, which is minus the sum over H. A row then has
-coefficients of K + 1 ids, see ``ops.selected``.
+term of ``ScoreCentering`` subtracts the first part: its gradient is ``A E_q[f s]``, where q is ``alpha p_v``
+outside of H. These ids add ``alpha f(1 / alpha)`` times the sum of p_v s_v over them, which is
+``(1 - P_H) dlog(1 - P_H)``. So they add ``(1 - Q_H) f(1 / alpha) dlog(1 - P_H)``, while coefficients of alpha
+p_v, which would have to cancel, have no bound. A row has coefficients of K + 1 ids and of the mass that they
+leave, see ``ops.selected``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from gspo_kernels import bits, checks
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.exact import exact, exact_dtype, exact_sum
 from gspo_kernels.layout import as_rows
+from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import check_rows
@@ -38,12 +41,12 @@ class ScoreCentering:
     With q the sampler's probabilities of the ids H of a token, p the policy's, and f the weight that the
     objective gives a token, the loss becomes, after arXiv 2609.20807,
 
-        loss += agg(A sum_{v in H} sg[q_v f(p_v / q_v) - alpha f(1 / alpha) p_v] log p_v)
+        loss += agg(A (sum_{v in H} sg[q_v f(p_v / q_v)] log p_v + sg[(1 - Q_H) f(1 / alpha)] log(1 - P_H)))
 
     with the objective's aggregation and mask, but no ``rollout_weights``. ``alpha = (1 - Q_H) / (1 - P_H)``:
-    the other ids count in the proportions of p; 0 where there are none. ``docs/off_policy.md`` says which
-    objectives have such an f: 1, TIS and MIS are the paper's. Others are refused, as a ratio of a sequence
-    (GSPO) gives an id no weight. Unless f is 1, ``old_logprobs`` must be the sampler's.
+    the other ids count in the proportions of p; they add 0 where there are none. ``docs/off_policy.md`` says
+    which objectives have such an f: 1, TIS and MIS are the paper's. Others are refused, as a ratio of a
+    sequence (GSPO) gives an id no weight. Unless f is 1, ``old_logprobs`` must be the sampler's.
 
     Args:
         ids: [B, T, K], or [N, K] with ``cu_seqlens``; int64 or int32: the sampler's most likely ids, or all
@@ -139,15 +142,15 @@ def normalize(
     if tuple(ids.shape[:-1]) != shape or ids.shape[-1] == 0:
         raise ValueError(f"centering.ids: got shape {tuple(ids.shape)}, expected {(*shape, 'K')} with K >= 1")
     q = checks.floats("centering.logprobs", centering.logprobs, tuple(ids.shape), "the shape of ids", device)
-    ids, q = (as_rows(each, packed) for each in (torch.where(ids == -1, bits.NO_ID, ids), q.detach()))
+    ids, q = as_rows(ids, packed), as_rows(q.detach(), packed)
     labels = tokens if width else torch.where(terms.counted(tokens), 0, bits.NO_ID)
     try:
         ids = checked_ids(ids, q, labels, width, options, packed)
     except ValueError as error:
         raise ValueError(f"centering.{str(error).removeprefix('teacher_')}") from None
-    left_out = labels == options.ignore_index
-    present = first_places(ids, None) & ~left_out.unsqueeze(-1)
-    label = labels.masked_fill(left_out, bits.NO_ID) if width else torch.full_like(labels, bits.NO_ID)
+    present, label = first_places(ids, None), torch.full_like(labels, bits.NO_ID)
+    if width:
+        label = labels.masked_fill(labels == options.ignore_index, bits.NO_ID)
     chosen = torch.cat([label.unsqueeze(-1), torch.where(present, ids, bits.NO_ID)], -1)
     return CenteringRows(chosen, torch.where(present, exact(q), -torch.inf), torch.zeros_like(labels), weight)
 
@@ -173,44 +176,35 @@ def _(tokens: Tensor, *_: Any) -> Tensor:
     return tokens.new_empty(tokens.shape, dtype=exact_dtype(tokens.device))
 
 
-@torch.no_grad()
-def coefficients_of(logprobs: Tensor, tail: Tensor, centering: CenteringRows) -> Tensor:
-    """Return d loss / d log p of the K ids of each row, [B, T, K] in ``exact_dtype``.
+def centering_loss(scored: tuple[Tensor, Tensor], centering: CenteringRows, cp_group: str) -> Tensor:
+    """Return what centering adds to the loss, 0-d in ``exact_dtype``, over the rows of all ranks;
+    differentiable. Log-probs without a coefficient may be anything.
 
     Args:
-        logprobs: [B, T, K + 1]: of ``centering.ids``.
-        tail: [B, T], the log of the probability that these ids leave.
+        scored: log-probs of ``centering.ids`` [B, T, K + 1], and the log of the mass that they leave, [B, T].
         centering: the rows, with factors.
+        cp_group: the process group whose ranks share sequences, or "".
     """
-    label, ids, log_q = centering.ids[..., :1], centering.ids[..., 1:], centering.logprobs
-    weight, present, logprobs = centering.weight, ids != bits.NO_ID, exact(logprobs)
+    label, ids, weight = centering.ids[..., :1], centering.ids[..., 1:], centering.weight
+    logprobs, tail, present = exact(scored[0]), exact(scored[1]).unsqueeze(-1), ids != bits.NO_ID
     log_p = torch.where(present, logprobs[..., 1:], -torch.inf)
-    # a label beside the ids is one of those that they leave
-    beside = (label != bits.NO_ID) & ~(ids == label).any(-1, keepdim=True)
-    of_label = torch.where(beside, logprobs[..., :1], -torch.inf)
-    log_rest_p = torch.logaddexp(exact(tail).unsqueeze(-1), of_label)
-    log_rest_q = torch.log(-torch.expm1(log_q.logsumexp(-1, keepdim=True).clamp(max=0.0)))
-    of_rest = weight._replace(eps=math.inf).times_q(torch.zeros_like(log_rest_p), log_rest_q - log_rest_p)
-    nothing = (log_rest_p == -torch.inf) | (log_rest_q == -torch.inf)
-    c = weight.times_q(log_p, log_q) - torch.where(nothing, 0.0, of_rest) * log_p.exp()
-    factors = centering.factors.unsqueeze(-1)
-    return torch.where(present & (factors != 0), factors * c, 0.0)
-
-
-def sum_of(logprobs: Tensor, coefficients: Tensor, cp_group: str) -> Tensor:
-    """Return ``sum(coefficients * logprobs)`` over the rows of all ranks, 0-d in ``exact_dtype``;
-    differentiable. Log-probs without a coefficient may be anything.
-    """
-    total = exact_sum(torch.where(coefficients != 0, coefficients * exact(logprobs), 0.0).flatten())
+    # a label that is not among the ids belongs to the mass that they leave
+    outside = (label != bits.NO_ID) & ~(ids == label).any(-1, keepdim=True)
+    of_label = torch.where(outside, logprobs[..., :1], -torch.inf)
+    log_left_p = finite.logsumexp(torch.cat([tail, of_label], -1))
+    with torch.no_grad():
+        log_q, factors = centering.logprobs, centering.factors.unsqueeze(-1)
+        log_left_q = torch.log(-torch.expm1(log_q.logsumexp(-1, keepdim=True).clamp(max=0.0)))
+        of_left = weight._replace(eps=math.inf).times_q(log_left_p, log_left_q)
+        nothing = (log_left_p == -torch.inf) | (log_left_q == -torch.inf) | ~present.any(-1, keepdim=True)
+        of_left = torch.where(nothing, 0.0, of_left)
+        coefficients = torch.cat([weight.times_q(log_p, log_q), of_left], -1)
+        coefficients = torch.where(factors != 0, factors * coefficients, 0.0)
+    terms = torch.where(coefficients != 0, coefficients * torch.cat([log_p, log_left_p], -1), 0.0)
+    total = exact_sum(terms.flatten())
     if not cp_group:
         return total
     return total + (sum_(cp_group, total.detach().clone()) - total.detach())
-
-
-def centering_loss(scored: tuple[Tensor, Tensor], centering: CenteringRows, cp_group: str) -> Tensor:
-    """Return what centering adds to the loss, from the first arguments of ``coefficients_of``."""
-    coefficients = coefficients_of(*scored, centering)
-    return sum_of(scored[0][..., 1:], coefficients, cp_group)
 
 
 def normalize_given(
@@ -229,7 +223,14 @@ def normalize_given(
     of_ids, tail = selected
     packed, shape, device = terms.cu_seqlens is not None, tuple(centering.ids.shape), logprobs.device
     checks.floats("selected_logprobs.logprobs", of_ids, shape, "the shape of centering.ids", device)
-    tail = torch.full_like(of_ids[..., 0], -torch.inf) if tail is None else tail
-    checks.floats("selected_logprobs.tail", tail, shape[:-1], "the tokens of centering.ids", device)
+    if tail is None:
+        tail = torch.full_like(of_ids[..., 0], -torch.inf)
+    else:
+        checks.floats("selected_logprobs.tail", tail, shape[:-1], "the tokens of centering.ids", device)
+        if of_ids.requires_grad and not tail.requires_grad:
+            raise ValueError(
+                "selected_logprobs.tail: got a tensor without gradient, expected the tail that "
+                "gk.selected_logprobs returns with the log-probs, or None where no other id could be drawn"
+            )
     # in the place of the label, which is no id here, anything
-    return (torch.nn.functional.pad(as_rows(of_ids, packed), (1, 0)), as_rows(tail.detach(), packed)), rows
+    return (torch.nn.functional.pad(as_rows(of_ids, packed), (1, 0)), as_rows(tail, packed)), rows

@@ -256,8 +256,8 @@ def distillation_loss(
         top_k_of: "teacher" or "student": whose most likely ids these are.
         add_tail: with ``top_k`` or ``ids``, the probability of all other ids is one more column; False: both
             sides are normalised over the ids alone.
-        ids: [B, T, K] or [N, K], int64 or int32: the ids of ``teacher_logprobs``, -100 where a token has
-            fewer. An id that occurs twice counts once. The divergence of a token without ids is 0.
+        ids: [B, T, K] or [N, K], int64 or int32: the ids of ``teacher_logprobs``, -1 or -100 where a
+            token has fewer. An id that occurs twice counts once. The divergence of a token without ids is 0.
         teacher_logprobs: the shape of ``ids``: log-probs in nats over the whole vocabulary, as an engine
             returns them.
         loss_mask, cu_seqlens, lengths, normalizer: as in ``policy_loss``.

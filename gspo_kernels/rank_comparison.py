@@ -103,7 +103,8 @@ class RankComparison:
         if terms is not None:
             logprobs = labels if labels.is_floating_point() else None
             check_values(labels, terms._replace(cp_group=""), logprobs=logprobs)
-        check_temperature(teacher_temperature)
+        if options is not None:
+            check_temperature(teacher_temperature, labels, options.ignore_index, "teacher_temperature")
         if options is None:
             self._exchange()
         elif not options.shard.group:

@@ -75,8 +75,8 @@ def kept_mask(ids: Tensor, vocabulary_size: int) -> Tensor:
     """The ids that a sampler could have drawn, as a bitmask to pass as ``kept_mask``.
 
     Args:
-        ids: [B, T, K] or [N, K], int64 or int32, in any order and any number of times; -100 where a token has
-            fewer than K.
+        ids: [B, T, K] or [N, K], int64 or int32, in any order and any number of times; -1 or -100 where a
+            token has fewer than K.
         vocabulary_size: V of the logits; where ranks share the vocabulary, that of all ranks together.
 
     Returns:

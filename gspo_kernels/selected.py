@@ -52,8 +52,8 @@ def selected_logprobs(
 
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
-        ids: [B, T, K] or [N, K], int64 or int32, -100 where a token has fewer. An id may occur several times:
-            each place has its own log-prob, the gradients of its places add, and its mass counts once.
+        ids: [B, T, K] or [N, K], int64 or int32, -1 or -100 where a token has fewer. An id may occur several
+            times: each place has its own log-prob, the gradients of its places add, and its mass counts once.
         normalize_within: the log-probs are those of a softmax over each token's ids alone; only the logits of
             these ids are read, and there is no tail.
         temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.

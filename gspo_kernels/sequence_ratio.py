@@ -114,7 +114,7 @@ def sequence_ratio(
         labels = merged = mask_labels(labels, mask, None, options.ignore_index).labels
         mask = None
     if options.transform.row_temperature is not None:
-        check_temperature(options.transform.row_temperature)
+        check_temperature(options.transform.row_temperature, labels, options.ignore_index)
     if operands.cu_seqlens is not None:
         check_cu_seqlens(operands.cu_seqlens, labels)
     if operands.normalizer is not None:

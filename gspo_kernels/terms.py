@@ -331,19 +331,21 @@ def check_values(
         value_checks.check_cu_seqlens(terms.cu_seqlens, tokens)
     if mask and terms.loss_mask is not None and terms.loss_mask.dtype != torch.bool:
         terms = terms._replace(loss_mask=value_checks.check_mask(terms.loss_mask))
+
+    def counts() -> Tensor:
+        return terms.layout(tokens).sum(exact(terms.counted(tokens)))
+
     if terms.normalizer is not None:
         normalizer = terms.normalizer
         if normalizer.ndim:
-            counts = terms.layout(tokens).sum(exact(terms.counted(tokens)))
-            normalizer = torch.where(counts > 0, normalizer, 1.0)
+            normalizer = torch.where(counts() > 0, normalizer, 1.0)
         value_checks.check_normalizer(normalizer)
     if terms.lengths is not None:
-        counts = terms.layout(tokens).sum(exact(terms.counted(tokens)))
-        value_checks.check_lengths(terms.lengths, counts)
+        value_checks.check_lengths(terms.lengths, counts())
     # a mean may be of one sequence, an objective over groups may not
     ids = terms.group_ids
     if ids is not None and "group_ids" in from_spec(terms.objective).needs and checked_values(ids.device):
-        _check_groups(ids)
+        _check_groups(ids, counts() > 0)
     if logprobs_too:
         check_logprobs(tokens, terms, logprobs)
     return _agree_on_token_terms(tokens, terms) if terms.cp_group else terms
@@ -445,10 +447,12 @@ def may_have_gradient(tokens: Tensor, terms: Terms) -> Tensor:
     return possible
 
 
-def _check_groups(group_ids: Tensor) -> None:
-    """Refuse a group of one sequence, as cutting groups into micro-batches leaves them."""
-    ids, counts = torch.unique(group_ids, return_counts=True)
-    single = ids[counts == 1]
+def _check_groups(group_ids: Tensor, nonempty: Tensor) -> None:
+    """Refuse a group of one sequence, as cutting groups into micro-batches leaves them. Sequences without a
+    counted token may have any id.
+    """
+    _, places, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    single = group_ids[(counts[places] == 1) & nonempty]
     if single.numel():
         raise ValueError(
             f"group_ids: group {int(single[0])} has a single sequence, expected whole groups of at least "

@@ -337,7 +337,7 @@ class RatioWeight(NamedTuple):
         if self.outside == "zero":
             bounded = torch.where(below | above, -torch.inf, log_p)
         moved = (log_p.exp() - log_q.exp()).abs()
-        return torch.where(moved <= self.eps, bounded.exp(), 0.0)
+        return torch.where(moved > self.eps, 0.0, bounded.exp())
 
 
 class RatioOperands(NamedTuple):

@@ -38,7 +38,7 @@ by_objective = pytest.mark.parametrize(
 
 
 def weight_of_tail(objective, p, q):
-    """Return f of the ids that are left, none of which is large."""
+    """Return f of the mass that is left, of which no id is large."""
     each = (
         gk.PrimeIPO(eps=1e9, max_ratio=objective.max_ratio)
         if isinstance(objective, gk.PrimeIPO)
@@ -48,9 +48,14 @@ def weight_of_tail(objective, p, q):
 
 
 class Problem:
-    """A batch with holes, repeated ids, fewer ids and none, and with anything where tokens don't count."""
+    """A batch with holes, repeated ids, fewer ids and none, and with anything where tokens don't count.
 
-    def __init__(self, objective, K=5, *, V=61, dtype=torch.float32, linear=False, packed=False, draw=0):
+    ``far``: by how many nats policy and sampler prefer K candidates, from which the ids are, to all others.
+    """
+
+    def __init__(
+        self, objective, K=5, *, V=61, dtype=torch.float32, linear=False, packed=False, draw=0, far=None
+    ):  # fmt: skip
         rng, fixed = generator(300 + draw), generator(31)
         self.objective, self.packed, self.linear = objective, packed, linear
         self.part = slice(None)  # the tokens of this rank
@@ -60,23 +65,27 @@ class Problem:
         self.groups = torch.tensor((7, 7, 3, 3) if packed else (7, 3))
         self.mask = torch.ones(N, dtype=torch.bool)
         self.mask[2] = self.mask[5] = False
-        self.ids = torch.stack([torch.randperm(V, generator=fixed)[:K] for _ in range(N)])
+        self.ids = torch.stack([torch.randperm(K if far else V, generator=fixed)[:K] for _ in range(N)])
         self.ids[0, -1] = self.ids[0, 0]
-        self.ids[1, 1:3], self.ids[3, 0], self.ids[4] = torch.tensor([-1, -100]), -1, -1
+        self.ids[1, 1 : min(K, 3)], self.ids[3, 0], self.ids[4] = torch.tensor([-1, -100])[: K - 1], -1, -1
         self.labels = torch.randint(0, V, (N,), generator=fixed)
         self.labels[0], self.labels[6] = self.ids[0, 0], self.ids[6, 1]
-        q = torch.randn(N, V, generator=fixed, dtype=torch.float64).mul(1.5).log_softmax(-1)
+        q = torch.randn(N, V, generator=fixed, dtype=torch.float64).mul(1.5)
+        if far:
+            q[:, K:] -= far[1]
+        q = q.log_softmax(-1)
         self.q = q.gather(-1, self.ids.clamp(min=0))
         self.old = q.gather(-1, self.labels.unsqueeze(-1)).squeeze(-1)
         self.advantages = torch.randn(N if packed else len(lengths), generator=fixed, dtype=torch.float64)
         self.weights = torch.rand(N, generator=fixed, dtype=torch.float64) + 0.5
         shapes = {"hidden": (N, 12), "weight": (V, 12), "bias": (V,)} if linear else {"logits": (N, V)}
         self.inputs = {
-            name: torch.randn(*shape, generator=rng, dtype=torch.float64)
-            .mul(0.4 if linear else 1.5)
-            .to(dtype)
+            name: torch.randn(*shape, generator=rng, dtype=torch.float64).mul(0.4 if linear else 1.5)
             for name, shape in shapes.items()
         }
+        if far:
+            self.inputs["bias" if linear else "logits"][..., K:] -= far[0]
+        self.inputs = {name: value.to(dtype) for name, value in self.inputs.items()}
 
     def formulas(self, dtype):
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
@@ -114,9 +123,9 @@ class Problem:
                 q, p = self.q[t, list(first.values())].to(dtype).exp(), log_p[t, ids].detach().exp()
                 rest = torch.ones_like(log_p[t], dtype=torch.bool).index_fill(0, ids, False)
                 left = (self.q[t, list(first.values())].exp().sum() - 1).neg().to(dtype)
-                alpha = left / log_p[t, rest].detach().exp().sum()
-                of_tail = alpha * weight_of_tail(o, torch.ones_like(alpha), alpha)
-                loss = loss + share * advantage * ((q * f(p, q) - of_tail * p) * log_p[t, ids]).sum()
+                tail = log_p[t, rest].logsumexp(-1)
+                of_tail = left * weight_of_tail(o, tail.detach().exp(), left)
+                loss = loss + share * advantage * ((q * f(p, q) * log_p[t, ids]).sum() + of_tail * tail)
         grads = torch.autograd.grad(loss, list(leaves.values()))
         named = {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
         return {"loss": loss.detach(), **named}
@@ -151,7 +160,7 @@ class Problem:
         if given:
             logprobs = gk.token_logprobs(rows["logits"], labels, backend=backend).logprobs
             ids = tokens(self.ids)
-            selected = gk.selected_logprobs(rows["logits"], ids.masked_fill(ids == -1, -100), backend=backend)
+            selected = gk.selected_logprobs(rows["logits"], ids, backend=backend)
             counted, (of_ids, tail) = terms["loss_mask"], selected
             selected = gk.SelectedLogprobs(
                 of_ids.masked_fill(~counted.unsqueeze(-1), math.nan), tail.masked_fill(~counted, math.nan)
@@ -202,6 +211,21 @@ def test_dtypes(dtype, linear, backend):
 
 def test_five_hundred_ids(backend):
     check(OBJECTIVES[1], backend, K=512, V=1031)
+
+
+FAR = [(6.0, 6.0), (20.0, 6.0), (33.0, 33.0), (66.0, 6.0), (66.0, 66.0)]
+
+
+@pytest.mark.parametrize("K", [2, 20])
+@pytest.mark.parametrize("far", FAR, ids=str)
+def test_ids_that_hold_nearly_all_mass(far, K, backend):
+    """Tails down to 1e-27: alpha is the sampler's tail, or rounding in its place, over the policy's."""
+    objectives = gk.GPG(), gk.CISPO(0.5, 2.0)
+    check(objectives[K > 2], backend, K=K, far=far)
+    check(objectives[K == 2], backend, K=K, far=far, linear=True, options={"max_chunk_bytes": 3 * 61 * 4})
+    if backend == "cpp":
+        check(gk.GPG(), backend, K=K, far=far, packed=True, options={"given": True})
+        check(gk.GPG(), backend, K=K, far=far, linear=True, options={"schedule": "two_pass"})
 
 
 # --- what it is for
@@ -276,7 +300,7 @@ def test_nothing_is_left_beside_the_whole_support(backend):
 def test_small_tails(linear, backend):
     """1 - P_H of a sure id is taken from the other ids: 1 - exp(log p) would be 0 in fp32.
 
-    With q's tail twice p's and f = 1, alpha is 2, and c = q - 2p is -1.
+    With q's tail twice p's and f = 1 the gradient of the sure logit is p - q.
     """
     device, z = device_of(backend), torch.tensor([[26.0, 1.0, 0.0, -2.0], [25.0, 0.5, 2.0, 1.0]])
     tail = (z.double()[:, 1:].logsumexp(-1) - z.double().logsumexp(-1)).exp()
@@ -294,7 +318,7 @@ def test_small_tails(linear, backend):
     (grad,) = torch.autograd.grad(loss, leaf)
     grad = (grad.T if linear else grad).cpu()
     torch.testing.assert_close(grad[:, 0].double(), -2 * tail, rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(loss.cpu().double(), 2 * tail.sum(), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(loss.cpu().double(), (2 * tail * tail.log()).sum(), rtol=1e-5, atol=0.0)
 
 
 # --- how it is computed
@@ -375,6 +399,49 @@ def test_a_head_with_an_adapter():
         torch.testing.assert_close(each, results[0], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("ignore_index", [-1, 3, 66])
+def test_any_ignore_index(ignore_index, backend):
+    problem = Problem(OBJECTIVES[1])
+    labels, terms, tokens = problem.arguments(device_of(backend))
+    mask = terms.pop("loss_mask") & (labels != 3)
+    logits = tokens(problem.inputs["logits"]).to(labels.device).requires_grad_()
+    head, results = torch.eye(61, device=labels.device), []
+    for ignored, loss_mask in ((-100, mask), (ignore_index, mask), (ignore_index, None)):
+        given = terms | {"ignore_index": ignored, "loss_mask": loss_mask, "backend": backend}
+        given["labels"] = labels.where(mask, ignored) if loss_mask is None else labels
+        losses = [gk.fused_policy_loss(logits, **given).loss]
+        for schedule in ("known", "two_pass"):
+            losses.append(gk.fused_linear_policy_loss(logits, head, schedule=schedule, **given).loss)
+        results.append([x for loss in losses for x in (loss.detach(), *torch.autograd.grad(loss, logits))])
+    for each in results[1:]:
+        torch.testing.assert_close(each, results[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_masks_of_tokens_that_do_not_count(linear, backend):
+    """Padding has ids of 0 and masks of 0, which cut them."""
+    device, rng = device_of(backend), generator(5)
+    scores = torch.randn(2, 4, 61, generator=rng, dtype=torch.float64).to(device).requires_grad_()
+    kept = torch.rand(2, 4, 61, generator=rng) < 0.7
+    q = torch.randn(2, 4, 61, generator=rng).masked_fill(~kept, -math.inf).log_softmax(-1).to(device)
+    logprobs, ids = q.topk(3)
+    words = gk.kept_mask(torch.where(kept, torch.arange(61), -1), 61).to(device)
+    labels, old, advantages = ids[..., 0], logprobs[..., 0], torch.tensor([1.0, -1.0], device=device)
+    mask = torch.ones(2, 4, dtype=torch.bool, device=device)
+    mask[0, 2:] = False
+    call, results = functools.partial(gk.fused_policy_loss, scores), []
+    if linear:
+        call = functools.partial(gk.fused_linear_policy_loss, scores, torch.eye(61, device=device).double())
+    for _ in range(2):
+        loss = call(
+            labels, old, advantages, loss_mask=mask, kept_mask=words, backend=backend, objective=gk.GPG(),
+            centering=gk.ScoreCentering(ids, logprobs),
+        ).loss  # fmt: skip
+        results.append((loss.detach(), *torch.autograd.grad(loss, scores)))
+        logprobs, ids, words = (x.masked_fill(~mask.unsqueeze(-1), 0) for x in (logprobs, ids, words))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 # --- what is refused
 
 
@@ -439,6 +506,11 @@ def test_what_cannot_be_meant_is_refused():
             "selected_logprobs.tail: got shape",
             ValueError,
             {"selected_logprobs": gk.SelectedLogprobs(problem.q, problem.q)},
+        ),
+        (
+            "selected_logprobs.tail: got a tensor without gradient",
+            ValueError,
+            {"selected_logprobs": gk.SelectedLogprobs(problem.q.clone().requires_grad_(), problem.q[:, 0])},
         ),
     ):
         with pytest.raises(error, match=match):

@@ -165,8 +165,8 @@ def test_ids_that_an_engine_has_scored(tail, backend):
         logits = theirs[0] if not linear else theirs[0] @ theirs[1].T + theirs[2]
         logprobs, ids = logits.log_softmax(-1).topk(7)
         ids, logprobs = (torch.cat([each, each[..., :1]], -1) for each in (ids, logprobs))
-        ids = torch.cat([ids, torch.full((2, 3, 1), -100)], -1)
-        logprobs = torch.cat([logprobs, torch.full((2, 3, 1), math.nan)], -1)
+        ids = torch.cat([ids, torch.tensor([-100, -1]).expand(2, 3, 2)], -1)
+        logprobs = torch.cat([logprobs, torch.full((2, 3, 2), math.nan)], -1)
         problem.teacher = {"ids": ids.to(device), "teacher_logprobs": logprobs.to(device)}
         given = problem.ours(backend, beta=beta, add_tail=tail)
         for name, value in shown.items():

@@ -167,12 +167,12 @@ WRONG = [
     # ids: of the label's rivals, of what a sampler kept, of what an engine scored
     (chosen, "logits", [one(V), one(1, B, T, V)], [None, [[0.0]]]),
     *((function, "ids", values, [one(B, T, 2)]) for function in (chosen, linear_chosen) for values in [
-        [SETS[0, 0], SETS[..., :0], SETS + V, SETS[..., :1] + V, SETS - 1, SETS.to("meta")],
+        [SETS[0, 0], SETS[..., :0], SETS + V, SETS[..., :1] + V, SETS - 2, SETS.to("meta")],
     ]),
     *((function, *wrong) for function in (token, linear) for wrong in [
         ("kept_mask", [one(B, T, 2, dtype=torch.int32)], [one(B, T, 1, dtype=ids)]),
     ]),
-    (gk.kept_mask, "ids", [SETS[0, 0], SETS + V, SETS - 1], [one(B, T, 2), [[1]]]),
+    (gk.kept_mask, "ids", [SETS[0, 0], SETS + V, SETS - 2], [one(B, T, 2), [[1]]]),
     (gk.kept_mask, "vocabulary_size", [0], [11.0]),
     (gk.sampling_mask, "logits", [one(V), torch.tensor(1.0)], []),
     (gk.sampling_mask, "top_k", [-1], [2.0]),
@@ -629,6 +629,18 @@ def test_weights_beside_the_losses_are_looked_at_where_they_count(packed):
         with value_error(match=rf"^token_weights: got NaN at {place}"):
             function(**arguments(function, packed, **wrong))
         assert function(**arguments(function, packed, **wrong, loss_mask=mask)).loss.isfinite()
+
+
+@pytest.mark.parametrize("function", [fused, fused_linear, taught, linear_taught])
+def test_temperatures_of_empty_sequences(function, backend):
+    mask = with_value(one(B, T), 0.0, 1)
+    for name in ("temperature", "teacher_temperature")[: 1 + (function in (taught, linear_taught))]:
+        changes = [{name: with_value(one(B), x, 1), "backend": backend} for x in (1.0, NAN, 0.0)]
+        expected, *others = (function(**arguments(function, loss_mask=mask, **each)) for each in changes)
+        for got in others:
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        with value_error(match=f"^{name}: got nan"):
+            function(**arguments(function, **changes[1]))
 
 
 @pytest.mark.parametrize("function", [taught, linear_taught])

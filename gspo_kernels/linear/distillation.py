@@ -50,7 +50,8 @@ def linear_distillation(
     ``teacher``, whose logits are None. ``shares`` [B, T], fp64, weigh the divergences in the loss.
     """
     call, theirs = Call(operands), None
-    check_temperature(teacher.transform.row_temperature)
+    of_teacher, ignore_index = teacher.transform.row_temperature, operands.options.ignore_index
+    check_temperature(of_teacher, operands.labels, ignore_index, "teacher_temperature")
     products, device = call.products, call.hidden.device
     if teacher_hidden is not None and teacher_weight is not None:
         theirs = Call(

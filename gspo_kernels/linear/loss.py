@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.centering import CenteringRows, coefficients_of, sum_of
+from gspo_kernels.centering import CenteringRows, centering_loss
 from gspo_kernels.exact import exact_dtype
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
@@ -39,6 +39,7 @@ from gspo_kernels.plan import Plan
 from gspo_kernels.policy_step import evaluate_objective
 from gspo_kernels.sequence_ratio import sum_over_tokens
 from gspo_kernels.terms import Terms, check_values
+from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import NO_RATIO, RowStats, stats_dtype
 
 
@@ -71,8 +72,8 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearL
 def linear_centered_policy(
     operands: LinearOperands, terms: Terms, plan: Plan, centering: CenteringRows
 ) -> LinearLoss:
-    """Return the same for a loss with centering: a row has coefficients of K + 1 ids, which all follow from
-    its own logits, as in ``Run.known``.
+    """Return the same for a loss with centering: a row has coefficients of K + 1 ids and of their tail, which
+    all follow from its own logits, as in ``Run.known``.
     """
     terms, call, needs = check_values(operands.labels, terms), Call(operands), plan.requires_grad
     call.make_room(call.row_count)
@@ -89,10 +90,13 @@ def linear_centered_policy(
         scores.keep(chunk, RowStats(logprobs, scored.lse_others, entropy))
         chunk_terms = per_token.each(lambda _, value: value.flatten()[where].unsqueeze(1))  # noqa: B023
         step = evaluate(logprobs.t(), None, chunk_terms, want_metrics=False)
-        of_ids = coefficients_of(scored.logprobs, scored.tail, some)
-        loss = loss + sum_of(scored.logprobs[..., 1:], of_ids, "")
-        grads = torch.cat([step.grad_logprobs.view(1, -1, 1).to(of_ids.dtype), of_ids], -1)
-        gradients.add_selected(logits, some.ids, scored, SelectedGradients(grads, None), chunk)
+        with inner_autograd():
+            leaves = [each.to(loss.dtype, copy=True).requires_grad_() for each in scored[:2]]
+            centred = centering_loss((leaves[0], leaves[1]), some, "")
+            grads = SelectedGradients(*torch.autograd.grad(centred, leaves))
+        loss = loss + centred.detach()
+        grads.logprobs[..., 0] += step.grad_logprobs.flatten()
+        gradients.add_selected(logits, some.ids, scored, grads, chunk)
         del logits
     logprobs, _, entropy = scores.stats
     step = evaluate_objective(logprobs, entropy, terms, plan.backend, plan.ratio_clip)

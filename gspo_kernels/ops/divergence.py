@@ -25,8 +25,9 @@ def summed(divergences: Tensor, shares: Tensor) -> Tensor:
 
 
 def _checked(pair: Pair, options: RowOptions) -> None:
-    check_temperature(pair.teacher.transform.row_temperature)
     check_rows(pair.labels, pair.logits.shape[-1], options)
+    of_teacher = pair.teacher.transform.row_temperature
+    check_temperature(of_teacher, pair.labels, options.ignore_index, "teacher_temperature")
 
 
 @operator

@@ -63,8 +63,7 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     if options.shard.group:
         check_shards(labels, vocabulary, options)
         return
-    if options.transform.row_temperature is not None:
-        check_temperature(options.transform.row_temperature)
+    check_temperature(options.transform.row_temperature, labels, options.ignore_index)
     if not checked_values(labels.device) or not labels.numel():
         return
     lowest, highest = labels.aminmax()
@@ -92,7 +91,7 @@ def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int,
     Raises:
         ValueError: a value is wrong; on this rank alone.
     """
-    check_temperature(options.transform.row_temperature)
+    check_temperature(options.transform.row_temperature, labels, options.ignore_index)
     start, total = columns_of(options.shard, width)
     counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
     lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)

@@ -57,19 +57,20 @@ def checked_ids(
     options: RowOptions,
     packed: bool,
 ) -> Tensor:
-    """Check that each of ids [B, T, K] is ``bits.NO_ID``, or in the vocabulary and the row's sampling mask,
-    and that a teacher's log-probs of these ids are log-probs. Return a copy of the ids as int64.
+    """Check that each of ids [B, T, K] is in the vocabulary and the row's sampling mask, or -1 or
+    ``bits.NO_ID`` for none, and that a teacher's log-probs of these ids are log-probs. Return a copy of the
+    ids as int64, with ``bits.NO_ID`` where there is none.
 
-    Rows whose label is ``ignore_index`` may hold anything; labels of None: all count. Of a shard
-    ``vocabulary`` counts its columns.
+    Rows whose label is ``ignore_index`` may hold anything; they have no ids in the copy. Labels of None: all
+    count. Of a shard ``vocabulary`` counts its columns.
     """
     first, total = columns_of(options.shard, vocabulary)
-    counted = None if labels is None else labels != options.ignore_index
-    check_ids("ids", ids, total, counted)
+    ids = torch.where(ids == -1, bits.NO_ID, ids).to(torch.int64)
+    if labels is not None:
+        ids.masked_fill_((labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
+    check_ids("ids", ids, total)
     if teacher_logprobs is not None and checked_values(ids.device):
-        present = ids != bits.NO_ID
-        present = present if counted is None else present & counted.unsqueeze(-1)
-        check_logprobs("teacher_logprobs", teacher_logprobs, present, packed)
+        check_logprobs("teacher_logprobs", teacher_logprobs, ids != bits.NO_ID, packed)
     kept = options.transform.kept
     if kept is not None and checked_values(ids.device):
         local = (ids >= first) & (ids < first + vocabulary)
@@ -81,7 +82,7 @@ def checked_ids(
                 f"ids: got {int(ids[b, t, k])} at position {place}, which the sampling mask there cuts; "
                 "expected ids that could be drawn"
             )
-    return ids.to(torch.int64, copy=True)
+    return ids
 
 
 @checked_ids.register_fake
@@ -256,7 +257,7 @@ def write_gradient(
 @operator
 def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
     """See ``score``."""
-    check_rows(ids.amax(-1), logits.shape[-1], options)
+    check_rows(ids.amax(-1), logits.shape[-1], options._replace(ignore_index=bits.NO_ID))
     return score(logits, ids, options, within)
 
 

@@ -82,13 +82,15 @@ def check_normalizer(normalizer: Tensor | None) -> None:
         raise ValueError(f"normalizer: got {normalizer[~right][0].item()}, expected {number}")
 
 
-def check_temperature(temperature: Tensor | None) -> None:
-    """Check that temperatures are positive."""
+def check_temperature(
+    temperature: Tensor | None, labels: Tensor, ignore_index: int, name: str = "temperature"
+) -> None:
+    """Check that temperatures [B, T] are positive where tokens count."""
     if temperature is None or not checked_values(temperature.device):
         return
-    if not bool((right := temperature > 0).all()):
-        got = temperature[~right][0].item()
-        raise ValueError(f"temperature: got {got:g}, expected positive numbers")
+    if bool((wrong := ~(temperature > 0) & (labels != ignore_index)).any()):
+        got = temperature[wrong][0].item()
+        raise ValueError(f"{name}: got {got:g}, expected positive numbers")
 
 
 HIGHEST_LOGPROB = 1.0
@@ -163,20 +165,18 @@ def _(values: Tensor, counted: Tensor, packed: bool, name: str, logprobs: bool) 
     return torch.empty_like(values, dtype=exact_dtype(values.device))
 
 
-def check_ids(name: str, ids: Tensor, vocabulary: int, counted: Tensor | None = None) -> None:
-    """Check that every id is ``bits.NO_ID`` or in the vocabulary; a vocabulary of 0 has an unknown size.
-
-    Ids [..., K] of tokens [...] that aren't ``counted`` may be anything; None: all count.
+def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
+    """Check that every id is in the vocabulary, or -1 or ``bits.NO_ID`` for none; a vocabulary of 0 has an
+    unknown size.
     """
     if not checked_values(ids.device):
         return
     highest = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
-    wrong = (ids != bits.NO_ID) & ((ids < 0) | (ids > highest))
-    wrong = wrong if counted is None else wrong & counted.unsqueeze(-1)
+    wrong = (ids != bits.NO_ID) & ((ids < -1) | (ids > highest))
     if bool(wrong.any()):
         size = vocabulary or "the vocabulary's size"
         raise ValueError(
-            f"{name}: got {int(ids[wrong][0])}, expected 0 <= id < {size}, or {bits.NO_ID} for none"
+            f"{name}: got {int(ids[wrong][0])}, expected 0 <= id < {size}, or -1 or {bits.NO_ID} for none"
         )
 
 

@@ -246,6 +246,13 @@ def test_what_is_needed_is_asked_for_by_name(objective):
     if "group_ids" in objective.needs:
         with pytest.raises(ValueError, match=r"group_ids: group 2 has a single sequence.*Linear"):
             batch.call(gk.policy_loss, objective, group_ids=torch.tensor([0, 0, 1, 1, 2, 1]))
+        # a sequence without tokens may have any
+        close(
+            *(
+                batch.call(gk.policy_loss, objective, group_ids=torch.tensor([0, 0, 1, 1, 0, last])).loss
+                for last in (1, 2)
+            )
+        )
 
 
 @every
