@@ -28,8 +28,10 @@ _FRAMEWORKS = (
     ("openrlhf", "openrlhf", "pip install 'openrlhf{range}'"),
     ("nemo_rl", "nemo-rl", "from github.com/NVIDIA-NeMo/RL (pip has a placeholder of this name)"),
     ("slime", "slime", "from github.com/THUDM/slime (pip has another project of this name)"),
+    ("vime", "vime", "from github.com/vllm-project/vime"),
     ("prime_rl", "prime-rl", "from github.com/PrimeIntellect-ai/prime-rl"),
     ("areal", "areal", "pip install 'areal{range}'"),
+    ("backends/torchtitan", "torchtitan", "pip install 'torchtitan{range}'"),
 )
 """Frameworks with an adapter: the adapter's file in ``integrations``, pip's name, and how to install it."""
 

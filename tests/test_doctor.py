@@ -9,6 +9,7 @@ from gspo_kernels.integrations import errors
 
 EXTRAS = ["transformers>=5.1; extra == 'train'", "trl>=1.16; extra == 'trl'", "verl>=0.9.1; extra == 'verl'"]
 NAMES = ("transformers", "trl", "verl", "skyrl", "openrlhf", "nemo-rl", "slime", "prime-rl", "areal")
+NAMES += ("vime", "torchtitan")
 
 
 def lines(monkeypatch, **versions):

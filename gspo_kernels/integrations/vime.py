@@ -17,6 +17,9 @@ from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from gspo_kernels.parallel.groups import Parallel, gathered, group_name
 
+# The version does not tell whether vime has log-prob providers.
+SUPPORTED = ">=0"
+
 
 class SelectedLogprobResult(NamedTuple):
     """What vime reads: log-probs [T, 1] and entropies [T] or None, in nats, and who computed them."""
