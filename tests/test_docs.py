@@ -330,7 +330,7 @@ def test_what_is_not_run_says_why():
     """Every pattern of NOT_RUN matches a command; commands of all kinds are run."""
     assert all(any(re.search(pattern, command) for command in EVERY) for pattern in NOT_RUN)
     ran = "\n".join(RUN)
-    for name in ("train", "export", "plot", "mismatch", "doctor", "demo"):
+    for name in ("train", "ask", "eval", "export", "plot", "mismatch", "doctor", "demo"):
         assert f"gspo {name}" in ran, name
     assert all(name in ran for name in ("examples.recipes", "torchrun", "accelerate launch"))
 

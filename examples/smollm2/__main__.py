@@ -80,16 +80,11 @@ def prompt_of(question: str) -> str:
 
 def ask(*questions: str) -> int:
     """Print the most likely answers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    path = TRAINED if TRAINED.exists() else BASE
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    model = str(TRAINED if TRAINED.exists() else BASE)
     for question in questions:
-        inputs = tokenizer(prompt_of(question), return_tensors="pt")
-        ids = model.generate(**inputs, do_sample=False, max_new_tokens=6)[0, inputs["input_ids"].shape[1] :]
-        print(f"{question} = {tokenizer.decode(ids, skip_special_tokens=True).strip()}")
+        print(f"{question} =", end="", flush=True)
+        if status := cli.main(["ask", model, question, "--config", str(CONFIG)]):
+            return status
     return 0
 
 

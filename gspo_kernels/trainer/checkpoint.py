@@ -197,24 +197,38 @@ def _all_processes() -> Iterator[None]:
         raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
 
 
-def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, half: bool = False) -> None:
-    """Export the model of a checkpoint, by default the newest, to a new directory; ``half``: in bfloat16."""
+def saved_config(directory: RunDirectory) -> TrainConfig:
+    """Return the configuration of a run, without the keys that a recipe adds."""
+    saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
+    config: TrainConfig = from_mapping({k: v for k, v in saved.items() if k in TrainConfig.model_fields})
+    return config
+
+
+def load_checkpoint(run: str | Path, step: int | None = None) -> tuple[Any, Any]:
+    """Return the tokenizer and the model, with its adapters, of a checkpoint, by default a run's newest."""
     directory = RunDirectory(run)
     if not directory.holds_a_run():
         raise InputError(f"there is no run in {run}")
-    if to.exists():
-        raise InputError(f"{to} exists already; nothing is written over")
-    chosen = directory.latest_checkpoint() if step is None else directory.checkpoints / f"step_{step:06d}"
-    if chosen is None or not chosen.is_dir():
-        raise InputError(f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {run}")
-    saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
-    # a recipe's config has more keys
-    config = from_mapping({key: value for key, value in saved.items() if key in TrainConfig.model_fields})
+    present = directory._whole_checkpoints()
+    wanted = [path for path in present if step is None or path.name == f"step_{step:06d}"]
+    if not wanted:
+        steps = ", ".join(path.name for path in present) or "none"
+        name = "yet" if step is None else f"step_{step:06d}"
+        raise InputError(f"there is no checkpoint {name} in {run}; it has {steps}")
+    config = saved_config(directory)
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     if config.lora.rank > 0:
         add_adapters(model, config.lora)
     trained = {f"weights/model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    load_tensors(chosen, trained)
+    load_tensors(wanted[-1], trained)
+    return tokenizer, model
+
+
+def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, half: bool = False) -> None:
+    """Export the model of a checkpoint, by default the newest, to a new directory; ``half``: in bfloat16."""
+    if to.exists():
+        raise InputError(f"{to} exists already; nothing is written over")
+    tokenizer, model = load_checkpoint(run, step)
     dtype = torch.bfloat16 if half else torch.float32
     write_directory(to, lambda path: export_model(model, tokenizer, path, dtype=dtype))
 
