@@ -1,12 +1,13 @@
-"""The command line: ``gspo train``, ``gspo demo``, ``gspo export``, ``gspo plot``, ``gspo mismatch``,
-``gspo doctor``.
-"""
+"""The command line: ``gspo train``, ``gspo demo``, ``gspo ask``, ``gspo eval``, ``gspo export`` and more."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known: dict[str, tuple[Callable[[list[str]], None], str]] = {
         "train": (train, "train a model; gspo train --help lists all options"),
         "demo": (_demo, "make a tiny model, train it and show what it learned"),
+        "ask": (_ask, "print a trained model's answer to a prompt, or chat with it"),
+        "eval": (_eval, "print mean rewards of a trained model on held-out prompts"),
         "export": (_export, "write the model of a run's checkpoint"),
         "plot": (_plot, "draw the metrics that a run has written so far"),
         "mismatch": (_mismatch, "compare the log-probs of sampling and training, and find the cause"),
@@ -38,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (_, what) in known.items():
         commands.add_parser(name, help=what)
     command = parser.parse_args(arguments[:1]).command
-    return _exit_status(f"gspo {command}", lambda: known[command][0](arguments[1:]))
+    # --max_new_tokens and --max-new-tokens mean the same
+    words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in arguments[1:]]
+    return _exit_status(f"gspo {command}", lambda: known[command][0](words))
 
 
 def _exit_status(prog: str, command: Callable[[], None]) -> int:
@@ -51,7 +56,7 @@ def _exit_status(prog: str, command: Callable[[], None]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("gspo_kernels"):
             raise
-        print(f"{prog}: error: {error}; pip install 'gspo-kernels[train]'", file=sys.stderr)
+        print(f"{prog}: error: {error}; pip install 'gspo_kernels[train]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         from gspo_kernels.integrations.errors import IntegrationError
@@ -80,9 +85,8 @@ def train(
 
     Wrong keys and missing files are reported before torch is imported.
     """
-    words = [word for word in arguments if word != "--dry-run"]
-    config, flags = parse_arguments(words, config_type, prog)
-    _run(config, trainer, dry_run=len(words) < len(arguments), **flags)
+    config, flags = parse_arguments(arguments, config_type, prog)
+    _run(config, trainer, **flags)
 
 
 def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
@@ -99,81 +103,124 @@ Train a causal language model with GSPO on prompts and reward functions.
   {prog} --model DIR --dataset prompts.jsonl --reward rewards.py:correct
   {prog} --resume --output DIR
 - config.yaml comes first. It has the keys below, nested by section; options come
-  on top of it.
-- --resume goes on from the last checkpoint in --output, with --force although
-  settings or data were changed; --overwrite replaces the run in --output.
-- --dry-run prints what the run needs of memory, and reads no weights.
+  on top of it, and null sets one back to its default.
+- Another --objective.name drops the objective's options in config.yaml.
 - A reward is a function f(completions, **columns) -> list[float | None].
 - Several devices: accelerate launch [...] {launched} config.yaml
 """
+FLAGS = {
+    "resume": "continue from the last checkpoint in --output",
+    "force": "with --resume: continue although settings or data were changed",
+    "overwrite": "replace the run in --output",
+    "dry_run": "print what the run needs of memory, and read no weights",
+}
 
 
 def parse_arguments(
     arguments: Sequence[str], cls: Any = None, prog: str = "gspo train"
 ) -> tuple[Any, dict[str, bool]]:
-    """Read ``[CONFIG] [--key value ...]``; return the configuration and the flags resume, overwrite, force.
+    """Read ``[CONFIG] [--key value ...]``; return the configuration and the values of `FLAGS`.
 
     ``--resume --output DIR`` without CONFIG reads DIR/config.yaml.
     """
-    import tyro
-    import yaml
-
-    from gspo_kernels.trainer.config import (
-        InputError,
-        TrainConfig,
-        flat,
-        from_mapping,
-        load_config,
-        near_matches,
-    )
+    from gspo_kernels.trainer.config import InputError, TrainConfig, from_mapping, load_config, near_matches
 
     cls = cls or TrainConfig
+    options = {
+        name: {"type": "boolean", "default": False, "description": what} for name, what in FLAGS.items()
+    }
+    options |= _options(cls)
     arguments = list(arguments)
+    if {"-h", "--help"} & {*arguments}:
+        _print_help(cls, options, prog)
+        raise SystemExit(0)
     path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    names = ("resume", "overwrite", "force")
-    defaults = flat(cls().model_dump())
-    booleans = [*names, *(key for key, value in defaults.items() if isinstance(value, bool))]
-    # --name, --name true and --name=true mean the same, as in the file; tyro takes --name=True
-    pattern = rf"(?<![^\0])(--(?:{'|'.join(booleans).replace('_', '[-_]')}))(?:[=\0](?!-)([^\0]*))?(?![^\0])"
-
-    def with_value(match: re.Match[str]) -> str:
-        value = (match[2] or "true").title()
-        if value not in ("True", "False"):
-            rest = "a configuration file comes first" if "." in value else "alone it means true"
-            raise InputError(f"{match[1]} must be true or false, got {match[2]!r}; {rest}")
-        return f"{match[1]}={value}"
-
-    line = re.sub(pattern, with_value, "\0".join(arguments))
-    arguments = line.split("\0") if line else []
-    flags = {name: f"--{name}=True" in arguments for name in names}
-    flag_words = [f"--{name}={value}" for name in names for value in (True, False)]
-    arguments = [word for word in arguments if word not in flag_words]
-    output = re.findall(r"(?<![^\0])--output[=\0]([^\0]+)", line)
-    if path is None and flags["resume"] and output:
-        path = str(Path(output[-1]) / "config.yaml")
+    words: dict[str, list[str]] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            if name not in options and not name.startswith("objective."):
+                raise InputError(f"unknown option --{name}{near_matches(name, options)}")
+            words[name] = [value] if equals else []
+        elif name and (not words[name] or "array" in _types(options.get(name, {}))):
+            words[name].append(argument)
+        else:
+            raise InputError(f"unexpected argument {argument!r}; a configuration file comes first")
+    given = {name: _value(name, options.get(name), each) for name, each in words.items()}
+    flags = {name: bool(given.pop(name, False)) for name in FLAGS}
+    if path is None and flags["resume"] and given.get("output"):
+        path = str(Path(given["output"]) / "config.yaml")
     start = cls() if path is None else load_config(path, cls)
+    values, before = start.model_dump(), start.objective
+    if given.get("objective.name", before.name) != before.name:
+        values["objective"] = {}
+        if dropped := before.model_dump(exclude={"name"}, exclude_defaults=True):
+            of = f"the options of {before.name} in {path}: {', '.join(dropped)}"
+            print(f"objective.name {given['objective.name']} drops {of}", file=sys.stderr)
+    for name, value in given.items():
+        section, _, key = name.rpartition(".")
+        (values[section] if section else values)[key] = value
+    return from_mapping(values, cls), flags
+
+
+def _options(cls: Any) -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of each option by its dotted key."""
+    schema = cls.model_json_schema()
+    options: dict[str, dict[str, Any]] = {}
+    for name, each in schema["properties"].items():
+        if "$ref" in each:
+            section = schema["$defs"][each["$ref"].rpartition("/")[2]]
+            options |= {f"{name}.{key}": inner for key, inner in section["properties"].items()}
+        else:
+            options[name] = each
+    return options
+
+
+def _types(schema: dict[str, Any]) -> list[str]:
+    """Return the types or choices of an option, except null."""
+    parts = schema.get("anyOf", [schema])
+    types = [part.get("enum") or [part.get("const") or part.get("type", "any")] for part in parts]
+    return [str(each) for part in types for each in part if each != "null"]
+
+
+def _value(name: str, schema: dict[str, Any] | None, words: list[str]) -> Any:
+    """Return an option's value; without a schema (an objective's option), what YAML makes of the word."""
+    import yaml
+
+    from gspo_kernels.trainer.config import InputError
+
+    types = ["any"] if schema is None else _types(schema)
+    words = words or ["true"] * (types == ["boolean"])
+    if not words:
+        raise InputError(f"--{name} has no value")
+    if len(words) > 1 or words[0] in ("null", "None", ""):
+        return words if len(words) > 1 else None
+    if types == ["boolean"] and words[0].lower() not in ("true", "false"):
+        rest = "a configuration file comes first" if "." in words[0] else "alone it means true"
+        raise InputError(f"--{name} must be true or false, got {words[0]!r}; {rest}")
+    if types not in (["any"], ["object"], ["boolean"]):
+        return words[0]
+    try:
+        return yaml.safe_load(words[0])
+    except yaml.YAMLError as error:
+        raise InputError(f"--{name}: got {words[0]!r}, which is not valid YAML") from error
+
+
+def _print_help(cls: Any, options: dict[str, dict[str, Any]], prog: str) -> None:
     launched = "-m gspo_kernels.cli train" if prog == "gspo train" else prog.removeprefix("python ")
-    chosen, unknown = tyro.cli(
-        cls,
-        default=start,
-        prog=prog,
-        description=DESCRIPTION.format(prog=prog, launched=launched),
-        args=arguments,
-        use_underscores=True,
-        return_unknown_args=True,
-        config=(tyro.conf.FlagConversionOff,),
-    )
-    # Options of an objective are unknown here: its class has the fields, and importing the class needs torch.
-    objective = {**start.objective.model_dump(), "name": chosen.objective.name}
-    words = iter(unknown)
-    for word in words:
-        if not word.startswith("--"):
-            raise InputError(f"unexpected argument {word!r}; a configuration file comes first")
-        name, equals, value = word[2:].partition("=")
-        if not name.startswith("objective."):
-            raise InputError(f"unknown option --{name}{near_matches(name, defaults)}")
-        objective[name.removeprefix("objective.")] = yaml.safe_load(value if equals else next(words, ""))
-    return from_mapping({**chosen.model_dump(), "objective": objective}, cls), flags
+    width, section = shutil.get_terminal_size().columns, None
+    print(DESCRIPTION.format(prog=prog, launched=launched))
+    for name, schema in options.items():
+        if section != (section := name.rpartition(".")[0]):
+            print(f"\n{section}: {cls.model_fields[section].annotation.__doc__}" if section else "options:")
+        default = schema.get("default", "")
+        default = default if isinstance(default, str) else json.dumps(default)
+        head = f"--{name} {' | '.join(_types(schema))}"
+        text = schema.get("description", "") + (f" (default: {default})" if default else "")
+        for line, indent in ((head, " " * 2), (text, " " * 6)):
+            print(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent))
 
 
 def _demo(arguments: list[str]) -> None:
@@ -208,6 +255,20 @@ def _demo(arguments: list[str]) -> None:
     _run(config, resume=chosen.resume, overwrite=chosen.overwrite, force=chosen.force)
 
 
+def _ask(arguments: list[str]) -> None:
+    from gspo_kernels import evaluation
+
+    _quiet_transformers()
+    evaluation.ask(arguments)
+
+
+def _eval(arguments: list[str]) -> None:
+    from gspo_kernels import evaluation
+
+    _quiet_transformers()
+    evaluation.evaluate(arguments)
+
+
 def _export(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="gspo export", description="Write the model of a checkpoint, for from_pretrained."
@@ -221,6 +282,7 @@ def _export(arguments: list[str]) -> None:
 
     _quiet_transformers()
     export_checkpoint(chosen.run, chosen.to, step=chosen.step, half=chosen.dtype == "bf16")
+    print(f"exported model: {chosen.to}")
 
 
 def _plot(arguments: list[str]) -> None:
@@ -251,17 +313,30 @@ def _run(
     from gspo_kernels.trainer.config import InputError, check_model_path
     from gspo_kernels.trainer.data import load_prompts
 
-    for key in ("model", "dataset", "reward"):
-        if not getattr(config, key):
-            raise InputError(f"{key} is missing: give --{key}, or the key in the configuration file")
-    check_model_path(config.model)
     data = config.data
+    names = [name for name in (config.dataset, config.eval_dataset) if name]
+    only_files = all(Path(name).is_file() for name in names)
 
-    def load(source: str, split: str | None) -> Rows:
-        return load_prompts(source, split=split, subset=data.subset, prompt_column=data.prompt_column)
+    def load(name: str, split: str | None) -> Rows:
+        subset = data.subset if only_files or not Path(name).is_file() else None
+        return load_prompts(name, split=split, subset=subset, prompt_column=data.prompt_column)
 
-    dataset = load(config.dataset, data.split)
-    eval_dataset = None if config.eval_dataset is None else load(config.eval_dataset, data.eval_split)
+    missing = [key for key in ("model", "dataset", "reward") if not getattr(config, key)]
+    faults = [f"{key} is missing: give --{key}, or the key in the configuration file" for key in missing]
+    found: dict[str, Any] = {}
+    reads: dict[str, Callable[[], Any]] = {
+        "model": lambda: check_model_path(config.model),
+        "dataset": lambda: load(config.dataset, data.split),
+        "eval_dataset": lambda: load(config.eval_dataset or "", data.eval_split),
+    }
+    for key, read in reads.items():
+        try:
+            found[key] = read() if getattr(config, key) else None
+        except InputError as error:
+            faults.append(str(error))
+    if faults:
+        raise InputError(faults[0] if len(faults) == 1 else "\n- ".join(["these must change:", *faults]))
+    dataset, eval_dataset = found["dataset"], found["eval_dataset"]
     from gspo_kernels.trainer.rewards import load_reward  # which imports torch
 
     rewards = [load_reward(spec) for spec in config.reward]

@@ -1,14 +1,13 @@
 """Configuration of a training run: every option, documented once.
 
 ``gspo train --help`` prints the same words. A run is described by a YAML file and dotted overrides:
-``rollout: {group_size: 8}`` and ``--rollout.group_size 8`` are the same thing. pydantic checks the values and
-tyro reads the command line. Nothing here imports torch, so that wrong keys are answered at once.
+``rollout: {group_size: 8}`` and ``--rollout.group_size 8`` are the same thing. pydantic checks the values.
+Nothing here imports torch, so that wrong keys are answered at once.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import traceback
 import typing
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-import tyro
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -61,6 +59,15 @@ class Section(BaseModel):
     # pydantic validates nested sections itself then, and its errors have the whole dotted key.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, values: Any) -> Any:
+        """Let None and an empty text keep the default of an option; a dash in a key is an underscore."""
+        if not isinstance(values, Mapping):
+            return values
+        named = {str(key).replace("-", "_"): value for key, value in values.items()}
+        return {k: v for k, v in named.items() if k not in cls.model_fields or v not in (None, "")}
+
     @field_validator("*", mode="before")
     @classmethod
     def _read_as_yaml(cls, value: Any, info: Any) -> Any:
@@ -91,15 +98,15 @@ def size(section: Any, name: str) -> int:
 class DataConfig(Section):
     """What of the datasets is used, and how a prompt becomes tokens."""
 
-    split: str | None = option(None, "split of the training dataset, as 'train[:1000]'; files have none")
+    split: str | None = option(None, "split of the training dataset, as 'train[:1000]'; a file is 'train'")
     eval_split: str | None = option(None, "split of the eval dataset")
     subset: str | None = option(None, "configuration of a dataset on the Hub")
     prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
     system_prompt: str | None = option(None, "first message of conversations that have no system message")
     prompt_template: str | None = option(None, "text around {prompt}, in place of a text's chat template")
     max_prompt_tokens: int | None = option(None, "leave out prompts that are longer", ge=1)
-    template_options: Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")] = (
-        option({}, "arguments of the chat template: '{\"enable_thinking\": false}'")
+    template_options: dict[str, Any] = option(
+        {}, "arguments of the chat template: '{enable_thinking: false}'"
     )
 
     @model_validator(mode="after")
@@ -293,10 +300,10 @@ class TrainConfig(Section):
 
 
 def from_mapping(values: Any, cls: Any = TrainConfig) -> Any:
-    """Return the configuration of nested mappings, as YAML gives them; what is None keeps its default."""
+    """Return the configuration of nested mappings, as YAML gives them."""
     if not isinstance(values, Mapping):
         raise InputError(f"the configuration must be a mapping of keys to values, got {values!r:.80}")
-    return cls(**{str(key): value for key, value in values.items() if value is not None})
+    return cls(**{str(key): value for key, value in values.items()})
 
 
 def load_config(path: str | Path, cls: Any = TrainConfig) -> Any:
@@ -311,10 +318,13 @@ def load_config(path: str | Path, cls: Any = TrainConfig) -> Any:
 
 
 def near_matches(key: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean ...?)"`` with the known keys close to ``key``, or an empty string."""
-    ends, last = {name: name.rsplit(".", 1)[-1] for name in known}, key.rsplit(".", 1)[-1]
+    """Return ``" (did you mean ...?)"`` with the known keys and sections close to ``key``, or ``""``."""
+    names, last = [*known], key.rsplit(".", 1)[-1]
+    ends = {name: name.rsplit(".", 1)[-1] for name in names}
     same = [n for n, end in ends.items() if last in (end, "".join(word[0] for word in end.split("_")))]
-    close = dict.fromkeys([*same, *difflib.get_close_matches(key, ends, n=3, cutoff=0.6)])
+    spelled = {name.lower(): name for name in (*names, *(name.rpartition(".")[0] for name in names))}
+    similar = difflib.get_close_matches(key.lower(), spelled, n=3, cutoff=0.6)
+    close = dict.fromkeys([*same, *(spelled[name] for name in similar)])
     return f" (did you mean {' or '.join([*close][:3])}?)" if close else ""
 
 
@@ -342,6 +352,8 @@ def changed_settings(saved: TrainConfig, current: TrainConfig) -> list[str]:
 
 def check_model_path(path: str) -> None:
     """Refuse what is neither a directory nor looks like a model's name on the Hub, and adapters alone."""
+    if not path:
+        raise InputError("model: got '', expected a directory, or a model on the Hub as 'organization/name'")
     if (Path(path) / "adapter_config.json").is_file():
         expected = "expected a full model, as peft's merge_and_unload() makes one"
         raise InputError(f"model {path!r} cannot be loaded: the directory has adapters; {expected}")

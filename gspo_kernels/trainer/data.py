@@ -30,18 +30,32 @@ def load_prompts(
 
     A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``. ``source`` is a
     jsonl, json, csv or parquet file, a directory of such files or of datasets' ``save_to_disk``, or a name on
-    the Hub. ``split`` has the syntax of datasets. Returned rows call the ``prompt_column`` "prompt".
+    the Hub. ``split`` has the syntax of datasets; a file is the split "train". Returned rows call the
+    ``prompt_column`` "prompt".
     """
     path, name = Path(source), str(source)
+    if not name:
+        raise InputError("dataset: got '', expected a file, a directory or a name on the Hub")
     is_file = path.suffix in (".json", ".jsonl", ".parquet", ".csv")
     if not path.exists() and (is_file or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name)):
         raise InputError(f"there is no dataset file {name}")
-    for option, value in (("split", split), ("subset", subset)):
-        if path.is_file() and value is not None:
-            raise InputError(f"{name} is a single file and has no {option} {value!r}")
     is_json = path.is_file() and path.suffix not in (".parquet", ".csv")
     rows = _read_json(path) if is_json else _load_dataset(path, name, split, subset)
-    check_rows(rows, name, prompt_column)
+    faults = []
+    if path.is_file() and subset is not None:
+        faults.append(f"{name} is a file and has no subset {subset!r}: set data.subset to null")
+    if path.is_file() and split not in (None, "train"):
+        try:
+            rows = _slice(rows, split)
+        except ValueError as error:
+            expected = "expected null, 'train' or a slice of it, because it is a file"
+            faults.append(f"{name}: got the split {split!r}, {expected} ({reason(error)})")
+    try:
+        check_rows(rows, name, prompt_column)
+    except InputError as error:
+        faults.append(str(error))
+    if faults:
+        raise InputError("; ".join(faults))
     if prompt_column == "prompt":
         return rows
     dropped = (prompt_column, "prompt")
@@ -63,6 +77,15 @@ def _read_json(path: Path) -> Any:
     except ValueError as error:
         raise InputError(f"{place}: not valid JSON in UTF-8 ({error})") from error
     return rows
+
+
+def _slice(rows: Any, split: str) -> Any:
+    """Return the rows of a file, which is the split "train", that a split of datasets takes."""
+    from datasets import ReadInstruction
+
+    parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    places = [place for part in parts for place in range(part.from_, part.to)]
+    return rows.select(places) if hasattr(rows, "select") else [rows[place] for place in places]
 
 
 def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) -> Any:

@@ -55,11 +55,14 @@ def make_objective(config: TrainConfig) -> Any:
     if name not in classes:
         hint = f"{near_matches(name, classes)}; there are {', '.join(classes)}"
         raise InputError(f"objective.name: no objective {name!r}{hint}")
-    known = sorted(field.name for field in dataclasses.fields(classes[name]) if field.init)
+    types = {field.name: str(field.type) for field in dataclasses.fields(classes[name]) if field.init}
+    known = sorted(types)
     options = config.objective.model_extra or {}
     for key in sorted(options.keys() - known):
         hint = f"{near_matches(key, known)}; it has {', '.join(known)}"
         raise InputError(f"unknown key objective.{key} for {name}{hint}")
+    # null keeps the default of a field that cannot be None
+    options = {key: value for key, value in options.items() if value is not None or "None" in types[key]}
     try:
         return TypeAdapter(classes[name]).validate_python(options)
     except ValidationError as error:
@@ -146,7 +149,7 @@ def make_optimizer(config: UpdateConfig, policy: nn.Module) -> torch.optim.Optim
         optimizers.AdamW8bit([trial]).step()
     except Exception as error:  # of the import, or of torch.compile
         needs = (
-            "torchao (pip install 'gspo-kernels[torchao]') and, to compile its step, Triton or a C++ compiler"
+            "torchao (pip install 'gspo_kernels[torchao]') and, to compile its step, Triton or a C++ compiler"
         )
         raise InputError(f"update.optimizer: adamw_8bit needs {needs} ({error!s:.200})") from error
     return optimizers.AdamW8bit(weights, **options)

@@ -1,6 +1,7 @@
 """The command line: a model of another family on a jsonl file, errors in one line, export, plot, demo."""
 
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -55,7 +56,7 @@ def test_options_of_the_data_reach_both_datasets(tmp_path, monkeypatch, llama, r
     seen = {}
 
     def load(source, **options):
-        seen[source] = options
+        seen[str(source).rpartition("/")[2]] = options
         return [{"prompt" if source == "learn" else "question": "ab"}]
 
     monkeypatch.setattr("gspo_kernels.trainer.data.load_prompts", load)
@@ -65,6 +66,10 @@ def test_options_of_the_data_reach_both_datasets(tmp_path, monkeypatch, llama, r
     both = {"subset": "c", "prompt_column": "d"}
     assert seen == {"learn": {"split": "a", **both}, "hold": {"split": "b", **both}}
     assert "the eval dataset, row 1: no 'prompt'" in capsys.readouterr().err
+    own = tmp_path / "own.jsonl"  # a file has no subset, which the other dataset may need
+    own.write_text("{}")
+    assert cli.main(["train", *line, "--dataset", str(own), "--data.split", "train"]) == 1
+    assert seen["own.jsonl"]["subset"] is None and seen["hold"]["subset"] == "c"
 
 
 QWEN = (
@@ -108,6 +113,14 @@ def test_gsm8k_as_the_readme_says(tmp_path, monkeypatch, capsys):
     assert records[1]["reward/last_number"] == 0.0 and "1 steps" not in said
 
 
+def test_one_message_names_all_that_must_change(jsonl, capsys):
+    line = ["train", str(ROOT / "examples/gsm8k.yaml"), "--dataset", str(jsonl), "--eval-dataset", str(jsonl)]
+    assert cli.main([*line, "--reward", "null"]) == 1
+    message = capsys.readouterr().err
+    for words in ("model is missing", "reward is missing", "subset 'main'", "split 'test'", "no 'question'"):
+        assert words in message, words
+
+
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
 def test_a_run_of_any_local_model_goes_on_and_is_exported(
     tmp_path, llama, jsonl, reward_file, adapters, capsys, recwarn
@@ -125,6 +138,7 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
     for name, flags in (("newest", []), ("first", ["--step", "2"]), ("half", ["--dtype", "bf16"])):
         assert cli.main(["export", str(run), "--to", str(tmp_path / name), *flags]) == 0
+        assert str(tmp_path / name) in capsys.readouterr().out
     before, trained, newest, first, half = (
         weights(AutoModelForCausalLM.from_pretrained(path))
         for path in (llama, run / "model", *(tmp_path / name for name in ("newest", "first", "half")))
@@ -141,13 +155,77 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     assert (run / "progress.png").read_bytes().startswith(b"\x89PNG")
     for words, wrong in (
         ("exists already", ["export", str(run), "--to", str(tmp_path / "first")]),
-        ("no checkpoint step_000009", ["export", str(run), "--to", str(tmp_path / "n"), "--step", "9"]),
+        ("it has step_000002, step_000003", ["export", str(run), "--to", str(tmp_path / "n"), "--step", "9"]),
         ("no run in", ["plot", str(llama)]),
     ):
         assert cli.main(wrong) == 1
         assert words in capsys.readouterr().err
     assert cli.main(["train", *line, "--overwrite"]) == 0
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+def test_ask_and_eval_take_a_run_or_a_model(tmp_path, llama, jsonl, reward_file, adapters, capsys):
+    """Answers and rewards are those of the trained model, with the run's prompts and rewards."""
+    run, exported = str(tmp_path / "run"), str(tmp_path / "run" / "model")
+    line = [*options(llama, jsonl, reward_file, run), "--data.prompt_template", "<{prompt}>", "--seed", "3"]
+    assert cli.main(["train", *line, "--update.learning_rate=0.1", *["--lora.rank", "1"] * adapters]) == 0
+    record = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    config = ["--config", f"{run}/config.yaml"]
+    held_out = ["--dataset", str(jsonl), "--reward", f"{reward_file}:odd"]
+    for words in ([run], [exported, *config], [exported, *config, *held_out]):
+        capsys.readouterr()
+        assert cli.main(["eval", *words]) == 0
+        greedy, sampled = (
+            dict(re.findall(r"(\w+) ([\d.]+)", line)) for line in capsys.readouterr().out.splitlines()
+        )
+        for label, found in (("greedy", greedy), ("sampled", sampled)):
+            assert float(found["odd"]) == pytest.approx(record[f"eval/{label}/odd"], rel=1e-3)
+    model, tokenizer = (kind.from_pretrained(exported) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("<ab>", return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, do_sample=False, max_new_tokens=3)[0, ids.shape[1] :]
+    for words in ([run, "ab"], [exported, "<ab>"], [exported, "ab", *config]):
+        assert cli.main(["ask", *words, "--max_new_tokens", "3"]) == 0
+        assert capsys.readouterr().out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    for words, wrong in (
+        ("no/such/run", ["ask", "no/such/run", "ab"]),
+        ("got ''", ["ask", "", "ab"]),
+        ("got 0", ["mismatch", exported, "--prompts", str(jsonl), "--max_new_tokens", "0"]),
+        ("non-empty text", ["ask", run, ""]),
+        ("temperature", ["ask", run, "ab", "--temperature", "-1"]),
+        ("max_new_tokens", ["ask", run, "ab", "--max-new-tokens", "0"]),
+        ("the prompt is missing", ["ask", run]),
+        ("--dataset is missing", ["eval", exported]),
+        ("--reward is missing", ["eval", exported, "--dataset", str(jsonl)]),
+        ("--count: got 0", ["eval", run, "--count", "0"]),
+    ):
+        assert cli.main(wrong) == 1 and words in capsys.readouterr().err, words
+
+
+def test_a_chat_keeps_the_conversation(tmp_path, monkeypatch, capsys):
+    tokenizer = demo.make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}a"
+    for each in (tiny_model("qwen3", tokenizer, max_position_embeddings=256), tokenizer):
+        each.save_pretrained(tmp_path / "chat")
+    words, seen = iter(["hi", "", "so"]), []
+    encode = type(tokenizer).apply_chat_template
+
+    def noted(self, messages, **options):
+        if messages[0]["content"] == "hi":  # not what prepare_prompts tries
+            seen.append([message["content"] for message in messages])
+        return encode(self, messages, **options)
+
+    def typed(_):
+        for each in words:
+            return each
+        raise EOFError
+
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", noted)
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert cli.main(["ask", str(tmp_path / "chat"), "--max-new-tokens", "4"]) == 0
+    assert [len(each) for each in seen] == [1, 3] and (seen[1][0], seen[1][2]) == ("hi", "so")
+    assert capsys.readouterr().out.startswith(seen[1][1])
 
 
 def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama, jsonl, reward_file, capsys):
@@ -157,6 +235,7 @@ def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama
     tiny_model("qwen3", tokenizer).config.save_pretrained(tmp_path / "bare")
     for key, value, words in (
         ("--model", "no/such/model", "no/such/model' cannot be loaded"),
+        ("--model", "", "model is missing"),
         ("--model", str(tmp_path / "adapters"), "the directory has adapters; expected a full model"),
         ("--model", str(tmp_path / "gguf"), "`tokenizers` library serialization file"),
         ("--model", str(tmp_path / "gguf"), "; the directory has model.gguf"),
@@ -253,7 +332,7 @@ def test_a_missing_package_is_one_sentence_and_a_missing_module_of_ours_a_fault(
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     assert cli._exit_status("gspo train", lambda: missing("peft")) == 1
-    assert "gspo train: error: No module named 'peft'; pip install 'gspo-kernels" in capsys.readouterr().err
+    assert "gspo train: error: No module named 'peft'; pip install 'gspo_kernels" in capsys.readouterr().err
     for name in (None, "gspo_kernels.gone"):
         with pytest.raises(ModuleNotFoundError):
             cli._exit_status("gspo train", lambda name=name: missing(name))

@@ -87,12 +87,17 @@ def test_datasets_of_every_kind(tmp_path, monkeypatch):
     for name in ("files", "both"):
         assert [row["prompt"] for row in load_prompts(tmp_path / name, split="test")] == ["test"]
         assert [dict(row) for row in load_prompts(tmp_path / name, split="train[1:]")] == ROWS[1:]
+    for name in ("rows.parquet", "rows.csv", "rows.json", "lines.json"):
+        for split, part in (("train", ROWS), ("train[:1]", ROWS[:1]), ("train[50%:]", ROWS[1:])):
+            assert [dict(row) for row in load_prompts(tmp_path / name, split=split)] == part
+        with pytest.raises(InputError) as caught:
+            load_prompts(tmp_path / name, split="test", subset="main", prompt_column="question")
+        assert all(word in str(caught.value) for word in ("'test'", "'main'", "'question'"))
     (tmp_path / "rows.json").write_text(json.dumps([ROWS[0], "a"]))
     (tmp_path / "lines.json").write_text('[{"prompt": "a"},')
     (tmp_path / "broken.csv").write_text('prompt,answer\n"x,1\n')
     for name, options, words in (
-        ("rows.parquet", {"split": "train"}, "a single file and has no split 'train'"),
-        ("rows.parquet", {"subset": "main"}, "a single file and has no subset 'main'"),
+        ("rows.csv", {"split": "train["}, "'train\\['"),
         ("files", {"prompt_column": "question"}, "no 'question' among the columns"),
         ("files", {"split": "nowhere"}, "nowhere"),
         ("both", {"split": "nowhere"}, "cannot be loaded: .*nowhere"),
@@ -116,6 +121,8 @@ def test_datasets_of_every_kind(tmp_path, monkeypatch):
     assert load_prompts("org/name", subset="main")[0] == {"prompt": "org/name main train"}
     with pytest.raises(InputError, match=r"org/name: there is no such file.*pick one among"):
         load_prompts("org/name")
+    with pytest.raises(InputError, match="dataset: got ''"):
+        load_prompts("")
     for name in ("no/such/file", "prompts.jsonl", "prompts.csv", "./name"):
         with pytest.raises(InputError, match=f"there is no dataset file {name}"):
             load_prompts(name)

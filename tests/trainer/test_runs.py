@@ -309,7 +309,7 @@ def test_an_optimizer_in_8_bit_needs_torchao_and_a_compiler(tmp_path, tokenizer,
         return make_trainer(tokenizer, ROWS, odd_share, config)
 
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(InputError, match=r"adamw_8bit needs torchao .*gspo-kernels\[torchao\]"):
+    with pytest.raises(InputError, match=r"adamw_8bit needs torchao .*gspo_kernels\[torchao\]"):
         made()
     fails = SimpleNamespace(AdamW8bit=MagicMock(side_effect=RuntimeError("no g++")))
     monkeypatch.setitem(sys.modules, "torchao.optim", fails)
