@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
+from gspo_kernels.invariance import or_current, refuse_backend
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.arguments import ProductOptions, check_inputs, check_teachers_head, from_host
 from gspo_kernels.linear.call import LinearOperands
@@ -323,6 +324,7 @@ def _normalize_logits(
             shape = tuple(logits.shape)
             checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
         call = passed.normalize(tokens, logits.dtype, logits.shape[-1], parallel, comparison)
+        refuse_backend(call.options.backend)
     packed = passed.terms.cu_seqlens is not None
     if teacher_logits is not None:
         teacher = call.teacher._replace(logits=as_rows(teacher_logits.detach(), packed))
@@ -406,7 +408,7 @@ def fused_linear_distillation_loss(
         aggregation,
         aggregation_constant,
     )
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
     operands, teachers_head, call = _normalize_hidden(
         (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), passed, products, parallel
     )

@@ -95,8 +95,16 @@ def is_batch_invariant() -> bool:
 
 def in_force(requested: bool | None) -> bool:
     """Return whether a call is batch-invariant: its argument or, if that is None, the current mode."""
+    return checks.flag("batch_invariant", or_current(requested))
+
+
+def or_current(requested: bool | None) -> bool:
+    """Return a call's ``batch_invariant=`` or, if that is None, the current mode.
+
+    A call reads the mode once: another thread may switch it at any time.
+    """
     if requested is not None:
-        return checks.flag("batch_invariant", requested)
+        return requested
     if not _switches:
         return False
     thread_switches = _thread.switches
@@ -118,13 +126,13 @@ def refuse_groups(invariant: bool, **groups: Any) -> None:
             )
 
 
-def refuse_backend(backend: str) -> None:
-    """Refuse the backend "reference", PyTorch's own operations, in a batch-invariant call.
+def refuse_backend(backend: str, requested: bool | None = None) -> None:
+    """Refuse the backend "reference", PyTorch's own operations, in a batch-invariant call; see ``in_force``.
 
     Raises:
         ValueError: with the reason.
     """
-    if backend == "reference":
+    if backend == "reference" and in_force(requested):
         raise ValueError(
             "backend: 'reference' can't serve a batch-invariant call, expected 'cpp' or 'triton': PyTorch "
             "may split the sum over a row among threads"

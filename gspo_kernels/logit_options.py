@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, checks
-from gspo_kernels.invariance import in_force, refuse_backend
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -67,8 +66,6 @@ class LogitOptions(NamedTuple):
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
-        if backend == "reference" and in_force(None):
-            refuse_backend(backend)
         shard = _UNSHARDED if parallel.tp_group is None else _shard(parallel, width)
         kept = None if self.kept_mask is None else self._kept_mask(labels, width, shard)
         transform = LogitTransform(scale, cap, scalar, row_temperature, kept)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.invariance import or_current, refuse_backend
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.lengths import take_prefetched
 from gspo_kernels.linear.arguments import ProductOptions, check_inputs
@@ -91,6 +92,7 @@ def token_logprobs(
         keep(key, row_options)
     elif inplace_backward:
         check_inplace(logits, inplace_backward)
+    refuse_backend(row_options.backend)
     packed = labels.ndim == 1
     logprobs, entropy = applied(TokenLogprobsFunction)(
         as_rows(logits, packed), as_rows(labels, packed), return_entropy, inplace_backward, row_options
@@ -155,7 +157,7 @@ def linear_token_logprobs(
         RuntimeError: the backend can't serve the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     key = signature(
         "linear_token_logprobs", labels, None, parallel, (hidden, weight, bias, labels),
         (return_entropy, *options, *products),
@@ -171,9 +173,9 @@ def linear_token_logprobs(
             products=products, return_entropy=return_entropy, parallel=parallel,
         ) as comparison:  # fmt: skip
             usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-            Parallel.check(parallel, "linear_token_logprobs", usable, batch_invariant)
+            Parallel.check(parallel, "linear_token_logprobs", usable, products.batch_invariant)
             (hidden, weight, bias), parallel = local_tensors(
-                parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
+                parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
             )
             chunking = products.normalize(compact=True, parallel=parallel)
             hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)

@@ -10,6 +10,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given
 from gspo_kernels.centering import normalize as normalize_centering
+from gspo_kernels.invariance import or_current, refuse_backend
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.lengths import take_prefetched
 from gspo_kernels.linear.arguments import ProductOptions, check_inputs, from_host
@@ -311,6 +312,7 @@ def fused_policy_loss(
         if plan.merges_mask:
             row_labels, terms = merge_mask(row_labels, terms, ignore_index)
     row_options, ratio_clip, with_entropy = plan.options, plan.ratio_clip, plan.entropy
+    refuse_backend(row_options.backend)
     if centered is not None:
         centered = centered.weighted(row_labels, terms, row_options, rows.shape[-1])
         scored = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
@@ -515,7 +517,7 @@ def fused_linear_policy_loss(
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     with NOT_COMPARED if not validates() else comparing(
         "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias,
         terms=Terms(*given), options=options, products=products, return_entropy=return_entropy,
@@ -615,7 +617,7 @@ def explain_schedule(
         token_weights, lengths, group_ids, turn_ids, None, "k3", kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant, memory)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     operands, terms, plan, reason, centered = _normalize_linear(
         "explain_schedule", hidden, weight, bias, labels, given, options, products, objective, parallel,
         centering is None, schedule, skip_inactive, centering,

@@ -17,7 +17,7 @@ from gspo_kernels.aggregation import Aggregation, selected
 from gspo_kernels.exact import exact, exact_sum
 from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
+from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, evaluated, from_spec
 from gspo_kernels.terms import SPECS, Terms, may_have_gradient
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import METRICS, stats_dtype
@@ -133,12 +133,9 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
         group_ids=terms.group_ids,
         turn_ids=terms.turn_ids,
     )
-    result = objective.evaluate(batch)
+    result = evaluated(objective, batch)
     token_shares = aggregation.token_shares() if terms.token_shares is None else terms.token_shares
     sequence_level = objective.level == "sequence"
-    if (result.loss.ndim == 1) != sequence_level:
-        what = f"{type(objective).__name__} has level={objective.level!r}"
-        raise ValueError(f"objective: {what}, but its loss has shape {tuple(result.loss.shape)}")
     sums = [_weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)]
 
     kl = None if reference is None else kl_penalty(finite.difference(logp, reference), terms.kl_estimator)

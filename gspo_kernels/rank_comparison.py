@@ -200,9 +200,8 @@ def _value(value: Any) -> str:
         return f"{_kind(value)} {list(value.shape)}, digest {digest(value)}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return repr(float(value))
-    if isinstance(value, Objective):
-        return value.spec
-    return repr(value) if isinstance(value, str | bool | None) else type(value).__name__
+    # the spec of an objective names a class as this process does
+    return repr(value) if isinstance(value, str | bool | None | Objective) else type(value).__name__
 
 
 def _kind(value: Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.invariance import or_current, refuse_backend
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.arguments import ProductOptions, check_inputs
 from gspo_kernels.linear.call import LinearOperands
@@ -80,6 +81,7 @@ def selected_logprobs(
         checks.flag("normalize_within", normalize_within)
         check_inplace(logits, inplace_backward)
         row_options = options.normalize(tokens, None, logits.dtype, vocabulary, parallel)
+        refuse_backend(row_options.backend)
         row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, row_options, packed)
         if comparison is not None:
             comparison.compare(row_ids.amax(-1), None, row_options, vocabulary)
@@ -128,15 +130,15 @@ def linear_selected_logprobs(
         RuntimeError: the backend can't serve the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, batch_invariant)
+    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
     with comparing(
         "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, options=options,
         products=products, normalize_within=normalize_within, parallel=parallel,
     ) as comparison:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-        Parallel.check(parallel, "linear_selected_logprobs", usable, batch_invariant)
+        Parallel.check(parallel, "linear_selected_logprobs", usable, products.batch_invariant)
         (hidden, weight, bias), parallel = local_tensors(
-            parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
+            parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
         )
         tokens = _tokens_of(ids, "hidden", hidden)
         chunking = products.normalize(compact=True, parallel=parallel)

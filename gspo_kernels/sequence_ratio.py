@@ -135,6 +135,9 @@ def sequence_ratio(
     return stats if merged is None else stats._replace(labels=merged)
 
 
+_GSPO = GSPO().spec
+
+
 def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
     """Run ``terms.check_logprobs`` for GSPO: all losses that it serves ask the same of values."""
     terms = Terms(
@@ -143,7 +146,7 @@ def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions
         labels != options.ignore_index,
         operands.cu_seqlens,
         rollout_weights=operands.weights,
-        objective=GSPO().spec,
+        objective=_GSPO,
     )
     check_logprobs(labels, terms)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from gspo_kernels.invariance import in_force
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.library import validates
 from gspo_kernels.parallel.groups import Parallel
@@ -58,7 +57,7 @@ def signature(
         return None
     *leading, length = shape = tokens.shape
     spec = None if objective is None else objective.spec
-    parts = [function, type(objective), spec, in_force(None), torch.is_grad_enabled(), min(length, 2)]
+    parts = [function, spec, torch.is_grad_enabled(), min(length, 2)]
     parts += leading
     for value in arguments:
         kind = type(value)

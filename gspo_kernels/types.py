@@ -313,7 +313,14 @@ NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
 """The value for losses that are no clipped ratio; its ``level`` is empty."""
 
 
-class RatioWeight(NamedTuple):
+class _RatioWeight(NamedTuple):
+    low: float
+    high: float
+    outside: str
+    eps: float
+
+
+class RatioWeight(_RatioWeight):
     """The weight f(r) of a token in a policy gradient ``-A f(r) dlog p``, with r = p / q, the policy's
     probability over the sampler's.
 
@@ -321,12 +328,27 @@ class RatioWeight(NamedTuple):
         low, high: bounds of the ratio; both 1: f is 1.
         outside: "bound": f is the bound that r exceeds (TIS, CISPO). "zero": f is 0 there (MIS, IcePop).
         eps: f is 0 where ``|p - q|`` is larger (prime-rl's IPO).
+
+    Raises:
+        TypeError, ValueError: a wrong field, named in the message.
     """
 
-    low: float = 0.0
-    high: float = math.inf
-    outside: str = "bound"
-    eps: float = math.inf
+    __slots__ = ()
+
+    def __new__(
+        cls, low: float = 0.0, high: float = math.inf, outside: str = "bound", eps: float = math.inf
+    ) -> RatioWeight:
+        """Check the fields."""
+        for name, value in (("low", low), ("high", high), ("eps", eps)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
+            if not value >= 0:
+                raise ValueError(f"{name}: got {value}, expected at least 0")
+        if low > high:
+            raise ValueError(f"low: got {low}, expected at most high = {high}")
+        if outside not in ("bound", "zero"):
+            raise ValueError(f"outside: got {outside!r}, expected 'bound' or 'zero'")
+        return super().__new__(cls, low, high, outside, eps)
 
     def times_q(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Return q f(p / q), without the ratio itself, which may overflow."""

@@ -21,6 +21,9 @@ LEAVES = {
     "policy_loss": "logprobs",
 }
 
+HIDDEN = torch.randn(1, 200, 90, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.randn(70, 90, generator=torch.Generator().manual_seed(1))
+
 
 def sized(function, template, B, T):
     """Return those arguments of a template that a function takes, for B sequences of T tokens."""
@@ -219,3 +222,38 @@ def test_every_argument_becomes_the_term_of_its_name(function, monkeypatch):
     shared = Terms._fields[: Terms._fields.index("cp_group")]
     assert list(got) == list(shared)
     assert all(got[name] is passed[name] for name in shared if name in passed)
+
+
+def test_the_mode_may_change_while_a_call_is_checked():
+    """As another thread changes it: what the call decides is not found by calls in another mode."""
+
+    class Switching(gk.GRPO):
+        @property
+        def needs(self):
+            if switches:
+                gk.set_batch_invariant(switches.pop())
+            return ()
+
+    def call():
+        hidden, weight = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+        labels = torch.zeros(1, 200, dtype=torch.int64)
+        options = {"objective": Switching(0.9, 9.0), "max_chunk_bytes": 4 * 50 * 90}
+        out = gk.fused_linear_policy_loss(hidden, weight, labels, None, torch.ones(1), **options)
+        return [x.tolist() for x in torch.autograd.grad(out.loss, (hidden, weight))]
+
+    switches, wanted = [], {}
+    try:
+        for mode in (False, True):
+            with gk.set_batch_invariant(mode):
+                wanted[mode] = call()
+        for mode in (False, True):
+            signature._DECISIONS.clear()
+            switches.append(not mode)
+            with gk.set_batch_invariant(mode):
+                call()
+            for each in (mode, not mode):
+                with gk.set_batch_invariant(each):
+                    assert call() == wanted[each]
+    finally:
+        gk.set_batch_invariant(False)
+    assert wanted[True] != wanted[False] and not switches

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gspo_kernels import checks
-from gspo_kernels.invariance import in_force
 from gspo_kernels.layout import queued
 from gspo_kernels.lengths import lengths_on_host
 from gspo_kernels.linear.call import Chunking
@@ -25,11 +24,11 @@ LOGITS_DTYPES = ("float32", "input")
 
 
 class ProductOptions(NamedTuple):
-    """How hidden states become logits, as the caller passed it."""
+    """How hidden states become logits, as the caller passed it, but for ``invariance.or_current``."""
 
     logits_dtype: str = "float32"
     max_chunk_bytes: int | None = None
-    batch_invariant: bool | None = None
+    batch_invariant: bool = False
     memory: str = "auto"
 
     def normalize(self, compact: bool, parallel: Parallel) -> Chunking:
@@ -49,7 +48,7 @@ class ProductOptions(NamedTuple):
         if parallel.tp_group is None and (scattered or not reduces):
             name = "sequence_parallel" if scattered else "reduce_hidden_grad"
             raise ValueError(f"{name}: got {scattered}, expected {not scattered} without a tp_group")
-        invariant = in_force(self.batch_invariant)
+        invariant = checks.flag("batch_invariant", self.batch_invariant)
         # segments consist of counted tokens, so masked tokens must have no part in products
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
 

@@ -100,8 +100,7 @@ class Call:
     ):
         """``plan``: of a loss, whose rows may all share a chunk by default, see ``memory.ALL_ROWS_BYTES``."""
         hidden, weight, bias, labels, options, chunking, base = operands
-        if chunking.batch_invariant:
-            refuse_backend(options.backend)
+        refuse_backend(options.backend, chunking.batch_invariant)
         self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
         self.products = products_of(
             weight, bias, base, chunking.logits_dtype, chunking.batch_invariant, options, whole_logits

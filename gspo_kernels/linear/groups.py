@@ -37,6 +37,9 @@ def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
     return evaluate_objective(logprobs, None, known, backend, ratio_clip, want_metrics=False).grad_logprobs
 
 
+_LINEAR = Linear().spec
+
+
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     """Return the terms with every tensor expanded to tokens, and the aggregation as a share per token.
 
@@ -59,9 +62,7 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
         return per_token
     coefficients = known_coefficients(tokens, terms, backend)
     weights = torch.where(shares != 0, coefficients / shares, 0.0)
-    return per_token._replace(
-        advantages=None, rollout_weights=None, token_weights=weights, objective=Linear().spec
-    )
+    return per_token._replace(advantages=None, rollout_weights=None, token_weights=weights, objective=_LINEAR)
 
 
 class CoefficientGroups:

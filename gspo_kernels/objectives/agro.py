@@ -29,7 +29,6 @@ class AGRO(Objective):
     level = "sequence"
     advantages_are = "rewards"
     needs = ("ref_logprobs", "group_ids")
-    takes_token_advantages = False
     zero_advantage_is_inactive = False
     ratio_only = False
     needs_token_order = False

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
+import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gspo_kernels import checks
 from gspo_kernels.layout import Layout, runs
@@ -191,7 +196,15 @@ def log_bounds(low: float, high: float, dual: float | None) -> tuple[float, floa
     return log_low, math.log1p(high), math.inf if dual is None else math.log(dual)
 
 
-_REGISTRY: dict[str, type[Objective]] = {}
+_CLASSES: weakref.WeakValueDictionary[str, type[Objective]] = weakref.WeakValueDictionary()
+_NAMES: weakref.WeakKeyDictionary[type[Objective], str] = weakref.WeakKeyDictionary()
+"""Classes by unique name, and the reverse. A name is never used again, even if its class is gone."""
+_DEFINITIONS: Counter[str] = Counter()
+"""How often each qualified name was defined."""
+_SPECS: dict[str, str] = {}
+"""Specs by name of the class and ``repr`` of the attributes, which are exact: 1 is not True, 0.0 not -0.0."""
+_MAX_SPECS = 1024
+_OPTION_TYPES = frozenset((float, int, str, bool, type(None)))
 _PROMISES = (
     "coefficient_scope", "needs_token_order", "zero_advantage_is_inactive", "ratio_only", "factorizes",
     "ratio_form", "ratio_weight",
@@ -199,14 +212,25 @@ _PROMISES = (
 """What a class that replaces ``evaluate`` does not inherit."""
 
 
+class _Frozen:
+    """Refuse to set attributes, which a frozen dataclass allows to subclasses that are not dataclasses."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(
+            f"{name}: can't be set on {type(self).__name__}; write `{name}: <type> = <default>` in the class "
+            "under @dataclass(frozen=True), instead of __init__ or an assignment"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
-class Objective(ABC):
+class Objective(_Frozen, ABC):
     """Base of all objectives: options that all have, and the declarations that schedules and losses read.
 
-    Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None. Clip bounds come first
-    and may be passed by position, in the order of ``clip(r, 1 - low, 1 + high)``; all other fields are
-    keyword-only. A class's declarations hold for its default options; an instance with other options may
-    ``_declare`` others.
+    Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None; NumPy scalars are
+    converted. Operators reconstruct an objective from its class and fields, so it must not have other state.
+    Clip bounds come first and may be passed by position, in the order of ``clip(r, 1 - low, 1 + high)``; all
+    other fields are keyword-only. A class's declarations hold for its default options; an instance with other
+    options may ``_declare`` others.
 
     Declarations promise what schedules then rely on. Without one, calls rely on nothing: they take the whole
     batch at once and skip no work. ``check`` finds out by trying whether they are true.
@@ -243,7 +267,7 @@ class Objective(ABC):
     """What ``advantages`` hold: advantages within groups, raw rewards, or levels in the group, 1 the best."""
 
     takes_token_advantages: ClassVar[bool] = True
-    """False: advantages must be [B]."""
+    """False: advantages must be [B]. The default of a class that sets ``level`` to "sequence" is False."""
 
     needs_token_order: ClassVar[bool] = True
     """The objective depends on the order of a sequence's tokens; ranks that share sequences don't know it."""
@@ -265,9 +289,16 @@ class Objective(ABC):
         for name in _PROMISES:
             if not any(name in vars(each) for each in cls.__mro__[: evaluates + 1]):
                 setattr(cls, name, vars(Objective)[name])
-        _REGISTRY[f"{cls.__module__}:{cls.__qualname__}"] = cls
+        if "level" in vars(cls) and "takes_token_advantages" not in vars(cls):
+            cls.takes_token_advantages = cls.level == "token"
+        _name_of(cls)
 
     def __post_init__(self) -> None:
+        if not is_compiling():
+            if "__dataclass_fields__" not in type(self).__dict__:
+                refuse_ignored_options(type(self))
+            if not _OPTION_TYPES.issuperset(map(type, self.__dict__.values())):
+                self.__dict__.update(_plain(self.__dict__))
         checks.choice("aggregation", self.aggregation, AGGREGATIONS)
         constant = self.aggregation_constant
         if self.aggregation == "constant":
@@ -316,45 +347,147 @@ class Objective(ABC):
     @property
     def spec(self) -> str:
         """The objective as a string, which passes through opaque operators."""
-        if not torch.compiler.is_compiling():
-            spec: str | None = self.__dict__.get("_spec")
-            if spec is None:
-                # looking it up by the fields takes longer than all that asks for it
-                spec = self.__dict__["_spec"] = _cached_spec(self)
-            return spec
+        if is_compiling():
+            cls = type(self)
+            names = _option_names(cls)
+            return _traced_spec(cls, names, tuple([plain_constant(getattr(self, name)) for name in names]))
+        return self.__dict__.get("_spec") or _spec(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all attributes but cached ones; another process has its own specs."""
         cls = type(self)
-        names = _field_names(cls)
-        return _spec(cls, names, tuple([plain_constant(getattr(self, name)) for name in names]))
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_spec(objective: Objective) -> str:
-    names = _field_names(type(objective))
-    return _spec(type(objective), names, tuple(getattr(objective, name) for name in names))
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "_spec" and not isinstance(getattr(cls, name, None), functools.cached_property)
+        }
 
 
 @constant_when_traced
-def _field_names(cls: type[Objective]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
+def _option_names(cls: type[Objective]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls) if field.init)
 
 
 @constant_when_traced
-def _spec(cls: type[Objective], names: tuple[str, ...], values: tuple[Any, ...]) -> str:
-    return json.dumps([f"{cls.__module__}:{cls.__qualname__}", dict(zip(names, values, strict=True))])
+def _traced_spec(cls: type[Objective], names: tuple[str, ...], values: tuple[Any, ...]) -> str:
+    return _spec(_made(cls, dict(zip(names, values, strict=True))))
+
+
+def _spec(objective: Objective) -> str:
+    name = _name_of(type(objective))
+    exact = f"{name} {objective.__dict__!r}"  # takes half the time of JSON
+    spec = _SPECS.get(exact)
+    if spec is None:
+        spec = json.dumps([name, _plain(Objective.__getstate__(objective))])
+        from_spec(spec)
+        if len(_SPECS) >= _MAX_SPECS:
+            _SPECS.clear()
+        _SPECS[exact] = spec
+    objective.__dict__["_spec"] = spec
+    return spec
 
 
 @functools.lru_cache(maxsize=1024)
 def from_spec(spec: str) -> Objective:
-    """Return the objective with this ``Objective.spec``."""
-    name, fields = json.loads(spec)
-    return _REGISTRY[name](**fields)
+    """Return the objective with this ``Objective.spec``.
+
+    Raises:
+        TypeError: the objective is more than its class and options, and the rest would be lost.
+    """
+    name, state = json.loads(spec)
+    cls = _CLASSES.get(name)
+    if cls is None:
+        raise RuntimeError(f"objective: {name} is not defined in this process; import its module")
+    objective = _made(cls, {option: state[option] for option in _option_names(cls) if option in state})
+    again = json.loads(json.dumps(Objective.__getstate__(objective)))
+    for attribute in state | again:
+        got, made = (repr(each.get(attribute, "not set")) for each in (state, again))
+        if got != made:
+            raise _lost_state(cls, f"{attribute} is {got}, and {made} with the same options")
+    return objective
 
 
-def require_clip_range(low: float, high: float, dual: float | None) -> None:
+def _made(cls: type[Objective], options: dict[str, Any]) -> Objective:
+    refuse_ignored_options(cls)
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise _lost_state(cls, str(error)) from None
+
+
+def _lost_state(cls: type[Objective], what: str) -> TypeError:
+    return TypeError(
+        f"objective: {cls.__name__} can't be made again from its options, as operators do ({what}); write "
+        "options as fields, such as `scale: float = 1.0`, under @dataclass(frozen=True), without __init__ or "
+        "attributes that don't follow from options"
+    )
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes with Python's numbers for NumPy's; refuse what isn't exact in a spec."""
+    plain = {name: x.item() if isinstance(x, np.generic) else x for name, x in state.items()}
+    for name, value in plain.items():
+        if type(value) not in _OPTION_TYPES and name != "needs":
+            raise TypeError(
+                f"{name}: got {'a tensor' if isinstance(value, Tensor) else repr(value)}, expected a number, "
+                "string, bool or None, as objectives pass through operators; compute all else from such "
+                "options, in evaluate or in a functools.cached_property"
+            )
+    return plain
+
+
+def _name_of(cls: type[Objective]) -> str:
+    """Return the name of a class in specs; one that is defined again gets another name."""
+    name = _NAMES.get(cls)
+    if name is None:
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        _DEFINITIONS[name] += 1
+        if _DEFINITIONS[name] > 1:
+            name = f"{name}#{_DEFINITIONS[name]}"
+        _NAMES[cls], _CLASSES[name] = name, cls
+    return name
+
+
+def refuse_ignored_options(cls: type[Objective]) -> None:
+    """Refuse what looks like an option, or the default of one, and is no field of a dataclass."""
+    options = _option_names(cls)
+    for each in cls.__mro__:
+        annotated = {name: str(kind) for name, kind in inspect.get_annotations(each).items()}
+        ignored = [name for name in options if name in vars(each) and name not in annotated]
+        ignored += [name for name, kind in annotated.items() if "InitVar" in kind]
+        if "__dataclass_fields__" not in vars(each):
+            ignored += [name for name, kind in annotated.items() if "ClassVar" not in kind]
+        if ignored:
+            raise TypeError(
+                f"{ignored[0]}: is not a regular field of {each.__name__} and would be ignored; write "
+                f"`{ignored[0]}: <type> = <default>` in the class under @dataclass(frozen=True), without "
+                "InitVar and slots, or annotate a constant as ClassVar"
+            )
+
+
+def evaluated(objective: Objective, batch: PolicyBatch) -> ObjectiveLoss:
+    """Call ``evaluate`` and check that it returns an ``ObjectiveLoss`` of the declared level."""
+    result, name = objective.evaluate(batch), type(objective).__name__
+    if not isinstance(result, ObjectiveLoss):
+        raise TypeError(
+            f"objective: {name}.evaluate returned {type(result).__name__}, expected ObjectiveLoss(loss, "
+            "log_ratio)"
+        )
+    expected = batch.lengths.shape if objective.level == "sequence" else batch.mask.shape
+    if result.loss.shape != expected:
+        raise ValueError(
+            f"objective: {name} has level={objective.level!r}, but its loss has shape "
+            f"{tuple(result.loss.shape)}, expected {tuple(expected)}; set level to 'token' for one value per "
+            "token, to 'sequence' for one per sequence"
+        )
+    return result
+
+
+def require_clip_range(low: float, high: float, dual: float | None, prefix: str = "") -> None:
     """Check PPO-style clip options: 0 <= low <= 1, 0 <= high, dual > 1 + high."""
-    require_numbers(clip_low=low, clip_high=high)
+    require_numbers(**{f"{prefix}clip_low": low, f"{prefix}clip_high": high})
     if low > 1.0:
-        raise ValueError(f"clip_low: got {low}, expected at most 1: ratios are never below 1 - 1 = 0")
+        raise ValueError(f"{prefix}clip_low: got {low}, expected at most 1: ratios are never below 1 - 1 = 0")
     if dual is not None and not checks.number("dual_clip", dual) > 1.0 + high:
         raise ValueError(
             f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"

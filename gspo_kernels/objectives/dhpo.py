@@ -49,7 +49,7 @@ class DHPO(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_clip_range(self.clip_low, self.clip_high, None)
-        require_clip_range(self.sequence_clip_low, self.sequence_clip_high, None)
+        require_clip_range(self.sequence_clip_low, self.sequence_clip_high, None, "sequence_")
         if isinstance(self.mix, str):
             if self.mix != "entropy":
                 raise ValueError(f"mix: got {self.mix!r}, expected a number from 0 to 1, or 'entropy'")

@@ -28,7 +28,6 @@ class FSPO(Objective):
 
     coefficient_scope = "sequence"
     level = "sequence"
-    takes_token_advantages = False
     factorizes = True
     needs_token_order = False
     zero_advantage_is_inactive = True

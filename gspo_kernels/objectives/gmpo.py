@@ -27,7 +27,6 @@ class GMPO(Objective):
 
     coefficient_scope = "sequence"
     level = "sequence"
-    takes_token_advantages = False
     needs_token_order = False
     zero_advantage_is_inactive = True
     ratio_only = True

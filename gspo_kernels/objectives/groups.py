@@ -76,7 +76,6 @@ class Pairwise(Objective):
     coefficient_scope = "group"
     level = "sequence"
     needs: ClassVar[tuple[str, ...]] = ("group_ids",)
-    takes_token_advantages = False
     zero_advantage_is_inactive = False
     ratio_only = False
     needs_token_order = False

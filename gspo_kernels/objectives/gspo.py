@@ -27,7 +27,6 @@ class GSPO(ClippedRatio):
     ratio_level = "sequence"
     coefficient_scope = "sequence"
     level = "sequence"
-    takes_token_advantages = False
     factorizes = True
     needs_token_order = False
     zero_advantage_is_inactive = True

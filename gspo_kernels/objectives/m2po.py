@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import surrogate
@@ -39,6 +40,7 @@ class M2PO(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(threshold=self.threshold)
+        checks.flag("one_sided", self.one_sided)
         if not self.one_sided:  # a token without advantage still enters the mean
             self._declare(zero_advantage_is_inactive=False)
 

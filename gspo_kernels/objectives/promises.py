@@ -10,7 +10,13 @@ from torch import Tensor
 
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, PolicyBatch, log_clip
+from gspo_kernels.objectives.base import (
+    Objective,
+    PolicyBatch,
+    evaluated,
+    log_clip,
+    refuse_ignored_options,
+)
 
 _GROUP_IDS = (0, 0, 1, 1, 0, 1)
 _ADVANTAGES = (1.0, -0.7, 0.3, -1.3, 2.0, 0.4)
@@ -34,11 +40,12 @@ def check(objective: Objective) -> None:
         objective: with the options to check.
 
     Raises:
-        TypeError: ``objective`` is no instance of ``Objective``.
+        TypeError: ``objective`` is not an instance of ``Objective``, or ignores what its class sets.
         ValueError: declarations are not true; the message says which, and what contradicts each.
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective: got {objective!r}, expected an instance of Objective")
+    refuse_ignored_options(type(objective))
     for seed in range(_DRAWS):
         rng = torch.Generator().manual_seed(seed)
         for deviation in _DEVIATIONS:
@@ -128,7 +135,10 @@ def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Ite
         try:
             changed(advantages=values["advantages"].unsqueeze(1) * uniform(*mask.shape))
         except Exception as error:
-            yield f"takes_token_advantages is True, but with those evaluate raises {_text(error)}"
+            yield (
+                f"takes_token_advantages is True, but with those evaluate raises {_text(error)}; write "
+                "takes_token_advantages = False in the class if it takes one per sequence"
+            )
     weighted = _coefficients(objective, values, terms=("rollout_weights",))
     if bool(plain.any()) and _equal(weighted, plain):
         yield "rollout_weights change nothing: evaluate returns batch.weighted(loss)"
@@ -219,14 +229,12 @@ def _coefficients(
         **optional,
     )
     if bounds is None:
-        loss = objective.evaluate(batch).loss
+        loss = evaluated(objective, batch).loss
     elif objective.level == "sequence":
         loss, *_ = log_clip(batch.sequence_log_ratio(), usable["advantages"], *bounds)
     else:
         loss, *_ = log_clip(batch.log_ratio, batch.token_advantages(), *bounds)
     counted = mask if objective.level == "token" else counts > 0
-    if loss.shape != counted.shape:
-        raise ValueError(f"level={objective.level!r}, but the loss has shape {tuple(loss.shape)}")
     (gradient,) = torch.autograd.grad(torch.where(counted, loss, 0.0).sum(), leaf)
     return torch.where(mask, gradient, 0.0).view(shape)
 
