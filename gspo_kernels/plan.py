@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gspo_kernels.objectives.base import Objective, from_spec
@@ -77,7 +79,9 @@ def ratio_clip_of(terms: Terms, backend: str) -> RatioClip:
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
     if weighted_kl or terms.cp_group or not plain:
         return NO_RATIO
-    return _declared_ratio(terms.objective, backend)
+    # the compiler would ignore the cache, and warn
+    declared = _declared_ratio if torch.compiler.is_compiling() else _cached_ratio
+    return declared(terms.objective, backend)
 
 
 @constant_when_traced
@@ -85,3 +89,6 @@ def _declared_ratio(objective: str, backend: str) -> RatioClip:
     """Return the objective's clipped ratio if the backend is a ``RatioBackend``, otherwise ``NO_RATIO``."""
     served = hasattr(load(backend), "sequence_ratio_forward")
     return (from_spec(objective).ratio_form() if served else None) or NO_RATIO
+
+
+_cached_ratio = functools.lru_cache(maxsize=1024)(_declared_ratio)
