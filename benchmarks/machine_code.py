@@ -124,7 +124,7 @@ def name_of(call: Call) -> str:
     flags = [key.lower() for key in known if keywords.get(key)]
     vectors = [key for key in ("A_VECTOR", "B_VECTOR") if keywords.get(key, 1) > 1]
     flags += [key.lower() for key in vectors]
-    flags += [keywords["ACCESS"]] if keywords.get("ACCESS", "single") != "single" else []
+    flags += ["aligned"] if keywords.get("ALIGNED") else []
     flags += [keywords[key] for key in ("ESTIMATOR", "KIND", "PASS") if keywords.get(key)]
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
     given = dict(zip(names, args, strict=False))

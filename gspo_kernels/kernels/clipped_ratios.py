@@ -15,18 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, decode_float, element
-from gspo_kernels.kernels.launch import Tile, launch, row_kernel, without_spills
+from gspo_kernels.kernels.columns import element
+from gspo_kernels.kernels.launch import Tile, launch, typed_kernel, without_spills
 from gspo_kernels.kernels.sequences import (
     KL,
     LARGEST,
     SCRATCH_ROWS,
     SMALLEST,
     RatioConstants,
-    RatioNumbers,
-    RatioOutputs,
     clip,
-    clip_bounds,
     clip_sequence,
     divisor_of,
     fill_without_sequences,
@@ -37,6 +34,7 @@ from gspo_kernels.kernels.sequences import (
     signal_and_count,
     store_cell,
     store_sequence,
+    strides_of,
     sum_sequence,
 )
 from gspo_kernels.types import METRICS, KLPenalty, RatioClip, RatioOperands, RatioStep, Recheck
@@ -67,51 +65,46 @@ def kl_penalty(d, ESTIMATOR: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(pointer, b, t, strides, counted):
+def _load_tokens(pointer, b, t, stride_b, stride_t, counted):
     """Load one number per token as fp64, 0 for tokens that don't count."""
-    return tl.load(element(pointer, b, t, strides), mask=counted, other=0.0).to(tl.float64)
+    return tl.load(element(pointer, b, t, stride_b, stride_t), mask=counted, other=0.0).to(tl.float64)
 
 
-@row_kernel
+@typed_kernel
 def ratio_step_kernel(
-    logprobs_ptr,
-    mask_ptr,
-    old_ptr,
-    advantages_ptr,
-    weights_ptr,
-    lengths_ptr,
-    normalizer_ptr,
-    cu_seqlens_ptr,
-    reference_ptr,
-    beta_ptr,
-    out,
-    ratio,
+    logprobs_ptr, mask_ptr, old_ptr, advantages_ptr, weights_ptr, lengths_ptr, normalizer_ptr,
+    cu_seqlens_ptr, reference_ptr, beta_ptr,
+    gradient_ptr, loss_ptr, divisor_ptr, metrics_ptr, scratch_ptr, counter_ptr,
+    mask_b: tl.int64, mask_t: tl.int64, old_b: tl.int64, old_t: tl.int64,
+    advantages_b: tl.int64, advantages_t: tl.int64, weights_b: tl.int64, weights_t: tl.int64,
+    lengths_b: tl.int64, lengths_t: tl.int64, reference_b: tl.int64, reference_t: tl.int64,
+    beta_b: tl.int64, beta_t: tl.int64,
+    T: tl.int32, tokens: tl.int32, sequences: tl.int32,
+    log_low: tl.float64, log_high: tl.float64, log_dual: tl.float64, divisor_scale: tl.float64,
     RATIO: tl.constexpr,
-):
-    """Compute one sequence in fp64. ``out`` is a ``RatioOutputs``, ``ratio`` a ``RatioNumbers``."""
+):  # fmt: skip
+    """Compute one sequence in fp64. See ``sequences`` for the outputs."""
     ESTIMATOR: tl.constexpr = RATIO.ESTIMATOR
     TOKENS_PER_BLOCK: tl.constexpr = RATIO.TOKENS_PER_BLOCK
     KNOWN: tl.constexpr = normalizer_ptr is not None or RATIO.DIVISOR == "one"
-    divisor_scale = decode_float(ratio.divisor_scale)
     if KNOWN:
         divisor = divisor_of(1.0, 1.0, normalizer_ptr, divisor_scale, RATIO)
     sequence = tl.program_id(0)
-    T = decode(ratio.T)
-    sequences = decode(ratio.sequences)
-    first, last = rows_of(sequence, cu_seqlens_ptr, decode(ratio.tokens), T)
+    first, last = rows_of(sequence, cu_seqlens_ptr, tokens, T)
     count, log_ratio = sum_sequence(
         sequence, first, last, T,
-        mask_ptr, ratio.mask, 0, old_ptr, ratio.old, logprobs_ptr,
-        cu_seqlens_ptr is not None, tl.float64, TOKENS_PER_BLOCK,
+        mask_ptr, mask_b, mask_t, 0, old_ptr, old_b, old_t, logprobs_ptr,
+        False, cu_seqlens_ptr is not None, tl.float64, TOKENS_PER_BLOCK,
     )  # fmt: skip
-    length = length_of(sequence, count, lengths_ptr, ratio)
+    length = length_of(sequence, count, lengths_ptr, lengths_b)
     share = tl.full([], 1.0, tl.float64)
     if not RATIO.COUNT_TOKENS:
         share = share / length
     if not RATIO.PER_TOKEN:
         s, loss, coefficient, low, high = clip_sequence(
-            sequence, count, log_ratio, length, advantages_ptr, weights_ptr, ratio, RATIO
-        )
+            sequence, count, log_ratio, length, advantages_ptr, advantages_b, weights_ptr, weights_b,
+            log_low, log_high, log_dual, RATIO,
+        )  # fmt: skip
 
     lanes = tl.arange(0, TOKENS_PER_BLOCK)
     ratios = tl.zeros([TOKENS_PER_BLOCK], tl.float64)
@@ -130,17 +123,19 @@ def ratio_step_kernel(
             t = rows - first
         # The stride from one sequence to the next is 0 where they are packed.
         b = rows * 0 + sequence
-        counted = inside & (tl.load(element(mask_ptr, b, t, ratio.mask), mask=inside, other=0) != 0)
+        counted = inside & (tl.load(element(mask_ptr, b, t, mask_b, mask_t), mask=inside, other=0) != 0)
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0).to(tl.float64)
         if RATIO.PER_TOKEN:
             weight = tl.full([TOKENS_PER_BLOCK], 1.0, tl.float64)
             if weights_ptr is not None:
-                weight = _load_tokens(weights_ptr, b, t, ratio.weights, counted)
+                weight = _load_tokens(weights_ptr, b, t, weights_b, weights_t, counted)
             token_ratio, token_loss, slope, token_low, token_high = clip(
-                log_ratio_of(new, _load_tokens(old_ptr, b, t, ratio.old, counted)),
-                _load_tokens(advantages_ptr, b, t, ratio.advantages, counted),
+                log_ratio_of(new, _load_tokens(old_ptr, b, t, old_b, old_t, counted)),
+                _load_tokens(advantages_ptr, b, t, advantages_b, advantages_t, counted),
                 weight,
-                clip_bounds(ratio, tl.float64),
+                log_low,
+                log_high,
+                log_dual,
             )
             ratios += tl.where(counted, token_ratio, 0.0)
             smallest = tl.minimum(smallest, tl.where(counted, token_ratio, float("inf")))
@@ -152,11 +147,11 @@ def ratio_step_kernel(
         else:
             slope = tl.zeros([TOKENS_PER_BLOCK], tl.float64) + coefficient
         if reference_ptr is not None:
-            reference = _load_tokens(reference_ptr, b, t, ratio.reference, counted)
+            reference = _load_tokens(reference_ptr, b, t, reference_b, reference_t, counted)
             kl, kl_slope = kl_penalty(log_ratio_of(new, reference), ESTIMATOR)
             kls += tl.where(counted, kl, 0.0)
             if beta_ptr is not None:
-                beta = _load_tokens(beta_ptr, b, t, ratio.beta, counted)
+                beta = _load_tokens(beta_ptr, b, t, beta_b, beta_t, counted)
                 # Zero wins over infinity.
                 losses += tl.where((beta == 0) | (kl == 0), 0.0, beta * kl)
                 slope += tl.where((beta == 0) | (kl_slope == 0), 0.0, beta * kl_slope) * share
@@ -164,7 +159,7 @@ def ratio_step_kernel(
         actives |= tl.where(slope != 0, 1, 0)
         if KNOWN:
             slope = slope / divisor
-        tl.store(out.gradient + rows, slope.to(out.gradient.dtype.element_ty), mask=inside)
+        tl.store(gradient_ptr + rows, slope.to(gradient_ptr.dtype.element_ty), mask=inside)
 
     token_losses = tl.sum(losses, axis=0) * share
     if RATIO.PER_TOKEN:
@@ -172,24 +167,27 @@ def ratio_step_kernel(
         loss = token_losses
         low = tl.sum(lows, axis=0)
         high = tl.sum(highs, axis=0)
-        store_cell(out.scratch, SMALLEST, sequence, sequences, tl.min(smallest, axis=0))
-        store_cell(out.scratch, LARGEST, sequence, sequences, tl.max(largest, axis=0))
+        store_cell(scratch_ptr, SMALLEST, sequence, sequences, tl.min(smallest, axis=0))
+        store_cell(scratch_ptr, LARGEST, sequence, sequences, tl.max(largest, axis=0))
     else:
         loss += token_losses
     if reference_ptr is not None:
-        store_cell(out.scratch, KL, sequence, sequences, tl.sum(kls, axis=0))
+        store_cell(scratch_ptr, KL, sequence, sequences, tl.sum(kls, axis=0))
     active = tl.max(actives, axis=0)
-    store_sequence(out.scratch, sequence, sequences, count, log_ratio, length, s, loss, low, high, active)
-    if signal_and_count(out.counters) == sequences - 1:
+    store_sequence(scratch_ptr, sequence, sequences, count, log_ratio, length, s, loss, low, high, active)
+    if signal_and_count(counter_ptr) == sequences - 1:
         with_kl = reference_ptr is not None
-        reduce_batch(out, sequences, normalizer_ptr, divisor_scale, with_kl, RATIO)
+        reduce_batch(
+            scratch_ptr, loss_ptr, divisor_ptr, metrics_ptr, sequences, normalizer_ptr, divisor_scale,
+            with_kl, RATIO,
+        )  # fmt: skip
 
 
-@row_kernel
-def divide_kernel(gradient_ptr, divisor_ptr, result_ptr, ratio, BLOCK: tl.constexpr):
-    """Divide a block of gradients, in fp64, by the loss's divisor. ``ratio`` is a ``RatioNumbers``."""
+@typed_kernel
+def divide_kernel(gradient_ptr, divisor_ptr, result_ptr, tokens: tl.int32, BLOCK: tl.constexpr):
+    """Divide a block of gradients, in fp64, by the loss's divisor."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < decode(ratio.tokens)
+    inside = n < tokens
     gradient = tl.load(gradient_ptr + n, mask=inside, other=0.0) / tl.load(divisor_ptr)
     tl.store(result_ptr + n, gradient.to(result_ptr.dtype.element_ty), mask=inside)
 
@@ -217,21 +215,17 @@ def ratio_step(
     reference = None if kl is None else kl.ref_logprobs
     beta = None if kl is None or kl.beta is None else kl.beta.expand(logprobs.shape)
     gradient = result if known else new((B, T), dtype=torch.float64)
-    numbers = RatioNumbers.of(
-        ratio_clip, T, B * T, sequences, cu_seqlens is not None,
-        mask, old, advantages, weights, lengths, reference, beta,
-    )  # fmt: skip
+    given = (mask, old, advantages, weights, lengths, reference, beta)
     launch(
         ratio_step_kernel, sequences, logprobs.device, without_spills(_STEP, True, 255),
         logprobs, mask, old, advantages, weights, lengths, normalizer,
         None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
         reference, beta,
-        RatioOutputs(
-            None, None, gradient, loss, divisor, metrics,
-            new((SCRATCH_ROWS * sequences,), dtype=torch.float64),
-            torch.zeros(1, dtype=torch.int32, device=logprobs.device),
-        ),
-        numbers,
+        gradient, loss, divisor, metrics,
+        new((SCRATCH_ROWS * sequences,), dtype=torch.float64),
+        torch.zeros(1, dtype=torch.int32, device=logprobs.device),
+        *(stride for each in given for stride in strides_of(each, cu_seqlens is not None)),
+        T, B * T, sequences, *ratio_clip[:3], ratio_clip.divisor_scale,
         RATIO=RatioConstants(
             STATS=tl.float64,
             COUNT_TOKENS=ratio_clip.count_tokens,
@@ -245,7 +239,7 @@ def ratio_step(
     if not known:
         launch(
             divide_kernel, -(-B * T // _STEP.block), logprobs.device, _STEP,
-            gradient, divisor, result, numbers, BLOCK=_STEP.block,
+            gradient, divisor, result, B * T, BLOCK=_STEP.block,
         )  # fmt: skip
     if recheck is not None:
         recheck()

@@ -15,15 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, load_columns, row_pointer
+from gspo_kernels.kernels.columns import element, load_columns, row_pointer
 from gspo_kernels.kernels.launch import (
     DIVERGENCE,
     RowConstants,
-    RowNumbers,
-    access,
-    encode_float,
+    is_aligned,
     launch,
-    row_kernel,
+    row_numbers,
+    slopes_of,
+    strides,
+    typed_kernel,
+    with_contiguous_rows,
     without_spills,
 )
 from gspo_kernels.kernels.rows import (
@@ -55,10 +57,9 @@ class PairConstants(NamedTuple):
 
 
 @triton.jit
-def _load(row, start, lanes, width, stride_v, slopes, mask, ROW: tl.constexpr):
+def _load(row, start, lanes, width, slopes, mask, ROW: tl.constexpr):
     """Load a block's transformed logits, -inf beyond the width and where masked, and the softcap's slope."""
-    ACCESS: tl.constexpr = ROW.ACCESS
-    raw = load_columns(row, start, lanes, width, stride_v, ACCESS, True, "evict_last")
+    raw = load_columns(row, start, lanes, width, True, "evict_last")
     z, tanh_slope = transformed(raw, slopes, ROW)
     inside = start + lanes < width
     if mask is not None:
@@ -111,44 +112,39 @@ def _to_mixture(log_p, log_q, mixture, PLATFORM: tl.constexpr):
     return (-log_student - above) - log_sum, (below - log_teacher) - log_sum
 
 
-@row_kernel
+@typed_kernel
 def divergence_kernel(
-    logits_ptr,
-    labels_ptr,
-    row_temperature_ptr,
-    kept_ptr,
-    teacher_logits_ptr,
-    teacher_temperature_ptr,
-    grad_ptr,
-    stats,
-    out_ptr,
-    rows,
-    teacher,
-    mixture,
-    ROW: tl.constexpr,
-    TEACHER: tl.constexpr,
-    PAIR: tl.constexpr,
-):
-    """Compute one row's divergence and, if there is an ``out``, its gradient. ``stats`` is a ``PairStats``,
-    ``rows`` and ``teacher`` are ``RowNumbers``, ``mixture`` is beta, its log-odds, log(beta), log(1 - beta).
+    logits_ptr, labels_ptr, row_temperature_ptr, kept_ptr, teacher_logits_ptr, teacher_temperature_ptr,
+    lse_ptr, teacher_lse_ptr, divergences_ptr, centres_ptr, grad_ptr, out_ptr,
+    T: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    logits_b: tl.int64, logits_t: tl.int64, labels_b: tl.int64, labels_t: tl.int64,
+    temperature_b: tl.int64, temperature_t: tl.int64, kept_b: tl.int64, kept_t: tl.int64,
+    teacher_slope: tl.float64, teacher_inner: tl.float64, teacher_outer: tl.float64,
+    teacher_b: tl.int64, teacher_t: tl.int64,
+    teacher_temperature_b: tl.int64, teacher_temperature_t: tl.int64,
+    grad_b: tl.int64, grad_t: tl.int64, out_b: tl.int64, out_t: tl.int64,
+    beta: tl.float64, log_odds: tl.float64, log_beta: tl.float64, log_rest: tl.float64,
+    ROW: tl.constexpr, TEACHER: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Compute one row's divergence and, if there is an ``out``, its gradient. Log-odds are those of ``beta``,
+    ``log_rest`` is log(1 - beta); ROW and TEACHER are ``RowConstants``.
     """
-    ACCESS: tl.constexpr = ROW.ACCESS
     STATS: tl.constexpr = ROW.STATS
     BLOCK: tl.constexpr = ROW.BLOCK
     PLATFORM: tl.constexpr = ROW.PLATFORM
     n = tl.program_id(0)
-    V = decode(rows.V)
-    b, t, _label, counted = row_label(n, labels_ptr, rows)
-    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
-    slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
-    teacher_slopes = row_slopes(teacher, teacher_temperature_ptr, b, t, STATS)
-    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
-    other = row_pointer(teacher_logits_ptr, b, t, teacher.logits, ACCESS)
-    stride_v = decode_wide(rows.logits[2])
-    other_stride_v = decode_wide(teacher.logits[2])
+    b, t, _label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, kept_b, kept_t)
+    slopes = row_slopes(slope, inner, outer, row_temperature_ptr, b, t, temperature_b, temperature_t, STATS)
+    teacher_slopes = row_slopes(
+        teacher_slope, teacher_inner, teacher_outer, teacher_temperature_ptr, b, t,
+        teacher_temperature_b, teacher_temperature_t, STATS,
+    )  # fmt: skip
+    row = row_pointer(logits_ptr, b, t, logits_b, logits_t, ROW.ALIGNED)
+    other = row_pointer(teacher_logits_ptr, b, t, teacher_b, teacher_t, ROW.ALIGNED)
     lanes = tl.arange(0, BLOCK)
     width = V
-    if ACCESS == "aligned":
+    if ROW.ALIGNED:
         # the same number, but now the compiler knows that 16 divides it
         width = width // 16 * 16
     width = tl.where(counted, width, 0)
@@ -158,9 +154,9 @@ def divergence_kernel(
         other_peak = peak
         other_total = total
         for start in range(0, width, BLOCK):
-            z, _slope = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
+            z, _slope = _load(row, start, lanes, width, slopes, mask, ROW)
             peak, total = _add_block(peak, total, z, PLATFORM)
-            z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
+            z, _slope = _load(other, start, lanes, width, teacher_slopes, mask, TEACHER)
             other_peak, other_total = _add_block(other_peak, other_total, z, PLATFORM)
         zero = tl.zeros([], STATS)
         no_label = counted & False
@@ -168,25 +164,21 @@ def divergence_kernel(
         _logp, other_hi, other_lo, _ = combine_threads(
             other_peak, other_total, other_total, zero, no_label, False, STATS
         )
-        tl.store(stats.lse + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
+        tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
         lse = add_hi_lo(other_hi, other_lo, tl.float64)
-        tl.store(stats.teacher_lse + n, tl.where(counted, lse, 0.0))
+        tl.store(teacher_lse_ptr + n, tl.where(counted, lse, 0.0))
     else:
-        lse_hi, lse_lo = split_hi_lo(tl.load(stats.lse + n), STATS)
-        other_hi, other_lo = split_hi_lo(tl.load(stats.teacher_lse + n), STATS)
+        lse_hi, lse_lo = split_hi_lo(tl.load(lse_ptr + n), STATS)
+        other_hi, other_lo = split_hi_lo(tl.load(teacher_lse_ptr + n), STATS)
     finite = _is_finite(lse_hi + lse_lo) & _is_finite(other_hi + other_lo)
 
-    share = decode_float(mixture[0]).to(STATS)
-    logs = (
-        decode_float(mixture[1]).to(STATS),
-        decode_float(mixture[2]).to(STATS),
-        decode_float(mixture[3]).to(STATS),
-    )
+    share = tl.full([], beta, STATS)
+    logs = (tl.full([], log_odds, STATS), tl.full([], log_beta, STATS), tl.full([], log_rest, STATS))
     coefficient = tl.full([], 0.0, STATS)
     out_row = row
     if out_ptr is not None:
-        out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
-        coefficient = tl.load(element(grad_ptr, b, t, rows.grad)).to(STATS)
+        out_row = row_pointer(out_ptr, b, t, out_b, out_t, ROW.ALIGNED)
+        coefficient = tl.load(element(grad_ptr, b, t, grad_b, grad_t)).to(STATS)
         coefficient = tl.where(counted, coefficient, 0.0)
     written = tl.where(coefficient != 0, width, 0)
     if ROW.SCALED != 0 or ROW.SOFTCAP:
@@ -201,9 +193,9 @@ def divergence_kernel(
         tl.debug_barrier()
     if WRITES_AT_ONCE or PAIR.KNOWN != "all":
         for start in range(0, written if PAIR.KNOWN == "all" else width, BLOCK):
-            z, tanh_slope = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
+            z, tanh_slope = _load(row, start, lanes, width, slopes, mask, ROW)
             log_p = (z - lse_hi) - lse_lo
-            z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
+            z, _slope = _load(other, start, lanes, width, teacher_slopes, mask, TEACHER)
             log_q = (z - other_hi) - other_lo
             p = exp_flushed(log_p, PLATFORM)
             q = exp_flushed(log_q, PLATFORM)
@@ -221,8 +213,8 @@ def divergence_kernel(
                 grad = coefficient * (p - q)
                 _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW)
     if PAIR.KNOWN == "all":
-        divergence = tl.load(stats.divergences + n)
-        centre = tl.load(stats.centres + n)
+        divergence = tl.load(divergences_ptr + n)
+        centre = tl.load(centres_ptr + n)
     else:
         divergence = tl.sum(value, axis=0)
         divergence = tl.where(finite | (width == 0), divergence, float("nan"))
@@ -231,8 +223,8 @@ def divergence_kernel(
             centre = tl.zeros_like(divergence)
         elif PAIR.KIND == "mixture":
             centre = tl.where(finite | (width == 0), tl.sum(to_mixture, axis=0), float("nan"))
-        tl.store(stats.divergences + n, divergence)
-        tl.store(stats.centres + n, centre)
+        tl.store(divergences_ptr + n, divergence)
+        tl.store(centres_ptr + n, centre)
     if out_ptr is not None:
         if PAIR.KIND != "forward":
             tl.debug_barrier()
@@ -240,17 +232,17 @@ def divergence_kernel(
             # An infinite divergence has no direction: the gradient is NaN.
             coefficient = tl.where(_is_finite(divergence) | (coefficient == 0), coefficient, float("nan"))
             for start in range(0, written, BLOCK):
-                z, tanh_slope = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
+                z, tanh_slope = _load(row, start, lanes, width, slopes, mask, ROW)
                 log_p = (z - lse_hi) - lse_lo
-                z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
+                z, _slope = _load(other, start, lanes, width, teacher_slopes, mask, TEACHER)
                 log_q = (z - other_hi) - other_lo
                 p = exp_flushed(log_p, PLATFORM)
                 if PAIR.KIND == "reverse":
-                    slope = log_p - log_q
+                    to_row = log_p - log_q
                 else:
-                    slope, _to_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
-                    slope = (1.0 - share) * slope
-                grad = coefficient * tl.where(p == 0, 0.0, p * (slope - mean_slope))
+                    to_row, _to_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
+                    to_row = (1.0 - share) * to_row
+                grad = coefficient * tl.where(p == 0, 0.0, p * (to_row - mean_slope))
                 _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW)
         zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
         for start in range(0, tl.where(written != 0, 0, V), BLOCK):
@@ -262,25 +254,24 @@ def divergence(
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``; raises as ``logprobs_backward``."""
     logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
+    logits, teacher_logits = with_contiguous_rows(logits), with_contiguous_rows(teacher_logits)
     B, T, _ = logits.shape
     stats = allocate_pair_stats(logits, known)
     tensors = (logits, teacher_logits) if out is None else (logits, teacher_logits, out)
     mixed = 0 < beta < 1
     tile = without_spills(DIVERGENCE[max(each.element_size() for each in tensors)], mixed)
     logs = (math.log(beta) - math.log1p(-beta), math.log(beta), math.log1p(-beta)) if mixed else (0.0,) * 3
-    # rows that aren't aligned are read as single elements, also where ``access`` calls them shifted
-    rows_access = "aligned" if access(*tensors) == "aligned" else "single"
+    aligned = is_aligned(*tensors)
     student = RowConstants.of(logits, transform, tile, out)
     teacher = RowConstants.of(teacher_logits, teacher_transform, tile)
     launch(
         divergence_kernel, B * T, logits.device, tile,
         logits, labels, transform.row_temperature, transform.kept,
-        teacher_logits, teacher_transform.row_temperature, grad, stats, out,
-        RowNumbers.of(logits, labels, transform, ignore_index, out=out, grad=grad),
-        RowNumbers.of(teacher_logits, None, teacher_transform, ignore_index),
-        tuple(encode_float(number) for number in (beta, *logs)),
-        ROW=student._replace(ACCESS=rows_access),
-        TEACHER=teacher._replace(STATS=student.STATS, ACCESS=rows_access),
+        teacher_logits, teacher_transform.row_temperature, *stats, grad, out,
+        *row_numbers(logits, labels, transform, ignore_index), *slopes_of(teacher_transform),
+        *strides(teacher_logits, teacher_transform.row_temperature, grad, out), beta, *logs,
+        ROW=student._replace(ALIGNED=aligned),
+        TEACHER=teacher._replace(STATS=student.STATS, ALIGNED=aligned),
         PAIR=PairConstants(
             KIND="mixture" if mixed else "reverse" if beta else "forward",
             KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],

@@ -23,7 +23,7 @@ variants of the kernel (with or without storing e, with or without the entropy) 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,16 +31,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gspo_kernels.kernels.columns import decode
 from gspo_kernels.kernels.launch import (
     RowConstants,
-    RowNumbers,
     Tile,
-    encode,
     launch,
     platform,
-    row_kernel,
+    slopes_of,
     triton_version,
+    typed_kernel,
     without_spills,
 )
 from gspo_kernels.kernels.row_scaling import times
@@ -62,14 +60,14 @@ from gspo_kernels.types import LogitTransform, RowStats
 MARGIN: tl.constexpr = tl.constexpr(8)
 """How far the offset lies above the label, in powers of two. So factors of rows are at most 2^8.5, and
 coefficients of any size multiply them without overflow."""
-_FAR: tl.constexpr = tl.constexpr(256)
+_SEARCH_LOG2: tl.constexpr = tl.constexpr(256)
 """Where the search for a flagged row's maximum begins, in powers of two below the label: what lies even lower
 has a probability of 0."""
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 _LINE = Tile(1024, 4)
 """For the kernels before and after the product."""
-_MANY, _TILES = 16, 32
+_ROWS_PER_PROGRAM, _TILES_PER_STEP = 16, 32
 """Rows per program of the statistics, and how many tiles' sums they add at a time."""
 ALIGNED = 8
 """Rows of 16-bit operands of the product lie a multiple of this many elements apart."""
@@ -123,43 +121,35 @@ def _store_powers(powers_ptr, n, count, slopes, mask, ROW: tl.constexpr):
 
 
 @triton.jit
-def _bent(z, slopes):
+def _softcap_grad(z, slopes):
     """Return the slope of the softcap at logits z, in fp64."""
     outer = slopes[2][0].to(tl.float64) + slopes[2][1].to(tl.float64)
-    bent = z / outer
-    return (1.0 - bent) * (1.0 + bent)
+    tanh = z / outer
+    return (1.0 - tanh) * (1.0 + tanh)
 
 
-@row_kernel
+@typed_kernel
 def label_offsets_kernel(
-    hidden_ptr,
-    weight_ptr,
-    bias_ptr,
-    labels_ptr,
-    row_temperature_ptr,
-    places_ptr,
-    offsets_ptr,
-    powers_ptr,
-    count_ptr,
-    rows,
-    head,
-    BLOCK: tl.constexpr,
-    ROW: tl.constexpr,
-):
+    hidden_ptr, weight_ptr, bias_ptr, labels_ptr, row_temperature_ptr,
+    places_ptr, offsets_ptr, powers_ptr, count_ptr,
+    N: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    labels_stride: tl.int64, temperature_stride: tl.int64,
+    H: tl.int32, hidden_stride: tl.int64, weight_stride: tl.int64,
+    BLOCK: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
     """Choose the offset of one row: its label's logit, from a dot product of its own. Write the label's place
     (-1: it is no column; -2: the row is ignored), the key of the offset, and what multiplies logits in the
-    exponent. ``rows`` is a ``RowNumbers``, ``head`` a ``HeadNumbers``, ROW a ``RowConstants``.
+    exponent. ROW is a ``RowConstants``.
     """
     n = tl.program_id(0)
-    count = decode(rows.T)
-    b, t, label, counted = row_label(n, labels_ptr, rows)
-    labelled = counted & (label >= 0) & (label < decode(rows.V))
+    b, t, label, counted = row_label(n, labels_ptr, N, 0, labels_stride, ignore_index)
+    labelled = counted & (label >= 0) & (label < V)
     place = tl.where(labelled, label, tl.where(counted, -1, -2))
     tl.store(places_ptr + n, place.to(tl.int32))
-    hidden = hidden_ptr + n.to(tl.int64) * decode(head.hidden)
-    column = weight_ptr + tl.maximum(place, 0) * decode(head.weight)
+    hidden = hidden_ptr + n.to(tl.int64) * hidden_stride
+    column = weight_ptr + tl.maximum(place, 0) * weight_stride
     dots = tl.zeros([BLOCK], tl.float32)
-    width = tl.where(labelled, decode(head.H), 0)
+    width = tl.where(labelled, H, 0)
     for start in range(0, width, BLOCK):
         lanes = start + tl.arange(0, BLOCK)
         h = tl.load(hidden + lanes, mask=lanes < width, other=0.0).to(tl.float32)
@@ -167,43 +157,25 @@ def label_offsets_kernel(
     x = tl.sum(dots, axis=0)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + tl.maximum(place, 0)).to(tl.float32)
-    slopes = row_slopes(rows, row_temperature_ptr, b, t, tl.float32)
+    slopes = row_slopes(slope, inner, outer, row_temperature_ptr, b, t, 0, temperature_stride, tl.float32)
     z, _ = transformed(x, slopes, ROW)
     offset = tl.floor(z * _LOG2_E + 0.5) + MARGIN
     # Comparisons with NaN are false. Other rows and labels at infinity begin at 0.
     tl.store(offsets_ptr + n, _key(tl.where(tl.abs(offset) < HUGE, offset, 0.0)))
     if powers_ptr is not None:
-        _store_powers(powers_ptr, n, count, slopes, None, ROW)
+        _store_powers(powers_ptr, n, N, slopes, None, ROW)
     if n == 0:
         tl.store(count_ptr, 0)
-
-
-class HeadNumbers(NamedTuple):
-    """Sizes, encoded.
-
-    Attributes:
-        H: the width of hidden states.
-        programs: how many programs walk over the tiles.
-        first: the column with which the tiles begin; they end with ``RowNumbers.V``.
-        hidden, weight, out: how far their rows lie apart.
-    """
-
-    H: int
-    programs: int
-    first: int
-    hidden: int
-    weight: int
-    out: int
 
 
 class HeadConstants(NamedTuple):
     """The constants for which the product is compiled.
 
     Attributes:
-        PASS: "first"; "peaks": find the maxima of flagged rows; "again": compute flagged rows again.
+        PASS: "first"; "max": find the maxima of flagged rows; "recompute": compute flagged rows again.
         SCALED: 0 if logits are not multiplied, otherwise the sign of their factor.
         SOFTCAP: whether the logits have a softcap.
-        BENT: whether the slope of the softcap multiplies what is stored.
+        SOFTCAP_GRAD: whether the slope of the softcap multiplies what is stored.
         ROWS, COLUMNS, DEPTH: rows and columns of a tile, and the depth of a step along H.
         PIECE: columns whose exponentials are taken and stored at a time.
         GROUP: tiles of rows that are computed side by side.
@@ -213,7 +185,7 @@ class HeadConstants(NamedTuple):
     PASS: str
     SCALED: int
     SOFTCAP: bool
-    BENT: bool
+    SOFTCAP_GRAD: bool
     ROWS: int
     COLUMNS: int
     DEPTH: int
@@ -257,7 +229,7 @@ def _take_exponentials(
             x1, left + HALF, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V,
             marks, PIECES_BEFORE + HALF // HEAD.PIECE, ENTROPY, HEAD,
         )  # fmt: skip
-        if HEAD.PASS == "peaks":
+        if HEAD.PASS == "max":
             total = tl.maximum(total, total1)
         else:
             both = total + total1
@@ -311,7 +283,7 @@ def _take_piece(
         tl.store(label_ptr + rows, tl.sum(tl.where(is_label, d, 0.0), axis=1), mask=here & inside)
         d = tl.where(is_label | (columns[None, :] >= V) | (place == -2)[:, None], -float("inf"), d)
     spread = offset
-    if HEAD.PASS == "peaks":
+    if HEAD.PASS == "max":
         total = tl.max(d, axis=1)
     else:
         e = _exp2(d, PLATFORM)
@@ -321,10 +293,10 @@ def _take_piece(
             # exponent is infinite the exponential is 0.
             spread = tl.sum(e * tl.maximum(d - _exponent(total)[:, None], -HUGE), axis=1)
         if out is not None:
-            if HEAD.BENT:
+            if HEAD.SOFTCAP_GRAD:
                 # From the exponent, as the compiler for Blackwell fails where more of ``x`` is needed here.
-                bent = tl.maximum((d + offset[:, None]) * (1.0 / power[0])[:, None], -1.0)
-                e *= (1.0 - bent) * (1.0 + bent)
+                capped = tl.maximum((d + offset[:, None]) * (1.0 / power[0])[:, None], -1.0)
+                e *= (1.0 - capped) * (1.0 + capped)
             out.store([top, left - first], narrowed(e, out.dtype, PLATFORM))
     return total, spread
 
@@ -360,7 +332,7 @@ def _compute_tile(
     inside = rows < N
     place = tl.load(places_ptr + rows, mask=inside, other=-1)
     offset = tl.zeros([ROWS], tl.float32)
-    if HEAD.PASS != "peaks":
+    if HEAD.PASS != "max":
         key = tl.load(offsets_ptr + rows, mask=inside, other=0)
         offset = _key(key).to(tl.float32, bitcast=True)
     power = (offset, offset)
@@ -385,7 +357,7 @@ def _compute_tile(
         ENTROPY, HEAD,
     )  # fmt: skip
     at = column.to(tl.int64) * N + rows
-    if HEAD.PASS == "peaks":
+    if HEAD.PASS == "max":
         flagged = tl.load(flags_ptr + rows, mask=inside, other=0) != 0
         tl.atomic_max(offsets_ptr + rows, _key(tl.ceil(total)), mask=flagged, sem="relaxed")
     else:
@@ -394,46 +366,24 @@ def _compute_tile(
             tl.store(spreads_ptr + at, spread, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("bias_ptr", "places_ptr", "offsets_ptr", "powers_ptr", "flags_ptr", "count_ptr"),
-        *("sums_ptr", "spreads_ptr", "label_ptr", "rows", "head"),
-    ]
-)
+@typed_kernel
 def exponentials_kernel(
-    hidden,
-    weight,
-    out,
-    bias_ptr,
-    places_ptr,
-    offsets_ptr,
-    powers_ptr,
-    flags_ptr,
-    count_ptr,
-    sums_ptr,
-    spreads_ptr,
-    label_ptr,
-    rows,
-    head,
+    hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr, flags_ptr, count_ptr,
+    sums_ptr, spreads_ptr, label_ptr,
+    N: tl.int32, first: tl.int32, V: tl.int32, H: tl.int32, inner: tl.float64,
     HEAD: tl.constexpr,
-):
-    """Compute every ``programs``-th tile. ``hidden``, ``weight`` and ``out`` are tensor descriptors, ``rows``
-    is a ``RowNumbers``, ``head`` a ``HeadNumbers``, HEAD a ``HeadConstants``.
+):  # fmt: skip
+    """Compute a program's share of the tiles from the column ``first`` on. ``hidden``, ``weight`` and ``out``
+    are tensor descriptors, HEAD is a ``HeadConstants``.
     """
     ROWS: tl.constexpr = HEAD.ROWS
-    N = decode(rows.T)
-    V = decode(rows.V)
-    H = decode(head.H)
-    first = decode(head.first)
     height = tl.cdiv(N, ROWS)
     width = tl.cdiv(V - first, HEAD.COLUMNS)
     tiles = height * width
     if HEAD.PASS != "first":
         tiles = tl.where(tl.load(count_ptr) > 0, tiles, 0)
-    inner = (0.0, 0.0)
-    if HEAD.SOFTCAP:
-        inner = row_slopes(rows, None, 0, 0, tl.float32)[1]
-    for tile in range(tl.program_id(0), tiles, decode(head.programs)):
+    inner = _split_factor(tl.full([], inner, tl.float64), tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, column = tile_at(tile, height, width, HEAD.GROUP)
         top = row * ROWS
         if HEAD.PASS == "first":
@@ -450,43 +400,27 @@ def exponentials_kernel(
                 )  # fmt: skip
 
 
-@row_kernel
+@typed_kernel
 def row_statistics_kernel(
-    places_ptr,
-    offsets_ptr,
-    flags_ptr,
-    count_ptr,
-    sums_ptr,
-    spreads_ptr,
-    label_ptr,
-    row_temperature_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    entropy_ptr,
-    out_ptr,
-    factors_ptr,
-    rests_ptr,
-    rows,
-    head,
-    COLUMNS: tl.constexpr,
-    AGAIN: tl.constexpr,
-    MANY: tl.constexpr,
-    TILES: tl.constexpr,
+    places_ptr, offsets_ptr, flags_ptr, count_ptr, sums_ptr, spreads_ptr, label_ptr, row_temperature_ptr,
+    logprobs_ptr, lse_ptr, entropy_ptr, out_ptr, factors_ptr, label_residuals_ptr,
+    N: tl.int32, V: tl.int32, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    temperature_stride: tl.int64, out_stride: tl.int64,
+    COLUMNS: tl.constexpr, RECOMPUTED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     ROW: tl.constexpr,
-):
-    """Compute the statistics of MANY rows from sums of tiles, and finish their exponentials: write the factor
+):  # fmt: skip
+    """Compute the statistics of ROWS rows from sums of tiles, and finish their exponentials: write the factor
     of each row, the label's element, and what its rounding leaves. Flag rows that must be computed again.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
-    N = decode(rows.T)
     stop = N
-    if AGAIN:
+    if RECOMPUTED:
         stop = tl.where(tl.load(count_ptr) > 0, N, 0)
-    width = tl.where(stop > 0, tl.cdiv(decode(rows.V), COLUMNS), 0)
-    row = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    width = tl.where(stop > 0, tl.cdiv(V, COLUMNS), 0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < stop
-    total = tl.zeros([MANY], tl.float64)
-    spread = tl.zeros([MANY], tl.float64)
+    total = tl.zeros([ROWS], tl.float64)
+    spread = tl.zeros([ROWS], tl.float64)
     for start in range(0, width, TILES):
         tile = start + tl.arange(0, TILES)
         at = tile.to(tl.int64)[:, None] * N + row[None, :]
@@ -511,12 +445,12 @@ def row_statistics_kernel(
     # As in PyTorch, the log-prob of a label at +inf is inf - inf, which is NaN.
     is_number = (own == own) & (own != float("inf"))
     logp = tl.where(labelled & is_number, logp, float("nan"))
-    if not AGAIN:
+    if not RECOMPUTED:
         # The label's exponential is beside 2^-MARGIN. Comparisons with NaN are false.
         good = (total >= 2.0**-100) & (total <= 2.0**90) & (tl.abs(exponent + MARGIN) < 64)
         flagged = counted & ~good
         tl.store(flags_ptr + row, flagged.to(tl.int32), mask=inside)
-        start_of_search = tl.where(tl.abs(exponent) < HUGE, offset - _FAR, -HUGE)
+        start_of_search = tl.where(tl.abs(exponent) < HUGE, offset - _SEARCH_LOG2, -HUGE)
         # Several threads have the same row: all must have read its offset.
         tl.debug_barrier()
         tl.store(offsets_ptr + row, _key(start_of_search), mask=flagged)
@@ -535,57 +469,47 @@ def row_statistics_kernel(
         entropy -= tl.where(rest == 0, 0.0, rest * (mean - whole))
         tl.store(entropy_ptr + row, tl.where(counted, entropy, 0.0).to(tl.float32), mask=inside)
     if out_ptr is not None:
-        b = tl.zeros([MANY], tl.int32)
-        slopes = row_slopes(rows, row_temperature_ptr, b, tl.where(inside, row, 0), tl.float32)
-        slope = slopes[0][0].to(tl.float64) + slopes[0][1].to(tl.float64)
-        factor = tl.where(is_number, -slope * tl.exp(-whole), float("nan"))
+        b = tl.zeros([ROWS], tl.int32)
+        t = tl.where(inside, row, 0)
+        slopes = row_slopes(slope, inner, outer, row_temperature_ptr, b, t, 0, temperature_stride, tl.float32)
+        row_slope = slopes[0][0].to(tl.float64) + slopes[0][1].to(tl.float64)
+        factor = tl.where(is_number, -row_slope * tl.exp(-whole), float("nan"))
         tl.store(factors_ptr + row, tl.where(labelled, factor, 0.0).to(tl.float32), mask=inside)
         # where all logits are -inf, the NaN of the factor would meet zeros alone
         value = tl.where(logp == logp, -total, float("nan"))
         if ROW.SOFTCAP:
-            value *= _bent(own + offset.to(tl.float64) * _LN_2, slopes)
+            value *= _softcap_grad(own + offset.to(tl.float64) * _LN_2, slopes)
         value = value.to(tl.float32)
         rounded = narrowed(value, out_ptr.dtype.element_ty, PLATFORM)
-        at = row.to(tl.int64) * decode(head.out) + place
+        at = row.to(tl.int64) * out_stride + place
         tl.store(out_ptr + at, rounded, mask=labelled)
-        rest_of_label = tl.where(labelled, value - rounded.to(tl.float32), 0.0)
-        tl.store(rests_ptr + row, rest_of_label, mask=inside)
+        residual = tl.where(labelled, value - rounded.to(tl.float32), 0.0)
+        tl.store(label_residuals_ptr + row, residual, mask=inside)
 
 
-@row_kernel
+@typed_kernel
 def known_rows_kernel(
-    labels_ptr,
-    row_temperature_ptr,
-    active_ptr,
-    coefficients_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    places_ptr,
-    offsets_ptr,
-    powers_ptr,
-    factors_ptr,
-    elements_ptr,
-    rests_ptr,
-    rows,
-    MANY: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    """Write what the exponentials of MANY rows with known statistics need. With coefficients these are in the
-    offsets, and signs in the factors; without them the offset is a whole power of two. ``rows`` is a
-    ``RowNumbers``, ROW a ``RowConstants``.
+    labels_ptr, row_temperature_ptr, active_ptr, coefficients_ptr, logprobs_ptr, lse_ptr,
+    places_ptr, offsets_ptr, powers_ptr, factors_ptr, elements_ptr, label_residuals_ptr,
+    N: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    labels_stride: tl.int64, temperature_stride: tl.int64,
+    ROWS: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """Write what the exponentials of ROWS rows with known statistics need. With coefficients these are in the
+    offsets, and signs in the factors; without them the offset is a whole power of two. ROW is a
+    ``RowConstants``.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
-    N = decode(rows.T)
-    row = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < N
     # beyond the last row the last one is read again
-    b, t, label, counted = row_label(tl.minimum(row, N - 1), labels_ptr, rows)
-    slopes = row_slopes(rows, row_temperature_ptr, b, t, tl.float32)
+    b, t, label, counted = row_label(tl.minimum(row, N - 1), labels_ptr, N, 0, labels_stride, ignore_index)
+    slopes = row_slopes(slope, inner, outer, row_temperature_ptr, b, t, 0, temperature_stride, tl.float32)
     logp = tl.load(logprobs_ptr + row, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0).to(tl.float64)
     # Comparisons with NaN are false.
     finite = tl.abs(lse) < HUGE
-    labelled = counted & (label >= 0) & (label < decode(rows.V))
+    labelled = counted & (label >= 0) & (label < V)
     # NaN and infinities in a row without gradient must not meet the zeros of its other operand.
     inert = (tl.load(active_ptr + row, mask=inside, other=0) == 0) & (finite == 0)
     place = tl.where(labelled, label, -1)
@@ -593,40 +517,42 @@ def known_rows_kernel(
     tl.store(places_ptr + row, place.to(tl.int32), mask=inside)
     if powers_ptr is not None:
         _store_powers(powers_ptr, row, N, slopes, inside, ROW)
-    slope = slopes[0][0].to(tl.float64) + slopes[0][1].to(tl.float64)
+    scale = slopes[0][0].to(tl.float64) + slopes[0][1].to(tl.float64)
     if coefficients_ptr is not None:
-        slope *= tl.load(coefficients_ptr + row, mask=inside, other=0.0)
-        size = tl.abs(slope)
+        scale *= tl.load(coefficients_ptr + row, mask=inside, other=0.0)
+        size = tl.abs(scale)
         # A coefficient of 0 gives an offset at infinity.
         offset = ((lse - tl.log(size)) * _LOG2_E).to(tl.float32)
-        factor = tl.where(slope > 0, -1.0, 1.0)
+        factor = tl.where(scale > 0, -1.0, 1.0)
     else:
         offset = tl.floor(lse * _LOG2_E + 0.5).to(tl.float32)
         whole = tl.where(finite, lse - offset.to(tl.float64) * _LN_2, 0.0)
         size = tl.exp(whole)
-        factor = -slope / size
+        factor = -scale / size
     tl.store(offsets_ptr + row, _key(offset), mask=inside)
     factor = tl.where(logp == logp, factor, float("nan"))
     tl.store(factors_ptr + row, tl.where(place >= 0, factor, 0.0).to(tl.float32), mask=inside)
     value = -one_minus_exp(logp, tl.float32, PLATFORM).to(tl.float64) * size
     if ROW.SOFTCAP:
-        value *= _bent(lse + logp, slopes)
+        value *= _softcap_grad(lse + logp, slopes)
     value = tl.where(place >= 0, value, 0.0).to(tl.float32)
     rounded = narrowed(value, tl.bfloat16, PLATFORM)
     tl.store(elements_ptr + row, rounded, mask=inside)
-    tl.store(rests_ptr + row, value - rounded.to(tl.float32), mask=inside)
+    tl.store(label_residuals_ptr + row, value - rounded.to(tl.float32), mask=inside)
 
 
-@row_kernel
-def label_elements_kernel(places_ptr, elements_ptr, out_ptr, rows, head, MANY: tl.constexpr):
-    """Write the elements of MANY rows at their labels, where these lie among the columns of ``out``."""
-    row = tl.program_id(0) * MANY + tl.arange(0, MANY)
-    inside = row < decode(rows.T)
+@typed_kernel
+def label_elements_kernel(
+    places_ptr, elements_ptr, out_ptr, N: tl.int32, first: tl.int32, last: tl.int32, out_stride: tl.int64,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the elements of ROWS rows at their labels, where these are among the columns of ``out``."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < N
     place = tl.load(places_ptr + row, mask=inside, other=-1)
-    column = place - decode(head.first)
-    here = (place >= 0) & (column >= 0) & (place < decode(rows.V))
+    here = (place >= 0) & (place >= first) & (place < last)
     element = tl.load(elements_ptr + row, mask=inside, other=0.0)
-    tl.store(out_ptr + row.to(tl.int64) * decode(head.out) + column, element, mask=here)
+    tl.store(out_ptr + row.to(tl.int64) * out_stride + (place - first), element, mask=here)
 
 
 def capability(device: torch.device) -> int:
@@ -656,11 +582,18 @@ class HeadRows(NamedTuple):
     rests: Tensor | None
 
 
+def _numbers(n: int, V: int, labels: Tensor, transform: LogitTransform, ignore_index: int) -> list[Any]:
+    """Return what kernels take of n rows: N, V, ignore_index, slopes, strides of labels and temperatures."""
+    heat = transform.row_temperature
+    strides = labels.stride(1), 0 if heat is None else heat.stride(1)
+    return [n, V, ignore_index, *slopes_of(transform), *strides]
+
+
 class _Product:
     """The product of hidden states [n, H] with a weight [V, H], whose epilogue takes exponentials.
 
     Attributes:
-        row, rows: constants and numbers of the rows for kernels.
+        row, numbers: constants of the rows for kernels, and what ``_numbers`` returns.
         places, offsets, flags, count, powers, label: what kernels know of each row.
     """
 
@@ -676,10 +609,10 @@ class _Product:
         n, self.device = len(hidden), hidden.device
         self.hidden, self.weight, self.bias, self.tile = hidden, weight, bias, _tile(transform, self.device)
         self.row = RowConstants.of(hidden.unsqueeze(0), transform, _LINE)
-        rows = RowNumbers.of(hidden.unsqueeze(0), labels, transform, ignore_index)
-        self.rows = rows._replace(V=encode(weight.shape[0]), logits=None)
-        numbers = torch.empty(3 * n + 1, dtype=torch.int32, device=self.device)
-        self.places, self.offsets, self.flags, self.count = numbers.split([n, n, n, 1])
+        self.inner = slopes_of(transform)[1]
+        self.numbers = _numbers(n, weight.shape[0], labels, transform, ignore_index)
+        integers = torch.empty(3 * n + 1, dtype=torch.int32, device=self.device)
+        self.places, self.offsets, self.flags, self.count = integers.split([n, n, n, 1])
         scaled = self.row.SCALED or self.row.SOFTCAP
         self.powers = torch.empty(2, n, dtype=torch.float32, device=self.device) if scaled else None
         self.label = torch.empty(n, dtype=torch.float32, device=self.device)
@@ -687,11 +620,8 @@ class _Product:
     def take(self, out: Tensor | None, first: int, last: int) -> None:
         """Choose the columns that are multiplied, and where their exponentials go."""
         hidden, weight, tile = self.hidden, self.weight, self.tile
-        programs = tile.programs(len(hidden), last - first, self.device)
-        lines = (hidden, weight, hidden if out is None else out)
-        strides = (encode(each.stride(0)) for each in lines)
-        self.programs, self.rows = programs, self.rows._replace(V=encode(last))
-        self.head = HeadNumbers(encode(hidden.shape[1]), encode(programs), encode(first), *strides)
+        self.programs = tile.programs(len(hidden), last - first, self.device)
+        self.first, self.last = first, last
         width = triton.cdiv(last - first, tile.columns)
         self.sums = torch.empty(width, len(hidden), dtype=torch.float32, device=self.device)
         self.operands = (
@@ -700,16 +630,17 @@ class _Product:
             None if out is None else TensorDescriptor.from_tensor(out, [tile.rows, tile.piece]),
         )
 
-    def multiply(self, name: str, spreads: Tensor | None, bent: bool) -> None:
+    def multiply(self, name: str, spreads: Tensor | None, with_softcap_grad: bool) -> None:
         """Launch a pass; see ``HeadConstants`` and ``exponentials``."""
-        row, tile, peaks = self.row, self.tile, name == "peaks"
+        row, tile, out = self.row, self.tile, None if name == "max" else self.operands[2]
+        softcap_grad = row.SOFTCAP and with_softcap_grad
         launch(
             exponentials_kernel, self.programs, self.device, tile.launched(),
-            *self.operands[:2], None if peaks else self.operands[2], self.bias, self.places, self.offsets,
-            self.powers, self.flags, self.count, self.sums, None if peaks else spreads, self.label,
-            self.rows, self.head,
+            *self.operands[:2], out, self.bias, self.places, self.offsets, self.powers, self.flags,
+            self.count, self.sums, None if name == "max" else spreads, self.label,
+            len(self.hidden), self.first, self.last, self.hidden.shape[1], self.inner,
             HEAD=HeadConstants(
-                name, row.SCALED, row.SOFTCAP, row.SOFTCAP and bent, *tile[:4], GROUP, platform()
+                name, row.SCALED, row.SOFTCAP, softcap_grad, *tile[:4], GROUP, platform()
             ),
         )  # fmt: skip
 
@@ -724,7 +655,7 @@ def exponentials(
     out: Tensor | None,
     *,
     entropy: bool = False,
-    bent: bool = True,
+    with_softcap_grad: bool = True,
 ) -> HeadRows:
     """Project hidden states [n, H] with a weight [V, H] in bf16, and return the statistics of their rows.
 
@@ -736,7 +667,7 @@ def exponentials(
         ignore_index: the label of ignored rows, whose hidden states may be anything.
         out: [n, V] for the exponentials, rows a multiple of 16 bytes apart, or None: only statistics.
         entropy: whether to compute the entropy.
-        bent: whether the slope of a softcap multiplies the exponentials.
+        with_softcap_grad: whether the slope of a softcap multiplies the exponentials.
     """
     n, device = len(hidden), hidden.device
     product = _Product(hidden, weight, bias, labels, transform, ignore_index)
@@ -747,26 +678,29 @@ def exponentials(
         torch.empty(1, n, dtype=torch.float64, device=device),
         torch.empty(1, n, dtype=torch.float32, device=device) if entropy else None,
     )
-    factors = rests = None
+    factors = label_residuals = None
     if out is not None:
-        factors, rests = torch.empty(2, n, dtype=torch.float32, device=device)
+        factors, label_residuals = torch.empty(2, n, dtype=torch.float32, device=device)
     launch(
         label_offsets_kernel, n, device, _LINE,
         hidden, weight, bias, labels, transform.row_temperature, product.places, product.offsets,
-        product.powers, product.count, product.rows, product.head,
+        product.powers, product.count, *product.numbers, hidden.shape[1], hidden.stride(0), weight.stride(0),
         BLOCK=_LINE.block, ROW=product.row,
     )  # fmt: skip
-    for passes in (("first",), ("peaks", "again")):
+    for passes in (("first",), ("max", "recompute")):
         for name in passes:
-            product.multiply(name, spreads, bent)
+            product.multiply(name, spreads, with_softcap_grad)
         launch(
-            row_statistics_kernel, triton.cdiv(n, _MANY), device,
+            row_statistics_kernel, triton.cdiv(n, _ROWS_PER_PROGRAM), device,
             without_spills(_LINE, product.row.SOFTCAP),
             product.places, product.offsets, product.flags, product.count, product.sums, spreads,
-            product.label, transform.row_temperature, *stats, out, factors, rests, product.rows, product.head,
-            COLUMNS=product.tile.columns, AGAIN=name == "again", MANY=_MANY, TILES=_TILES, ROW=product.row,
+            product.label, transform.row_temperature, *stats, out, factors, label_residuals,
+            n, weight.shape[0], *slopes_of(transform), product.numbers[-1],
+            0 if out is None else out.stride(0),
+            COLUMNS=product.tile.columns, RECOMPUTED=name == "recompute",
+            ROWS=_ROWS_PER_PROGRAM, TILES=_TILES_PER_STEP, ROW=product.row,
         )  # fmt: skip
-    return HeadRows(stats, factors, rests)
+    return HeadRows(stats, factors, label_residuals)
 
 
 class KnownRows:
@@ -776,7 +710,7 @@ class KnownRows:
     coefficient: so what multiplies hidden states for dWeight is a power of two, and is not rounded.
 
     Attributes:
-        head: statistics, factors and rests of the rows.
+        head: statistics, factors and residuals of the rows.
     """
 
     def __init__(
@@ -801,62 +735,55 @@ class KnownRows:
             active: [n], bool: rows with a gradient.
         """
         self._product = _Product(hidden, weight, bias, labels, transform, ignore_index)
-        self._bent = coefficients is not None
+        self._with_softcap_grad = coefficients is not None
         known = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
-        factors, rests, self._elements = known
-        self.head = HeadRows(stats, factors, rests)
+        factors, label_residuals, self._elements = known
+        self.head = HeadRows(stats, factors, label_residuals)
         launch(
-            known_rows_kernel, triton.cdiv(len(hidden), _MANY), hidden.device, _LINE,
+            known_rows_kernel, triton.cdiv(len(hidden), _ROWS_PER_PROGRAM), hidden.device, _LINE,
             labels, transform.row_temperature, active, coefficients, stats.logprobs, stats.lse,
-            self._product.places, self._product.offsets, self._product.powers, factors, self._elements, rests,
-            self._product.rows, MANY=_MANY, ROW=self._product.row,
+            self._product.places, self._product.offsets, self._product.powers, factors, self._elements,
+            label_residuals, *self._product.numbers, ROWS=_ROWS_PER_PROGRAM, ROW=self._product.row,
         )  # fmt: skip
 
     def exponentials(self, out: Tensor, first: int) -> None:
         """Write the columns from ``first`` on into ``out`` [n, k]."""
         product = self._product
         product.take(out, first, first + out.shape[1])
-        product.multiply("first", None, self._bent)
-        if self._bent:
+        product.multiply("first", None, self._with_softcap_grad)
+        if self._with_softcap_grad:
             launch(
-                label_elements_kernel, triton.cdiv(len(out), _MANY), out.device, _LINE,
-                product.places, self._elements, out, product.rows, product.head, MANY=_MANY,
+                label_elements_kernel, triton.cdiv(len(out), _ROWS_PER_PROGRAM), out.device, _LINE,
+                product.places, self._elements, out, len(out), first, first + out.shape[1], out.stride(0),
+                ROWS=_ROWS_PER_PROGRAM,
             )  # fmt: skip
 
 
-@row_kernel
+@typed_kernel
 def entropy_rows_kernel(
-    values_ptr,
-    labels_ptr,
-    row_temperature_ptr,
-    factors_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    entropy_ptr,
-    of_logprobs_ptr,
-    of_entropy_ptr,
-    rows,
-    head,
-    BLOCK: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    """Turn a block of a row's exponentials into the gradient of log-prob and entropy. ``rows`` is a
-    ``RowNumbers``, ``head`` a ``HeadNumbers``, ROW a ``RowConstants``.
+    values_ptr, labels_ptr, row_temperature_ptr, factors_ptr, logprobs_ptr, lse_ptr, entropy_ptr,
+    of_logprobs_ptr, of_entropy_ptr,
+    N: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    labels_stride: tl.int64, temperature_stride: tl.int64,
+    values_stride: tl.int64,
+    BLOCK: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """Turn a block of a row's exponentials into the gradient of log-prob and entropy. ROW is a
+    ``RowConstants``.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
-    V = decode(rows.V)
     blocks = tl.cdiv(V, BLOCK)
     n = tl.program_id(0) // blocks
     columns = (tl.program_id(0) - n * blocks) * BLOCK + tl.arange(0, BLOCK)
-    b, t, label, counted = row_label(n, labels_ptr, rows)
-    slopes = row_slopes(rows, row_temperature_ptr, b, t, tl.float32)
-    slope = slopes[0][0] + slopes[0][1]
-    factor = -tl.load(factors_ptr + n) / slope
+    b, t, label, counted = row_label(n, labels_ptr, N, 0, labels_stride, ignore_index)
+    slopes = row_slopes(slope, inner, outer, row_temperature_ptr, b, t, 0, temperature_stride, tl.float32)
+    scale = slopes[0][0] + slopes[0][1]
+    factor = -tl.load(factors_ptr + n) / scale
     logprob = tl.load(logprobs_ptr + n)
     entropy = tl.load(entropy_ptr + n)
     of_logprobs = tl.load(of_logprobs_ptr + n)
     of_entropy = tl.load(of_entropy_ptr + n)
-    line = values_ptr + n.to(tl.int64) * decode(head.out)
+    line = values_ptr + n.to(tl.int64) * values_stride
     inside = columns < V
     is_label = columns == label
     p = tl.load(line + columns, mask=inside, other=0.0).to(tl.float32) * factor
@@ -867,10 +794,10 @@ def entropy_rows_kernel(
     value = of_logprobs * of_label - of_entropy * times(p, log_p + entropy)
     if ROW.SOFTCAP:
         z = log_p + tl.load(lse_ptr + n).to(tl.float32)
-        bent = tl.maximum(z / (slopes[2][0] + slopes[2][1]), -1.0)
-        value *= (1.0 - bent) * (1.0 + bent)
+        capped = tl.maximum(z / (slopes[2][0] + slopes[2][1]), -1.0)
+        value *= (1.0 - capped) * (1.0 + capped)
     needed = counted & ((of_logprobs != 0) | (of_entropy != 0))
-    value = tl.where(needed, value * slope, 0.0)
+    value = tl.where(needed, value * scale, 0.0)
     tl.store(line + columns, narrowed(value, values_ptr.dtype.element_ty, PLATFORM), mask=inside)
 
 
@@ -883,14 +810,13 @@ def entropy_rows_(
     of_logprobs: Tensor,
     of_entropy: Tensor,
 ) -> None:
-    """Turn exponentials [n, V], stored with ``bent=False``, in place into rows d/dlogits of
+    """Turn exponentials [n, V], stored without the softcap's slope, in place into rows d/dlogits of
     ``sum(of_logprobs * logprobs + of_entropy * entropy)``; both factors are contiguous fp32 [n].
     """
-    (n, V), zero = values.shape, encode(0)
-    rows = RowNumbers.of(values.unsqueeze(0), labels, transform, ignore_index)
+    n, V = values.shape
     launch(
         entropy_rows_kernel, n * triton.cdiv(V, _LINE.block), values.device, _LINE,
         values, labels, transform.row_temperature, head.factors, *head.stats, of_logprobs, of_entropy,
-        rows, HeadNumbers(zero, zero, zero, zero, zero, encode(values.stride(0))),
+        *_numbers(n, V, labels, transform, ignore_index), values.stride(0),
         BLOCK=_LINE.block, ROW=RowConstants.of(values.unsqueeze(0), transform, _LINE),
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,18 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler.compiler import make_backend
-from triton.runtime.driver import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gspo_kernels.kernels.columns import decode
+from gspo_kernels.kernels.columns import element
 from gspo_kernels.types import LogitTransform, stats_dtype
 
-try:
-    from triton._C.libtriton import native_specialize_impl as _specialise
-except ImportError:  # another version of Triton
-    _specialise = None
-
-INTERPRETED = not isinstance(decode, triton.runtime.JITFunction)
+INTERPRETED = not isinstance(element, triton.runtime.JITFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1 and so run on CPU tensors."""
 
 
@@ -108,35 +101,22 @@ ALIGNED_COLUMNS = 16
 """Contiguous rows whose length is a multiple of this consist of 16-byte pieces, whatever their dtype."""
 
 
-def is_aligned(tensor_BTV: Tensor) -> bool:
-    """Return whether each row starts at a multiple of 16 bytes and no 16-byte access crosses its end."""
-    vocabulary = tensor_BTV.shape[-1]
-    size = tensor_BTV.element_size()
-    return (
-        vocabulary % ALIGNED_COLUMNS == 0
-        and tensor_BTV.stride(2) == 1
-        and tensor_BTV.data_ptr() % 16 == 0
-        and tensor_BTV.stride(0) * size % 16 == 0
-        and tensor_BTV.stride(1) * size % 16 == 0
-    )
-
-
-def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
-    """Return how kernels access rows: in the same way in the logits and in the outputs.
-
-    Returns:
-        "aligned" if all rows consist of 16-byte pieces; "shifted" if they do except for their ends, and a row
-        begins equally far from a multiple of 16 bytes, in elements, in all tensors; "single" otherwise.
+def is_aligned(*tensors: Tensor) -> bool:
+    """Return whether all rows of two- or three-dimensional tensors consist of 16-byte pieces. Their last
+    stride must be 1.
     """
-    tensors = (logits_BTV, *out_BTV)
-    if all(map(is_aligned, tensors)):
-        return "aligned"
-    vector = 16 // min(each.element_size() for each in tensors)
-    starts = {
-        tuple(number % vector for number in (each.data_ptr() // each.element_size(), *each.stride()[:2]))
-        for each in tensors
-    }
-    return "shifted" if len(starts) == 1 and all(each.stride(2) == 1 for each in tensors) else "single"
+    for each in tensors:
+        vector = 16 // each.element_size()
+        if each.shape[-1] % ALIGNED_COLUMNS or each.data_ptr() % 16:
+            return False
+        if each.stride(0) % vector or each.stride(-2) % vector:
+            return False
+    return True
+
+
+def with_contiguous_rows(logits_BTV: Tensor) -> Tensor:
+    """Return logits with a vocabulary stride of 1, copied if theirs is another."""
+    return logits_BTV if logits_BTV.stride(2) == 1 else logits_BTV.contiguous()
 
 
 def _extent(tensor: Tensor) -> range:
@@ -178,102 +158,33 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
     )
 
 
-# --- numbers that kernels take
+def strides(*tensors: Tensor | None) -> list[int]:
+    """Return the strides of each tensor along its first two dimensions; 0 for None."""
+    return [stride for each in tensors for stride in ((0, 0) if each is None else each.stride()[:2])]
 
 
-Wide = tuple[int, int]
-"""A 64-bit number as two encoded halves: see ``encode_wide`` and ``encode_float``."""
+def slopes_of(transform: LogitTransform) -> tuple[float, float, float]:
+    """Return (slope, inner, outer): z = slope * x, or with a softcap z = outer * tanh(inner * x)."""
+    scale, softcap, temperature = transform[:3]
+    return (
+        scale / temperature,
+        scale / softcap if softcap else 1.0,
+        softcap / temperature if softcap else 1.0,
+    )
 
 
-def encode(number: int) -> int:
-    """Encode a 32-bit number for a tuple of kernel arguments; ``columns.decode`` decodes it.
-
-    Triton compiles anew if an integer in a tuple is 1, is divisible by 16 or needs more than 32 bits, has no
-    annotation to forbid that, and rounds floats in tuples to fp32. In the upper half of an odd 64-bit number
-    all integers look alike to Triton, and reading them takes no instruction. The lower half is such that none
-    fits 32 bits.
+def row_numbers(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
+) -> list[int | float]:
+    """Return what kernels over logit rows take after their pointers: T, V, ignore_index, slopes, and the
+    strides of logits, labels, temperatures and sampling masks.
     """
-    return (number << 32) + (0x80000001 if number >= 0 else 1)
-
-
-@functools.lru_cache(maxsize=4096)
-def encode_wide(number: int) -> Wide:
-    """Encode a 64-bit integer as two halves, the lower half first."""
-    low = number & 0xFFFFFFFF
-    return encode(low - (1 << 32) if low >> 31 else low), encode(number >> 32)
-
-
-@functools.lru_cache(maxsize=1024)
-def encode_float(number: float) -> Wide:
-    """Encode an fp64 number by its bits."""
-    return encode_wide(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def encode_strides(tensor: Tensor | None) -> tuple[Wide, ...] | None:
-    """Encode a tensor's strides."""
-    return None if tensor is None else _encode_all(tensor.stride())
-
-
-@functools.lru_cache(maxsize=1024)
-def _encode_all(numbers: tuple[int, ...]) -> tuple[Wide, ...]:
-    return tuple(map(encode_wide, numbers))
-
-
-@functools.lru_cache(maxsize=64)
-def _slopes(scale: float, softcap: float, temperature: float) -> tuple[Wide, ...]:
-    """Encode (slope, inner, outer) of ``RowNumbers``."""
-    inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
-    return tuple(map(encode_float, (scale / temperature, inner, outer)))
-
-
-class RowNumbers(NamedTuple):
-    """Sizes, strides and factors of logit rows, all of them encoded.
-
-    Attributes:
-        T, V: rows of a sequence and columns of a row.
-        ignore_index: the label of rows that don't count.
-        slopes: (slope, inner, outer) of the ``LogitTransform``: z = slope * x, or with a softcap
-            z = outer * tanh(inner * x).
-        logits, labels, row_temperature, kept, out, grad, grad_entropy: strides of these tensors.
-    """
-
-    T: int
-    V: int
-    ignore_index: Wide
-    slopes: tuple[Wide, ...]
-    logits: tuple[Wide, ...] | None
-    labels: tuple[Wide, ...] | None
-    row_temperature: tuple[Wide, ...] | None
-    kept: tuple[Wide, ...] | None
-    out: tuple[Wide, ...] | None
-    grad: tuple[Wide, ...] | None
-    grad_entropy: tuple[Wide, ...] | None
-
-    @staticmethod
-    def of(
-        logits: Tensor,
-        labels: Tensor | None,
-        transform: LogitTransform,
-        ignore_index: int,
-        *,
-        out: Tensor | None = None,
-        grad: Tensor | None = None,
-        grad_entropy: Tensor | None = None,
-    ) -> RowNumbers:
-        """Encode the numbers of logits [B, T, V]."""
-        return RowNumbers(
-            encode(logits.shape[1]),
-            encode(logits.shape[2]),
-            encode_wide(ignore_index),
-            _slopes(*transform[:3]),
-            encode_strides(logits),
-            encode_strides(labels),
-            encode_strides(transform.row_temperature),
-            encode_strides(transform.kept),
-            encode_strides(out),
-            encode_strides(grad),
-            encode_strides(grad_entropy),
-        )
+    return [
+        *logits.shape[1:],
+        ignore_index,
+        *slopes_of(transform),
+        *strides(logits, labels, transform.row_temperature, transform.kept),
+    ]
 
 
 class RowConstants(NamedTuple):
@@ -283,7 +194,7 @@ class RowConstants(NamedTuple):
         STATS: the dtype of statistics.
         SCALED: 0 if logits are not multiplied, otherwise the sign of their factor.
         SOFTCAP: whether the logits have a softcap.
-        ACCESS: see ``access``.
+        ALIGNED: see ``is_aligned``.
         NARROWS_IN_PLACE: see ``narrows_in_place``.
         BLOCK, WARPS: the tile.
         PLATFORM: see ``platform``.
@@ -292,7 +203,7 @@ class RowConstants(NamedTuple):
     STATS: tl.dtype
     SCALED: int
     SOFTCAP: bool
-    ACCESS: str
+    ALIGNED: bool
     NARROWS_IN_PLACE: bool
     BLOCK: int
     WARPS: int
@@ -307,7 +218,7 @@ class RowConstants(NamedTuple):
             STATS=stats_type(logits.dtype),
             SCALED=0 if plain else 1 if slope > 0 else -1,
             SOFTCAP=bool(transform.softcap),
-            ACCESS=access(logits) if out is None else access(logits, out),
+            ALIGNED=is_aligned(logits) if out is None else is_aligned(logits, out),
             NARROWS_IN_PLACE=out is not None and narrows_in_place(logits, out),
             BLOCK=tile.block,
             WARPS=tile.warps,
@@ -315,20 +226,22 @@ class RowConstants(NamedTuple):
         )
 
 
-def row_kernel(function: Callable[..., None]) -> Any:
-    """Apply ``triton.jit`` so that changes of shapes, strides or addresses don't compile the kernel anew.
+def typed_kernel(function: Callable[..., None]) -> Any:
+    """Apply ``triton.jit`` so that changes of shapes, strides or addresses don't compile the kernel again.
 
-    Only dtypes, the presence of optional tensors and the constants enter the specialisation, and whether
-    tensors in tuples begin at a multiple of 16 bytes. The constant ACCESS says what vectorised accesses need
-    to know of strides and addresses. Tuples have as many fields in every launch, and all numbers are encoded.
+    Only dtypes, which optional tensors there are, and the constants enter the specialization. Tensors come
+    first. All numbers are annotated with their types, and a constant says what vectorised accesses need to
+    know of addresses.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
-    return triton.jit(function, do_not_specialize=runtime)
+    kernel: Any = triton.jit(function, do_not_specialize=runtime)
+    kernel.pointers = sum(parameter.annotation is inspect.Parameter.empty for parameter in parameters)
+    return kernel
 
 
-_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
-"""Compiled kernels by kernel, device, options, constants, and what Triton looks at in each argument."""
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels by kernel, device, tile, constants, and the dtypes of tensors."""
 
 
 def launch(
@@ -336,11 +249,11 @@ def launch(
 ) -> None:
     """Run ``programs`` programs of ``kernel`` on ``device``, which needn't be the current one.
 
-    Triton's own launch compares all globals of a kernel and takes longer than all else here, so it serves the
-    first of equal launches, and those that somebody watches. Later ones go to the compiled kernel directly.
+    Triton's own launch compares all globals of a kernel, and takes longer than everything else here. It
+    serves the first launch of each specialization; later ones call the compiled kernel.
 
     Args:
-        kernel: a function of ``triton.jit``.
+        kernel: a ``typed_kernel``.
         programs: how many; 0: do nothing.
         device: the device of all tensors.
         tile: the options of the launch.
@@ -360,50 +273,16 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, programs, device, tile, *args, **constants)
         return
-    if _specialise is None or _watched(kernel):
-        kernel[(programs,)](*args, **constants, **tile.options())
-        return
-    # to Triton the numbers of a ``row_kernel`` look alike; it would take as long to say so as all else here
-    alike = len(kernel.do_not_specialize) == len(args)
-    look = [kernel.fn, index, tile, *constants.values()]
-    for arg in args:
-        if alike and isinstance(arg, Tensor):
-            look.append(arg.dtype)
-        elif alike and isinstance(arg, tuple):
-            look += [(x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else type(x) for x in arg]
-        elif arg is None:
-            look.append(None)
-        else:
-            # of a named tuple Triton would build another one, of types
-            values = tuple(arg) if isinstance(arg, tuple) else arg
-            look.append(_specialise(_backend(index), values, False, True, True))
-    key = tuple(look)
-    known = _COMPILED.get(key)
-    if known is None:
-        compiled = kernel[(programs,)](*args, **constants, **tile.options())
-        if compiled is not None:
-            _COMPILED[key] = compiled.run, compiled.function, compiled.packed_metadata
-        return
-    run, function, metadata = known
-    stream = driver.active.get_current_stream(index)
-    # without hooks, and without the metadata that they would get
-    run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *constants.values())
+    key = (kernel.fn, index, tile, *constants.values(), *map(_dtype, args[: kernel.pointers]))
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = kernel[(programs,)](*args, **constants, **tile.options())
+    else:
+        compiled[(programs, 1, 1)](*args, *constants.values())
 
 
-@functools.cache
-def _backend(index: int) -> Any:
-    """Return Triton's compiler for the current device, whose number is ``index``."""
-    return make_backend(driver.active.get_current_target())
-
-
-def _watched(kernel: Any) -> bool:
-    """Return whether Triton's own launch would call somebody, or compile in another way than usually."""
-    runtime = triton.knobs.runtime
-    return bool(
-        runtime.launch_enter_hook.calls
-        or runtime.launch_exit_hook.calls
-        or kernel.pre_run_hooks
-        or triton.knobs.compilation.instrumentation_mode
-        or runtime.debug
-        or runtime.add_stages_inspection_hook
-    )
+def _dtype(arg: Tensor | TensorDescriptor | None) -> Any:
+    """Return the dtype of a tensor, or of a descriptor's, whose blocks are those of the constants."""
+    if arg is None or isinstance(arg, Tensor):
+        return None if arg is None else arg.dtype
+    return arg.base.dtype

@@ -8,38 +8,41 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
-from gspo_kernels.kernels.launch import FORWARD, RowConstants, RowNumbers, launch, row_kernel, without_spills
+from gspo_kernels.kernels.columns import element, row_pointer
+from gspo_kernels.kernels.launch import (
+    FORWARD,
+    RowConstants,
+    launch,
+    row_numbers,
+    typed_kernel,
+    with_contiguous_rows,
+    without_spills,
+)
 from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
 from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.types import LogitRows, RowStats, stats_dtype
 
 
-@row_kernel
+@typed_kernel
 def logprobs_forward_kernel(
-    logits_ptr,
-    labels_ptr,
-    row_temperature_ptr,
-    kept_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    entropy_ptr,
-    rows,
+    logits_ptr, labels_ptr, row_temperature_ptr, kept_ptr, logprobs_ptr, lse_ptr, entropy_ptr,
+    T: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    logits_b: tl.int64, logits_t: tl.int64, labels_b: tl.int64, labels_t: tl.int64,
+    temperature_b: tl.int64, temperature_t: tl.int64, kept_b: tl.int64, kept_t: tl.int64,
     ROW: tl.constexpr,
-):
-    """Compute one row's statistics. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
-    ACCESS: tl.constexpr = ROW.ACCESS
+):  # fmt: skip
+    """Compute one row's statistics. ROW is a ``RowConstants``."""
     n = tl.program_id(0)
-    V = decode(rows.V)
-    b, t, label, counted = row_label(n, labels_ptr, rows)
-    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
-    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
-    stride_v = decode_wide(rows.logits[2])
+    b, t, label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, kept_b, kept_t)
+    row = row_pointer(logits_ptr, b, t, logits_b, logits_t, ROW.ALIGNED)
     labelled = counted & in_row(label, V, mask)
     width = tl.where(counted, V, 0)
-    slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
+    slopes = row_slopes(
+        slope, inner, outer, row_temperature_ptr, b, t, temperature_b, temperature_t, ROW.STATS
+    )
     logp, lse_hi, lse_lo, entropy = online_logsumexp(
-        row, stride_v, label, labelled, width, mask, slopes, entropy_ptr is not None, "evict_first", ROW
+        row, label, labelled, width, mask, slopes, entropy_ptr is not None, "evict_first", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
     tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
@@ -49,7 +52,8 @@ def logprobs_forward_kernel(
 
 def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
-    logits, labels, transform, _ = rows
+    logits, labels, transform, ignore_index = rows
+    logits = with_contiguous_rows(logits)
     B, T, _ = logits.shape
     dtype, device = stats_dtype(logits.dtype), logits.device
     stats = RowStats(
@@ -61,8 +65,7 @@ def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     launch(
         logprobs_forward_kernel, B * T, logits.device, tile,
         logits, labels, transform.row_temperature, transform.kept,
-        *stats,
-        RowNumbers.of(*rows),
+        *stats, *row_numbers(logits, labels, transform, ignore_index),
         ROW=RowConstants.of(logits, transform, tile),
     )  # fmt: skip
     return stats

@@ -14,19 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
+from gspo_kernels.kernels.columns import element, row_pointer
 from gspo_kernels.kernels.gradients import write_gradient
 from gspo_kernels.kernels.launch import (
     ALIGNED_COLUMNS,
     FORWARD_BACKWARD,
     RowConstants,
-    RowNumbers,
     Tile,
-    access,
+    is_aligned,
     launch,
     platform,
-    row_kernel,
+    row_numbers,
+    strides,
     triton_version,
+    typed_kernel,
+    with_contiguous_rows,
 )
 from gspo_kernels.kernels.rows import (
     add_hi_lo,
@@ -65,7 +67,7 @@ def on_chip_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile
     They are read twice if they have too many logits, don't come in 16-byte pieces, or have fp64, a softcap or
     a sampling mask.
     """
-    if access(logits, out) != "aligned":
+    if not is_aligned(logits, out):
         return None
     return _tile(logits.shape[2], logits.element_size(), transform, logits.device)
 
@@ -87,29 +89,25 @@ def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) ->
 
 
 @triton.jit
-def _coefficient(coefficients_ptr, b, t, rows, labelled, STATS: tl.constexpr):
+def _coefficient(coefficients_ptr, b, t, stride_b, stride_t, labelled, STATS: tl.constexpr):
     """Load a row's coefficient: 1 without coefficients, 0 without a label in range: no logit matters then."""
     coefficient = tl.full([], 1.0, STATS)
     if coefficients_ptr is not None:
-        coefficient = tl.load(element(coefficients_ptr, b, t, rows.grad)).to(STATS)
+        coefficient = tl.load(element(coefficients_ptr, b, t, stride_b, stride_t)).to(STATS)
     return tl.where(labelled, coefficient, 0.0)
 
 
-@row_kernel
+@typed_kernel
 def on_chip_row_kernel(
-    logits_ptr,
-    labels_ptr,
-    row_temperature_ptr,
-    coefficients_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    out_ptr,
-    rows,
-    PIECES: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    """Compute one row of PIECES blocks of columns, of which all but the last are full. ``rows`` is a
-    ``RowNumbers``, ROW a ``RowConstants``.
+    logits_ptr, labels_ptr, row_temperature_ptr, coefficients_ptr, logprobs_ptr, lse_ptr, out_ptr,
+    T: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    logits_b: tl.int64, logits_t: tl.int64, labels_b: tl.int64, labels_t: tl.int64,
+    temperature_b: tl.int64, temperature_t: tl.int64, kept_b: tl.int64, kept_t: tl.int64,
+    coefficients_b: tl.int64, coefficients_t: tl.int64, out_b: tl.int64, out_t: tl.int64,
+    PIECES: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """Compute one row of PIECES blocks of columns, of which all but the last are full. ROW is a
+    ``RowConstants``.
     """
     PLATFORM: tl.constexpr = ROW.PLATFORM
     BLOCK: tl.constexpr = ROW.BLOCK
@@ -117,15 +115,14 @@ def on_chip_row_kernel(
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     THREADS: tl.constexpr = BLOCK // VECTOR
     lanes = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    V = decode(rows.V)
     # Rows are aligned: V // VECTOR * VECTOR is V, but now the compiler knows that VECTOR divides it.
     rest_of_row = V // VECTOR * VECTOR - (PIECES - 1) * BLOCK
     n = tl.program_id(0)
-    b, t, label, counted = row_label(n, labels_ptr, rows)
+    b, t, label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
     labelled = counted & in_row(label, V, None)
-    coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
-    row = row_pointer(logits_ptr, b, t, rows.logits, "aligned")
-    out_row = row_pointer(out_ptr, b, t, rows.out, "aligned")
+    coefficient = _coefficient(coefficients_ptr, b, t, coefficients_b, coefficients_t, labelled, ROW.STATS)
+    row = row_pointer(logits_ptr, b, t, logits_b, logits_t, True)
+    out_row = row_pointer(out_ptr, b, t, out_b, out_t, True)
     place = tl.where(labelled, label, 0).to(tl.int32)
     home = tl.where(labelled, place // BLOCK, -1)
     if counted:
@@ -134,7 +131,9 @@ def on_chip_row_kernel(
             raws += (tl.load(row + piece * BLOCK + lanes, eviction_policy="evict_first"),)  # type: ignore[assignment]
         last = row + (PIECES - 1) * BLOCK + lanes
         raws += (tl.load(last, mask=lanes < rest_of_row, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
-        slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
+        slopes = row_slopes(
+            slope, inner, outer, row_temperature_ptr, b, t, temperature_b, temperature_t, ROW.STATS
+        )
         z_label, _ = transformed(tl.load(row + place), slopes, ROW)
 
         # As in ``online_logsumexp`` each thread has its maximum and its sum.
@@ -189,61 +188,57 @@ def on_chip_row_kernel(
         tl.store(out_row + start + lanes, zeros, mask=lanes < zeroed - start, eviction_policy="evict_first")
 
 
-@row_kernel
+@typed_kernel
 def logprobs_and_grad_kernel(
-    logits_ptr,
-    labels_ptr,
-    row_temperature_ptr,
-    kept_ptr,
-    coefficients_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    out_ptr,
-    rows,
+    logits_ptr, labels_ptr, row_temperature_ptr, kept_ptr, coefficients_ptr, logprobs_ptr, lse_ptr, out_ptr,
+    T: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
+    logits_b: tl.int64, logits_t: tl.int64, labels_b: tl.int64, labels_t: tl.int64,
+    temperature_b: tl.int64, temperature_t: tl.int64, kept_b: tl.int64, kept_t: tl.int64,
+    coefficients_b: tl.int64, coefficients_t: tl.int64, out_b: tl.int64, out_t: tl.int64,
     ROW: tl.constexpr,
-):
-    """Compute one row's statistics, then its gradient, for which the row is read again. ``rows`` is a
-    ``RowNumbers``, ROW a ``RowConstants``.
+):  # fmt: skip
+    """Compute one row's statistics, then its gradient, for which the row is read again. ROW is a
+    ``RowConstants``.
     """
-    ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
-    V = decode(rows.V)
-    b, t, label, counted = row_label(n, labels_ptr, rows)
-    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+    b, t, label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, kept_b, kept_t)
     labelled = counted & in_row(label, V, mask)
-    coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
-    slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
-    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
-    stride_v = decode_wide(rows.logits[2])
+    coefficient = _coefficient(coefficients_ptr, b, t, coefficients_b, coefficients_t, labelled, ROW.STATS)
+    slopes = row_slopes(
+        slope, inner, outer, row_temperature_ptr, b, t, temperature_b, temperature_t, ROW.STATS
+    )
+    row = row_pointer(logits_ptr, b, t, logits_b, logits_t, ROW.ALIGNED)
     logp, lse_hi, lse_lo, _ = online_logsumexp(
-        row, stride_v, label, labelled, tl.where(counted, V, 0), mask, slopes, False, "evict_last", ROW
+        row, label, labelled, tl.where(counted, V, 0), mask, slopes, False, "evict_last", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
     tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
     # Where out is the logits, no thread may overwrite what another still reads.
     tl.debug_barrier()
-    out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
+    out_row = row_pointer(out_ptr, b, t, out_b, out_t, ROW.ALIGNED)
     column = tl.where(labelled, label, -1).to(tl.int32)
     stats = (logp, lse_hi, lse_lo, logp)
     grads = (coefficient, coefficient)
     active = coefficient != 0
-    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, 0, None, False, ROW)
+    write_gradient(row, out_row, column, V, mask, slopes, active, stats, grads, 0, None, False, ROW)
 
 
 def logprobs_and_grad(rows: LogitRows, coefficients: Tensor | None, out: Tensor) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``. ``coefficients`` of
     None stand for 1.
     """
-    logits, labels, transform, _ = rows
+    logits, labels, transform, ignore_index = rows
+    logits = with_contiguous_rows(logits)
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
     results = (stats.logprobs, stats.lse, out)
-    numbers = RowNumbers.of(*rows, out=out, grad=coefficients)
+    numbers = [*row_numbers(logits, labels, transform, ignore_index), *strides(coefficients, out)]
     if (tile := on_chip_tile(logits, out, transform)) is not None:
         launch(
             on_chip_row_kernel, B * T, logits.device, tile,
-            logits, labels, transform.row_temperature, coefficients, *results, numbers,
+            logits, labels, transform.row_temperature, coefficients, *results, *numbers,
             PIECES=triton.cdiv(V, tile.block),
             ROW=RowConstants.of(logits, transform, tile, out),
         )  # fmt: skip
@@ -254,7 +249,7 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor | None, out: Tensor)
         tile = tile._replace(block=tile.block // 2, registers=128)
     launch(
         logprobs_and_grad_kernel, B * T, logits.device, tile,
-        logits, labels, transform.row_temperature, transform.kept, coefficients, *results, numbers,
+        logits, labels, transform.row_temperature, transform.kept, coefficients, *results, *numbers,
         ROW=RowConstants.of(logits, transform, tile, out),
     )  # fmt: skip
     return stats

@@ -18,16 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels.first_use import FirstUse
-from gspo_kernels.kernels.columns import decode, decode_wide
-from gspo_kernels.kernels.launch import (
-    Wide,
-    encode,
-    encode_strides,
-    launch,
-    platform,
-    row_kernel,
-    without_spills,
-)
+from gspo_kernels.kernels.launch import launch, platform, typed_kernel, without_spills
 from gspo_kernels.kernels.rows import narrowed
 from gspo_kernels.kernels.tiles import GROUP, ProductTile, add_product, tile_at
 
@@ -54,7 +45,7 @@ def _lines(first, COUNT: tl.constexpr, size, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _anew(x, PLATFORM: tl.constexpr):
+def _opaque(x, PLATFORM: tl.constexpr):
     """Return ``x`` in a way that NVIDIA's compiler can't see through, so that addresses derived from it don't
     stay in registers while the sums need those.
     """
@@ -63,25 +54,6 @@ def _anew(x, PLATFORM: tl.constexpr):
             "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
         )
     return x
-
-
-class ProductNumbers(NamedTuple):
-    """Sizes and strides of out = a @ b + bias, all of them encoded.
-
-    Attributes:
-        M, N, K: rows and columns of ``out``, and the length of its sums.
-        programs: the number of programs.
-        a, b, bias, out: strides of these tensors.
-    """
-
-    M: int
-    N: int
-    K: int
-    programs: int
-    a: tuple[Wide, ...] | None
-    b: tuple[Wide, ...] | None
-    bias: tuple[Wide, ...] | None
-    out: tuple[Wide, ...] | None
 
 
 class ProductConstants(NamedTuple):
@@ -128,8 +100,8 @@ def _load_sums(out_ptr, top, left, M, N, stride, COLUMNS: tl.constexpr, PRODUCT:
         x1 = _load_sums(out_ptr, top, left + HALF, M, N, stride, HALF, PRODUCT)
         x = tl.reshape(tl.permute(tl.join(x0, x1), [0, 2, 1]), [ROWS, COLUMNS])
     else:
-        rows = _anew(top, PLATFORM) + tl.arange(0, ROWS)
-        columns = _anew(left, PLATFORM) + tl.arange(0, COLUMNS)
+        rows = _opaque(top, PLATFORM) + tl.arange(0, ROWS)
+        columns = _opaque(left, PLATFORM) + tl.arange(0, COLUMNS)
         columns = tl.max_contiguous(tl.multiple_of(columns, COLUMNS), COLUMNS)
         lines = tl.multiple_of(out_ptr + rows.to(tl.int64) * stride, 16 if VECTOR > 1 else 1)
         inside = (rows < M)[:, None] & (columns < N // VECTOR * VECTOR)[None, :]
@@ -150,8 +122,8 @@ def _store_sums(x, out_ptr, top, left, M, N, stride, PRODUCT: tl.constexpr):
         _store_sums(x0, out_ptr, top, left, M, N, stride, PRODUCT)
         _store_sums(x1, out_ptr, top, left + HALF, M, N, stride, PRODUCT)
     else:
-        rows = _anew(top, PLATFORM) + tl.arange(0, ROWS)
-        columns = _anew(left, PLATFORM) + tl.arange(0, COLUMNS)
+        rows = _opaque(top, PLATFORM) + tl.arange(0, ROWS)
+        columns = _opaque(left, PLATFORM) + tl.arange(0, COLUMNS)
         columns = tl.max_contiguous(tl.multiple_of(columns, COLUMNS), COLUMNS)
         lines = tl.multiple_of(out_ptr + rows.to(tl.int64) * stride, 16 if VECTOR > 1 else 1)
         inside = (rows < M)[:, None] & (columns < N // VECTOR * VECTOR)[None, :]
@@ -159,10 +131,15 @@ def _store_sums(x, out_ptr, top, left, M, N, stride, PRODUCT: tl.constexpr):
         tl.store(lines[:, None] + columns[None, :], x, mask=inside)
 
 
-@row_kernel
-def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr):
-    """Compute every ``programs``-th tile of out (+)= a @ b + bias. ``a`` and ``b`` are tensor descriptors or
-    addresses, ``product`` is a ``ProductNumbers``, PRODUCT a ``ProductConstants``.
+@typed_kernel
+def fixed_product_kernel(
+    a, b, bias_ptr, out_ptr, M: tl.int32, N: tl.int32, K: tl.int32,
+    a_stride_m: tl.int64, a_stride_k: tl.int64, b_stride_k: tl.int64, b_stride_n: tl.int64,
+    bias_stride: tl.int64, out_stride: tl.int64,
+    PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Compute a program's share of the tiles of out (+)= a @ b + bias. ``a`` and ``b`` are tensor descriptors
+    or addresses, PRODUCT is a ``ProductConstants``.
     """
     PLATFORM: tl.constexpr = PRODUCT.PLATFORM
     ROWS: tl.constexpr = PRODUCT.ROWS
@@ -172,16 +149,8 @@ def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr
     B_VECTOR: tl.constexpr = PRODUCT.B_VECTOR
     A_ALONG_K: tl.constexpr = PRODUCT.A_ALONG_K
     B_ALONG_K: tl.constexpr = PRODUCT.B_ALONG_K
-    M = decode(product.M)
-    N = decode(product.N)
-    K = decode(product.K)
-    out_stride = decode_wide(product.out[0])
     height = tl.cdiv(M, ROWS)
     width = tl.cdiv(N, COLUMNS)
-    a_stride_m = decode_wide(product.a[0])
-    a_stride_k = decode_wide(product.a[1])
-    b_stride_k = decode_wide(product.b[0])
-    b_stride_n = decode_wide(product.b[1])
     if A_ALONG_K:
         a_stride_k = 1
     else:
@@ -193,7 +162,7 @@ def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr
     else:
         b_stride_n = 1
         b_stride_k = b_stride_k // B_VECTOR * B_VECTOR
-    for tile in range(tl.program_id(0), height * width, decode(product.programs)):
+    for tile in range(tl.program_id(0), height * width, tl.num_programs(0)):
         row, column = tile_at(tile, height, width, PRODUCT.GROUP)
         top = row * ROWS
         left = column * COLUMNS
@@ -203,7 +172,7 @@ def fixed_product_kernel(a, b, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr
             sums = tl.zeros([ROWS, COLUMNS], tl.float32)
             if bias_ptr is not None:
                 columns = left + tl.arange(0, COLUMNS)
-                places = bias_ptr + columns.to(tl.int64) * decode_wide(product.bias[0])
+                places = bias_ptr + columns.to(tl.int64) * bias_stride
                 sums += tl.load(places, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         if PRODUCT.BULK:
             for k in range(0, K, DEPTH):
@@ -281,16 +250,12 @@ def fixed_product(
             _descriptor(lines, tile.rows, tile.depth, a_along_k),
             _descriptor(b_lines, tile.columns, tile.depth, b_along_k),
         )
-    programs = tile.programs(M, N, a.device)
     out_vector = _VECTOR_BYTES // out.element_size()
     launch(
-        fixed_product_kernel, programs, a.device,
+        fixed_product_kernel, tile.programs(M, N, a.device), a.device,
         without_spills(tile.launched(), a.dtype == torch.float32),
-        *operands, bias, out,
-        ProductNumbers(
-            M=encode(M), N=encode(N), K=encode(K), programs=encode(programs),
-            a=encode_strides(a), b=encode_strides(b), bias=encode_strides(bias), out=encode_strides(out),
-        ),
+        *operands, bias, out, M, N, K,
+        *a.stride(), *b.stride(), 0 if bias is None else bias.stride(0), out.stride(0),
         PRODUCT=ProductConstants(
             A_ALONG_K=a_along_k,
             B_ALONG_K=b_along_k,

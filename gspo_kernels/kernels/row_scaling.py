@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import INTERPRETED, Tile, launch, platform, stats_type
+from gspo_kernels.kernels.launch import (
+    INTERPRETED,
+    Tile,
+    is_aligned,
+    launch,
+    platform,
+    stats_type,
+    typed_kernel,
+)
 from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(1024, 4)
@@ -62,12 +70,7 @@ def _program_rows(count, ROWS: tl.constexpr):
     return rows.to(tl.int64), rows < count
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("coefficients_ptr", "factors_ptr", "active_ptr", "unit_ptr"),
-        *("count", "stride", "bound"),
-    ]
-)
+@typed_kernel
 def product_operand_kernel(
     hidden_ptr,
     coefficients_ptr,
@@ -77,8 +80,9 @@ def product_operand_kernel(
     out_ptr,
     count: tl.int32,
     stride: tl.int64,
-    width,
+    width: tl.int32,
     bound: tl.float64,
+    ALIGNED: tl.constexpr,
     STATS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -99,6 +103,11 @@ def product_operand_kernel(
         share = share * power_of_two(tl.load(unit_ptr).to(STATS), STATS)[1]
     sources = hidden_ptr + rows * width
     targets = out_ptr + rows * width
+    if ALIGNED:
+        # the same numbers, but now the compiler knows what divides them
+        width = width // 16 * 16
+        sources = tl.multiple_of(sources, 16)
+        targets = tl.multiple_of(targets, 16)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         in_width = columns[None, :] < width
@@ -120,23 +129,20 @@ def product_operand(
 ) -> Tensor:
     """See ``ops.backends.HiddenKernels.product_operand``."""
     count, width = hidden.shape
+    hidden = hidden.contiguous()
     out = torch.empty(count, width, dtype=dtype, device=hidden.device)
     launch(
         product_operand_kernel, -(-count // _ROWS), hidden.device, _TILE,
-        hidden.contiguous(), coefficients, factors,
+        hidden, coefficients, factors,
         None if active is None else active.contiguous().view(torch.int8),
         unit, out, count, coefficients.stride(0), width, bound,
-        STATS=stats_type(hidden.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+        ALIGNED=is_aligned(hidden, out), STATS=stats_type(hidden.dtype),
+        ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
     )  # fmt: skip
     return out
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("coefficients_ptr", "factors_ptr", "before_ptr", "out_ptr"),
-        *("count", "stride", "bound"),
-    ]
-)
+@typed_kernel
 def sum_unit_kernel(
     coefficients_ptr,
     factors_ptr,
@@ -188,12 +194,7 @@ def _unit_rows(sources, columns, mask, unit):
     return times(values, unit[:, None])
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("coefficients_ptr", "factors_ptr", "where_ptr", "scales_ptr"),
-        *("count", "stride", "first"),
-    ]
-)
+@typed_kernel
 def store_hidden_kernel(
     values_ptr,
     coefficients_ptr,
@@ -204,9 +205,10 @@ def store_hidden_kernel(
     count: tl.int32,
     stride: tl.int64,
     first: tl.int64,
-    width,
+    width: tl.int32,
     STATS: tl.constexpr,
     WHOLE_LAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
@@ -226,6 +228,11 @@ def store_hidden_kernel(
     if where_ptr is not None:
         targets = tl.load(where_ptr + rows, mask=inside, other=0).to(tl.int64)
     sources = values_ptr + rows * width
+    lines = hidden_ptr + targets * width
+    if ALIGNED:
+        width = width // 16 * 16
+        sources = tl.multiple_of(sources, 16)
+        lines = tl.multiple_of(lines, 16)
     if scales_ptr is not None:
         peaks = tl.zeros([ROWS], STATS)
         for start in range(0, width, BLOCK):
@@ -234,7 +241,6 @@ def store_hidden_kernel(
             peaks = tl.maximum(peaks, tl.max(tl.abs(_unit_rows(sources, columns, mask, unit)), axis=1))
         power, shrink = power_of_two(peaks, STATS)
         tl.store(scales_ptr + targets, power * scale, mask=inside)
-    lines = hidden_ptr + targets * width
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = inside[:, None] & (columns[None, :] < width)
@@ -260,25 +266,27 @@ def store_hidden(
 ) -> None:
     """See ``ops.backends.HiddenKernels.store_hidden``."""
     count, width = values.shape
+    values = values.contiguous()
     launch(
         store_hidden_kernel, -(-count // _ROWS), values.device, _TILE,
-        values.contiguous(), coefficients, factors,
+        values, coefficients, factors,
         None if isinstance(where, slice) else where,
         hidden, scales, count, coefficients.stride(0),
         where.start if isinstance(where, slice) else 0,
         width,
-        STATS=stats_type(values.dtype), WHOLE_LAST=whole_last,
+        STATS=stats_type(values.dtype), WHOLE_LAST=whole_last, ALIGNED=is_aligned(values, hidden),
         ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["scales_ptr", "factor_ptr", "count"])
+@typed_kernel
 def scale_rows_kernel(
     values_ptr,
     scales_ptr,
     factor_ptr,
     count: tl.int32,
-    width,
+    width: tl.int32,
+    ALIGNED: tl.constexpr,
     STATS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -288,6 +296,9 @@ def scale_rows_kernel(
     rows, inside = _program_rows(count, ROWS)
     scale = tl.load(scales_ptr + rows, mask=inside, other=0.0).to(STATS) * tl.load(factor_ptr).to(STATS)
     lines = values_ptr + rows * width
+    if ALIGNED:
+        width = width // 16 * 16
+        lines = tl.multiple_of(lines, 16)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = inside[:, None] & (columns[None, :] < width)
@@ -303,5 +314,6 @@ def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
     launch(
         scale_rows_kernel, -(-count // _ROWS), values.device, _TILE,
         values, scales, factor, count, width,
-        STATS=stats_type(values.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+        ALIGNED=is_aligned(values), STATS=stats_type(values.dtype),
+        ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
     )  # fmt: skip

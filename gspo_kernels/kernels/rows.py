@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, load_block
+from gspo_kernels.kernels.columns import element, load_block
 from gspo_kernels.kernels.sampling_mask import mask_logits
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
@@ -141,27 +141,38 @@ def _multiply(x, factor):
 
 
 @triton.jit
-def row_label(n, labels_ptr, rows):
+def row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index):
     """Return (b, t, label, counted) of row n: its indices, its int64 label, and whether it isn't ignored."""
-    T = decode(rows.T)
     b = n // T
     t = n - b * T
-    label = tl.load(element(labels_ptr, b, t, rows.labels)).to(tl.int64)
-    return b, t, label, label != decode_wide(rows.ignore_index)
+    label = tl.load(element(labels_ptr, b, t, labels_b, labels_t)).to(tl.int64)
+    return b, t, label, label != ignore_index
 
 
 @triton.jit
-def row_slopes(rows, row_temperature_ptr, b, t, STATS: tl.constexpr):
-    """Return the transform of one row: (slope, inner, outer) of ``launch.RowNumbers``.
+def row_slopes(
+    slope,
+    inner,
+    outer,
+    row_temperature_ptr,
+    b,
+    t,
+    temperature_b,
+    temperature_t,
+    STATS: tl.constexpr,
+):
+    """Return (slope, inner, outer) of ``launch.slopes_of`` for row (b, t).
 
     Each factor is a sum of two numbers. A rounded factor would scale all logits of the row by the same error,
     and that would change the log-prob and the entropy by much more than rounding each product does.
     """
-    slope = decode_float(rows.slopes[0])
-    inner = decode_float(rows.slopes[1])
-    outer = decode_float(rows.slopes[2])
+    # the interpreter passes floats of Python
+    slope = tl.full([], slope, tl.float64)
+    inner = tl.full([], inner, tl.float64)
+    outer = tl.full([], outer, tl.float64)
     if row_temperature_ptr is not None:
-        temperature = tl.load(element(row_temperature_ptr, b, t, rows.row_temperature)).to(tl.float64)
+        place = element(row_temperature_ptr, b, t, temperature_b, temperature_t)
+        temperature = tl.load(place).to(tl.float64)
         slope = slope / temperature
         outer = outer / temperature
     return _split_factor(slope, STATS), _split_factor(inner, STATS), _split_factor(outer, STATS)
@@ -240,7 +251,6 @@ def _add_block(state, x, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
 @triton.jit
 def online_logsumexp(
     row,
-    stride_v,
     label,
     labelled,
     width,
@@ -257,7 +267,7 @@ def online_logsumexp(
     either.
 
     Args:
-        row, stride_v: the address of the row's first logit, and the stride from one logit to the next.
+        row: the address of the row's first logit.
         label, labelled: the label, and whether it is a column of the row; otherwise the log-prob is NaN.
         width: the number of columns.
         mask: the row's sampling mask or None. Columns that it excludes count like those beyond the width.
@@ -269,12 +279,12 @@ def online_logsumexp(
     BLOCK: tl.constexpr = ROW.BLOCK
     vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
     lanes = vectors[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
-    if ROW.ACCESS == "aligned":
+    if ROW.ALIGNED:
         # The same number, but now the compiler knows that VECTOR divides it.
         width = width // VECTOR * VECTOR
     label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
-    label_block = load_block(row, home * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
+    label_block = load_block(row, home * BLOCK, lanes, width, True, EVICT, ROW.ALIGNED)
 
     scale = _scale(slopes, ROW)
     scale_64 = scale[0].to(tl.float64) + scale[1].to(tl.float64)
@@ -296,12 +306,12 @@ def online_logsumexp(
     full = width // BLOCK
     for other in range(tl.where(home < full, full - 1, full)):
         start = tl.where(other < home, other, other + 1) * BLOCK
-        raw = load_block(row, start, lanes, width, stride_v, False, EVICT, ROW)
+        raw = load_block(row, start, lanes, width, False, EVICT, ROW.ALIGNED)
         x = mask_logits(_unscaled_logits(raw, slopes, ROW), start, width, mask)
         state = _add_block(state, x, power, ENTROPY, ROW)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
-        last_block = load_block(row, full * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
+        last_block = load_block(row, full * BLOCK, lanes, width, True, EVICT, ROW.ALIGNED)
         x = mask_logits(_unscaled_logits(last_block, slopes, ROW), full * BLOCK, width, mask)
         x = tl.where(columns < width, x, -float("inf"))
         state = _add_block(state, x, power, ENTROPY, ROW)

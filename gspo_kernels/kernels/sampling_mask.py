@@ -33,26 +33,24 @@ def mask_logits(logits, start, width, mask):
         THREADS: tl.constexpr = logits.shape[1]
         VECTOR: tl.constexpr = logits.shape[2]
         vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
-        bits = _bits_of_vectors(mask, start + vectors * VECTOR, width, VECTOR, False)
+        bits = _bits_of_vectors(mask, start + vectors * VECTOR, width)
         lanes = tl.arange(0, VECTOR)[None, None, :]
         logits = tl.where(((bits[:, :, None] >> lanes) & 1) != 0, logits, -float("inf"))
     return logits
 
 
 @triton.jit
-def mask_gradient(gradient, start, end, mask, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
+def mask_gradient(gradient, start, end, mask, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the gradient of a block with 0 for columns that the mask excludes, whatever their logits and
-    the row's coefficients hold. ACCESS says how the row is read: see ``launch.access``.
+    the row's coefficients hold. ALIGNED: the row is read in vectors.
     """
     if mask is not None:
-        if ACCESS == "single":
-            # Single elements form no vectors.
+        if not ALIGNED:
             are_kept = is_kept(mask, start + tl.arange(0, gradient.shape[0]), end)
         else:
             VECTORS: tl.constexpr = gradient.shape[0] // VECTOR
             first = start + tl.arange(0, VECTORS) * VECTOR
-            # In a shifted row a vector may end in another word of the mask than it begins in.
-            bits = _bits_of_vectors(mask, first, end, VECTOR, ACCESS == "shifted")
+            bits = _bits_of_vectors(mask, first, end)
             are_kept = ((bits[:, None] >> tl.arange(0, VECTOR)[None, :]) & 1) != 0
             are_kept = tl.reshape(are_kept, gradient.shape)
         gradient = tl.where(are_kept, gradient, tl.zeros_like(gradient))
@@ -60,18 +58,10 @@ def mask_gradient(gradient, start, end, mask, VECTOR: tl.constexpr, ACCESS: tl.c
 
 
 @triton.jit
-def _bits_of_vectors(mask, first, end, VECTOR: tl.constexpr, STRADDLES: tl.constexpr):
+def _bits_of_vectors(mask, first, end):
     """Return a number for each vector of columns that begins at ``first``; its bit i is the i-th column's.
 
-    A vector that begins at a multiple of its length, which divides 32, lies in one word of the mask; with
-    STRADDLES vectors may begin anywhere.
+    A vector begins at a multiple of its length, which divides 32, so it is in one word of the mask.
     """
     word = tl.load(mask + (first >> 5), mask=first < end, other=0).to(tl.uint32, bitcast=True)
-    shift = (first & 31).to(tl.uint32)
-    if STRADDLES:
-        last = first + (VECTOR - 1)
-        # If this is the same word again, its bits lie beyond the vector's.
-        after = tl.load(mask + (last >> 5), mask=first < end, other=0).to(tl.uint32, bitcast=True)
-        word = word.to(tl.uint64) | (after.to(tl.uint64) << 32)
-    bits = (word >> shift).to(tl.uint32)
-    return bits
+    return word >> (first & 31).to(tl.uint32)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import Tile, launch, platform, stats_type
+from gspo_kernels.kernels.launch import Tile, launch, platform, stats_type, typed_kernel
 from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(8192, 8)
@@ -14,22 +13,27 @@ _PROGRAMS = 2048
 """How many programs a launch has at most: enough for any GPU, and cheap if the factor is 1."""
 
 
-@triton.jit(do_not_specialize=["factor_ptr", "count"])
+@typed_kernel
 def scale_kernel(
     values_ptr,
     factor_ptr,
     count: tl.int64,
+    ALIGNED: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Multiply every so many-th block. A factor of 1, the usual upstream gradient, costs only the launch."""
+    """Multiply a program's share of the blocks; ALIGNED: values begin at a multiple of 16 bytes. A factor of
+    1, the usual upstream gradient, costs only the launch.
+    """
     factor = tl.load(factor_ptr).to(STATS)
     OUT: tl.constexpr = values_ptr.dtype.element_ty
     first = tl.program_id(0).to(tl.int64) * BLOCK
     end = tl.where(factor == 1, 0, count)
     for start in range(first, end, tl.num_programs(0) * BLOCK):
         pointers = values_ptr + (start + tl.arange(0, BLOCK))
+        if ALIGNED:
+            pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), BLOCK)
         # Whole blocks take no mask: a mask of unknown alignment would split 16-byte accesses.
         if start + BLOCK <= count:
             values = tl.load(pointers).to(STATS) * factor
@@ -46,5 +50,6 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     launch(
         scale_kernel, min(-(-count // _TILE.block), _PROGRAMS), values.device, _TILE,
         values, factor, count,
+        ALIGNED=values.data_ptr() % 16 == 0,
         STATS=stats_type(values.dtype), BLOCK=_TILE.block, PLATFORM=platform(),
     )  # fmt: skip

@@ -1,8 +1,18 @@
-"""What kernels of clipped ratios do after all rows of a sequence, and after all sequences, are finished."""
+"""What kernels of clipped ratios do after all rows of a sequence, and after all sequences, are finished.
+
+The kernels write contiguous tensors:
+
+- gradient: dLoss/dlogprobs times the divisor, of each sequence in a launch from logits, otherwise of each
+  token; in a launch from log-probs not times a divisor that is known beforehand
+- loss, divisor, metrics: as in ``types.SequenceRatioStats``
+- scratch: fp64 [SCRATCH_ROWS, sequences]
+- counters: int32, zeros before the launch. The last counts finished sequences; in a launch from logits, one
+  for each sequence before it counts the sequence's finished rows
+- merged, in a launch from logits with a mask: labels, ``ignore_index`` where the mask is 0
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -10,63 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode_float, element
-from gspo_kernels.kernels.launch import Wide, encode, encode_float, encode_wide
+from gspo_kernels.kernels.columns import element
 from gspo_kernels.types import RatioClip
 
 
-class RatioNumbers(NamedTuple):
-    """Sizes, bounds and strides of clipped ratios, all of them encoded.
-
-    Attributes:
-        T: tokens of a padded sequence.
-        tokens: the number of tokens of all sequences.
-        sequences: the number of sequences.
-        bounds: (low, high, dual) log-ratios of the clip.
-        divisor_scale: the factor on the loss's divisor.
-        mask, old, advantages, weights, lengths, reference, beta: the strides of these tensors, from one
-            sequence to the next and from one token to the next; 0 where one value serves all.
+def strides_of(values: Tensor | None, packed: bool) -> tuple[int, int]:
+    """Return the strides from one sequence to the next, and from one token to the next, of values [sequences]
+    or like the tokens; 0 where one value serves all.
     """
-
-    T: int
-    tokens: int
-    sequences: int
-    bounds: tuple[Wide, ...]
-    divisor_scale: Wide
-    mask: tuple[Wide, Wide]
-    old: tuple[Wide, Wide]
-    advantages: tuple[Wide, Wide]
-    weights: tuple[Wide, Wide]
-    lengths: tuple[Wide, Wide]
-    reference: tuple[Wide, Wide]
-    beta: tuple[Wide, Wide]
-
-    @staticmethod
-    def of(
-        ratio_clip: RatioClip, T: int, tokens: int, sequences: int, packed: bool, *terms: Tensor | None
-    ) -> RatioNumbers:
-        """Encode sizes, and strides of terms: [sequences] or like the tokens, in the attributes' order."""
-        sizes = encode(T), encode(tokens), encode(sequences)
-        return RatioNumbers(*sizes, *_bounds(ratio_clip), *[strides_of(term, packed) for term in terms])
-
-
-@functools.lru_cache(maxsize=64)
-def _bounds(ratio_clip: RatioClip) -> tuple[tuple[Wide, ...], Wide]:
-    """Encode the bounds of the clip, and the divisor's factor."""
-    bounds = tuple(encode_float(bound) for bound in ratio_clip[:3])
-    return bounds, encode_float(ratio_clip.divisor_scale)
-
-
-_ZERO = encode_wide(0)
-
-
-def strides_of(values: Tensor | None, packed: bool) -> tuple[Wide, Wide]:
-    """Encode the strides from one sequence to the next, and from one token to the next."""
     if values is None:
-        return _ZERO, _ZERO
+        return 0, 0
     if values.ndim == 1:
-        return encode_wide(values.stride(0)), _ZERO
-    return _ZERO if packed else encode_wide(values.stride(0)), encode_wide(values.stride(1))
+        return values.stride(0), 0
+    return 0 if packed else values.stride(0), values.stride(1)
 
 
 class RatioConstants(NamedTuple):
@@ -87,31 +53,6 @@ class RatioConstants(NamedTuple):
     ESTIMATOR: str | None
     TOKENS_PER_BLOCK: int
     SEQUENCES_PER_BLOCK: int
-
-
-class RatioOutputs(NamedTuple):
-    """The tensors that a launch of clipped ratios writes, all contiguous.
-
-    Attributes:
-        logprobs, lse: [B, T] in a launch from logits, otherwise None.
-        gradient: dLoss/dlogprobs of each sequence, or of each token in a launch from log-probs, times the
-            divisor; in a launch from log-probs not times a divisor that is known beforehand.
-        loss, divisor, metrics: as in ``types.SequenceRatioStats``.
-        scratch: fp64 [SCRATCH_ROWS, sequences].
-        counters: int32, zeros before the launch. The last counts finished sequences; in a launch from logits,
-            one for each sequence before it counts the sequence's finished rows.
-        labels: [B, T] in a launch from logits with a mask: ``ignore_index`` where it is 0.
-    """
-
-    logprobs: Tensor | None
-    lse: Tensor | None
-    gradient: Tensor
-    loss: Tensor
-    divisor: Tensor
-    metrics: Tensor
-    scratch: Tensor
-    counters: Tensor
-    labels: Tensor | None = None
 
 
 # Rows of the fp64 scratch [11, sequences], which the final reduction reads. If tokens have ratios, _RATIO,
@@ -164,20 +105,14 @@ def log_ratio_of(a, b):
 
 
 @triton.jit
-def clip_bounds(ratio, STATS: tl.constexpr):
-    """Decode the bounds of a ``RatioNumbers``: (low, high, dual)."""
-    low = decode_float(ratio.bounds[0]).to(STATS)
-    high = decode_float(ratio.bounds[1]).to(STATS)
-    return low, high, decode_float(ratio.bounds[2]).to(STATS)
-
-
-@triton.jit
-def clip(log_ratio, advantage, weight, bounds):
+def clip(log_ratio, advantage, weight, log_low, log_high, log_dual):
     """Return (ratio, loss, dloss / dlog-ratio, clipped low, clipped high) of PPO's clip, fp64 and bool.
 
-    The clip decision is taken on the log-ratio, in the dtype that all arguments have.
+    The clip decision is taken on the log-ratio, in the dtype of the log-ratio and the advantage.
     """
-    log_low, log_high, log_dual = bounds
+    log_low = tl.full([], log_low, log_ratio.dtype)
+    log_high = tl.full([], log_high, log_ratio.dtype)
+    log_dual = tl.full([], log_dual, log_ratio.dtype)
     low = (advantage < 0) & (log_ratio < log_low)
     high = ((advantage > 0) & (log_ratio > log_high)) | ((advantage < 0) & (log_ratio > log_dual))
     # The bound is selected before the exponential is taken, so that nothing is 0 * inf and NaN stays NaN.
@@ -198,17 +133,20 @@ def sum_sequence(
     last,
     T,
     labels_ptr,
-    labels_strides,
+    labels_b,
+    labels_t,
     ignore_index,
     old_ptr,
-    old_strides,
+    old_b,
+    old_t,
     logprobs_ptr,
+    WRITTEN: tl.constexpr,
     PACKED: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return how many of a sequence's tokens count, and the fp64 sum of their log-ratios. Labels without
-    strides are contiguous, and this launch has written them.
+    """Return how many of a sequence's tokens count, and the fp64 sum of their log-ratios. WRITTEN: this
+    launch has written the labels, which are contiguous.
 
     Log-ratios of fp32 log-probs are rounded to multiples of 2^-40. All are such multiples anyway, except for
     log-probs near 0. fp64 adds such numbers without rounding as long as sums stay below 2^13, so that the sum
@@ -226,12 +164,12 @@ def sum_sequence(
             b = rows * 0 + sequence
             t = rows - sequence * T
         inside = rows < last
-        if labels_strides is None:
+        if WRITTEN:
             labels = tl.load(labels_ptr + rows, mask=inside, other=0, volatile=True)
         else:
-            labels = tl.load(element(labels_ptr, b, t, labels_strides), mask=inside, other=0)
+            labels = tl.load(element(labels_ptr, b, t, labels_b, labels_t), mask=inside, other=0)
         counted = inside & (labels != ignore_index)
-        old = tl.load(element(old_ptr, b, t, old_strides), mask=counted, other=0.0)
+        old = tl.load(element(old_ptr, b, t, old_b, old_t), mask=counted, other=0.0)
         # Volatile, because other programs have written the log-probs during this launch.
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)
         log_ratio = tl.where(counted, log_ratio_of(new, old.to(STATS)), 0.0).to(tl.float64)
@@ -243,11 +181,11 @@ def sum_sequence(
 
 
 @triton.jit
-def length_of(sequence, count, lengths_ptr, ratio):
+def length_of(sequence, count, lengths_ptr, stride):
     """Return the length L of a sequence as fp64; 1 if no token counts."""
     length = count.to(tl.float64)
     if lengths_ptr is not None:
-        length = tl.load(element(lengths_ptr, sequence, sequence * 0, ratio.lengths)).to(tl.float64)
+        length = tl.load(lengths_ptr + sequence.to(tl.int64) * stride).to(tl.float64)
     return tl.where(count > 0, length, 1.0)
 
 
@@ -258,8 +196,12 @@ def clip_sequence(
     log_ratio,
     length,
     advantages_ptr,
+    advantages_stride,
     weights_ptr,
-    ratio,
+    weights_stride,
+    log_low,
+    log_high,
+    log_dual,
     RATIO: tl.constexpr,
 ):
     """Return ratio, loss, coefficient and clip flags of a sequence, from the sum of its log-ratios.
@@ -267,12 +209,12 @@ def clip_sequence(
     Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
     is taken on log s in the statistics' dtype, as everywhere else.
     """
-    advantage = tl.load(element(advantages_ptr, sequence, sequence * 0, ratio.advantages)).to(RATIO.STATS)
+    advantage = tl.load(advantages_ptr + sequence.to(tl.int64) * advantages_stride).to(RATIO.STATS)
     weight = tl.full([], 1.0, RATIO.STATS)
     if weights_ptr is not None:
-        weight = tl.load(element(weights_ptr, sequence, sequence * 0, ratio.weights)).to(RATIO.STATS)
+        weight = tl.load(weights_ptr + sequence.to(tl.int64) * weights_stride).to(RATIO.STATS)
     log_s = (log_ratio / length).to(RATIO.STATS)
-    s, loss, coefficient, low, high = clip(log_s, advantage, weight, clip_bounds(ratio, RATIO.STATS))
+    s, loss, coefficient, low, high = clip(log_s, advantage, weight, log_low, log_high, log_dual)
     if RATIO.COUNT_TOKENS:
         loss = loss * length
     else:
@@ -329,10 +271,18 @@ def divisor_of(number, length, normalizer_ptr, divisor_scale, RATIO: tl.constexp
 
 
 @triton.jit
-def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.constexpr, RATIO: tl.constexpr):
+def reduce_batch(
+    scratch_ptr,
+    loss_ptr,
+    divisor_ptr,
+    metrics_ptr,
+    sequences,
+    normalizer_ptr,
+    divisor_scale,
+    WITH_KL: tl.constexpr,
+    RATIO: tl.constexpr,
+):
     """Compute loss, divisor and metrics from the sequences' scratch."""
-    scratch_ptr = out.scratch
-    metrics_ptr = out.metrics
     STATS: tl.constexpr = RATIO.STATS
     BLOCK: tl.constexpr = RATIO.SEQUENCES_PER_BLOCK
     lanes = tl.arange(0, BLOCK)
@@ -383,8 +333,8 @@ def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.cons
     length = tl.sum(lengths, axis=0)
     tokens = tl.sum(counts, axis=0)
     divisor = divisor_of(number, length, normalizer_ptr, divisor_scale, RATIO)
-    tl.store(out.divisor, divisor.to(STATS))
-    tl.store(out.loss, (tl.sum(losses, axis=0) / divisor).to(STATS))
+    tl.store(divisor_ptr, divisor.to(STATS))
+    tl.store(loss_ptr, (tl.sum(losses, axis=0) / divisor).to(STATS))
 
     # In the order of types.METRICS.
     items = number

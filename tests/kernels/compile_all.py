@@ -215,7 +215,7 @@ def keys(kind: str) -> dict[str, int]:
         call_all(2, 3, 4096, torch.bfloat16, LogitTransform(2.0, 16.0, 1.0))
     found: dict[str, set[str]] = {}
     for call in recorder.calls:
-        found.setdefault(name_of(call).replace(" aligned", "").replace(" shifted", ""), set()).add(
+        found.setdefault(name_of(call).replace(" aligned", ""), set()).add(
             specialisation(call, TARGETS["sm_90"])[0]
         )
     return {name: len(specialisations) for name, specialisations in found.items()}
@@ -274,7 +274,7 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
         if name.startswith("exponentials_kernel") and " first no bias_ptr no powers_ptr" in name:
             disassemble([kernel])
             entry["way"] = Counter(one.opcode.split(".")[0] for one in held_row(instructions(kernel)))
-        if any(hasattr(arg, "counters") for arg in call[1]):
+        if name.startswith(("ratio_step", "sequence_ratio")):
             entry["order"] = order_of_memory(kernel)
         if name.startswith("fixed_product_kernel"):
             entry["matrix_instructions"] = matrix_instructions(kernel)
@@ -291,7 +291,7 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
 
 def calls_for(target: str) -> list[Any]:
     """Return calls of every kernel as bf16 training launches it; on Hopper also with optional arguments,
-    other dtypes, transforms, sampling masks, shards and odd strides.
+    other dtypes, transforms, sampling masks, shards and unaligned rows.
     """
     everything = target == "sm_90"
     bf16, fp32, fp64, fp16 = torch.bfloat16, torch.float32, torch.float64, torch.float16
@@ -331,10 +331,7 @@ def calls_for(target: str) -> list[Any]:
     around_products(fp16, 1009, True)
     around_products(fp64, 1009, False)
     multiply(300, 1009, 1009, fp16, target)
-    strided = torch.empty(2, 3, 4096, 2, dtype=fp16)[..., 0]
-    kernels.logprobs_forward(LogitRows(strided, torch.zeros(2, 3, dtype=torch.int64), PLAIN, -100), False)
-    anywhere = [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
-    return [*calls, last, *recorder.calls, *anywhere]
+    return [*calls, last, *recorder.calls]
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from gspo_kernels import kernels
 from gspo_kernels.exact import MAX_IN_SUMS, power_of_two, times
-from gspo_kernels.kernels.launch import Tile, encode_wide, launch, row_kernel
+from gspo_kernels.kernels.launch import Tile, launch, typed_kernel
 from gspo_kernels.kernels.rows import narrowed
 from gspo_kernels.kernels.sequences import sum_sequence
 from gspo_kernels.types import stats_dtype
@@ -25,12 +25,12 @@ FP32 = torch.float32
 # --- sums over a sequence's tokens
 
 
-@row_kernel
+@typed_kernel
 def summing_kernel(
-    labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, strides, T: tl.int32, BLOCK: tl.constexpr
+    labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, T: tl.int32, BLOCK: tl.constexpr
 ):
     count, total = sum_sequence(
-        0, 0, T, T, labels_ptr, strides, -100, old_ptr, strides, logprobs_ptr, True, tl.float32, BLOCK
+        0, 0, T, T, labels_ptr, 0, 1, -100, old_ptr, 0, 1, logprobs_ptr, False, True, tl.float32, BLOCK
     )
     tl.store(sums_ptr, total)
     tl.store(counts_ptr, count)
@@ -41,8 +41,8 @@ def summed(*given):
     device = device_of("triton")
     total = torch.empty((), dtype=torch.float64, device=device)
     count = torch.empty((), dtype=torch.int32, device=device)
-    arguments = *(each.to(device) for each in given), total, count, (encode_wide(0), encode_wide(1))
-    launch(summing_kernel, 1, device, Tile(64, 1), *arguments, len(given[0]), BLOCK=64)
+    arguments = *(each.to(device) for each in given), total, count, len(given[0])
+    launch(summing_kernel, 1, device, Tile(64, 1), *arguments, BLOCK=64)
     return total.item(), count.item()
 
 

@@ -124,7 +124,7 @@ def test_values(functions, name, mixed):
 
             def ours(given=(hidden, weight, bias, labels, transform), mix=mix):
                 out = memory(n, V, device)
-                head = run(functions, *given, out=out, entropy=True, bent=mix is None)
+                head = run(functions, *given, out=out, entropy=True, with_softcap_grad=mix is None)
                 if mix is None:
                     grad = rows_of(head, out, given[3])
                 else:

@@ -89,7 +89,7 @@ class ExponentialProducts(Products):
     def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
         from gspo_kernels.kernels.exponentials import exponentials
 
-        return exponentials(**self._operands(chunk), out=out, entropy=entropy, bent=not entropy)
+        return exponentials(**self._operands(chunk), out=out, entropy=entropy, with_softcap_grad=not entropy)
 
     def _operands(self, chunk: Chunk) -> dict[str, Any]:
         hidden, bias, options = chunk.hidden.contiguous(), self.bias, chunk.options
