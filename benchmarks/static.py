@@ -21,21 +21,17 @@ from benchmarks.tables import Row, aligned, number
 
 KERNELS = {
     "forward with ratio, bf16": ("ratio", "bf16", 4096, 1.0),
-    "forward with ratio, bf16, rows anywhere": ("ratio", "bf16", 4097, 1.0),
     "forward with ratio, fp32": ("ratio", "fp32", 4096, 1.0),
-    "forward with ratio, fp32, rows anywhere": ("ratio", "fp32", 4097, 1.0),
     "log-probs, bf16": ("logprobs", "bf16", 4096, 1.0),
     "log-probs, bf16, temperature": ("logprobs", "bf16", 4096, 0.7),
     "log-probs, bf16, entropy": ("entropy", "bf16", 4096, 1.0),
-    "log-probs, bf16, entropy, rows anywhere": ("entropy", "bf16", 4097, 1.0),
     "backward, bf16": ("backward", "bf16", 4096, 1.0),
-    "backward, bf16, rows anywhere": ("backward", "bf16", 4097, 1.0),
     "one pass on-policy, bf16, read twice": ("both", "bf16", 1 << 20, 1.0),
     "one pass on-policy, bf16, held": ("both", "bf16", 151936, 1.0),
     "one pass on-policy, fp32, held": ("both", "fp32", 151936, 1.0),
     "rows from hidden states, fp32 to bf16, held": ("rows", "fp32", 151936, 1.0),
 }
-"""By name: the launch, dtype of logits, vocabulary (whether 16 divides it matters) and temperature."""
+"""By name: the launch, dtype of logits, vocabulary and temperature."""
 
 
 def record(what: str, dtype: str, vocabulary: int, temperature: float, blocks: int = 0) -> Any:

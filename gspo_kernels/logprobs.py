@@ -42,7 +42,8 @@ def token_logprobs(
     z = softcap * tanh(z / softcap); z = z / temperature``.
 
     Args:
-        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
+        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides. On a GPU they are copied unless
+            the vocabulary stride is 1.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed logits: one per token).
         logit_scale: factor on the logits.

@@ -331,6 +331,10 @@ def calls_for(target: str) -> list[Any]:
     around_products(fp16, 1009, True)
     around_products(fp64, 1009, False)
     multiply(300, 1009, 1009, fp16, target)
+    unaligned = LogitRows(
+        torch.empty(2, 3, 1009, dtype=fp16), torch.zeros(2, 3, dtype=torch.int64), PLAIN, -100
+    )
+    kernels.logprobs_forward(unaligned, False)
     return [*calls, last, *recorder.calls]
 
 

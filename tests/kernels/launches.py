@@ -1,7 +1,6 @@
-"""Launch kernels on a pretended GPU without the interpreter, and print as JSON what was launched. A script.
+"""Launch kernels on a fake GPU without the interpreter, and print as JSON what was launched. A script.
 
-Each call is launched by Triton, then twice by ``launch``, which launches the second time by itself. At
-the end 64 steps of as many sizes are launched.
+Triton launches each call, then ``launch`` launches it twice.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gspo_kernels import kernels
 from gspo_kernels.kernels import clipped_ratios, exponentials, logprobs, masks, scale, sequence_ratio, tiles
 from gspo_kernels.kernels import launch as launching
-from gspo_kernels.kernels.columns import decode
 from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands
 
 DEVICE = torch.device("cuda", 0)
+TILE = launching.Tile(64, 4)
 
 
 class Driver:
@@ -50,25 +49,12 @@ def prepare(kernel: Any) -> None:
     kernel._run = lambda *arguments: launched.append((kernel.hash, arguments))
 
 
-@triton.jit
-def plain_kernel(values_ptr, count, factor, pair, missing_ptr, BLOCK: tl.constexpr, TWICE: tl.constexpr):
-    """Triton looks at alignment and size of every argument of this kernel."""
+@launching.typed_kernel
+def numbers_kernel(
+    values_ptr, missing_ptr, count: tl.int32, stride: tl.int64, factor: tl.float64, BLOCK: tl.constexpr
+):
     lanes = tl.arange(0, BLOCK)
-    values = tl.load(values_ptr + lanes, mask=lanes < count) * factor + pair[1]
-    tl.store(pair[0] + lanes, values, mask=lanes < count)
-
-
-@launching.row_kernel
-def encoded_kernel(values_ptr, triple, BLOCK: tl.constexpr):
-    """Triton looks at addresses of tensors in tuples of this kernel, and at no number."""
-    lanes = tl.arange(0, BLOCK)
-    tl.store(triple[0] + lanes, tl.load(values_ptr + lanes) + decode(triple[1]))
-
-
-def shown(kernel: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """Return what a launch shows, without what only hooks get, as JSON takes it."""
-    *grid, stream, function, metadata = arguments[:6]
-    return [kernel, grid, stream, function, str(metadata), *map(described, arguments[9:])]
+    tl.store(values_ptr + lanes * stride, factor.to(values_ptr.dtype.element_ty), mask=lanes < count)
 
 
 def described(value: Any) -> Any:
@@ -76,42 +62,42 @@ def described(value: Any) -> Any:
         return [described(value.base), value.shape, value.strides, value.block_shape]
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.data_ptr()]
-    if isinstance(value, tuple):
-        return [type(value).__name__, *map(described, value)]
     return value if isinstance(value, int | float | None) else str(value)
 
 
-def calls() -> list[Any]:
-    """Return the calls of ``launch`` as (kernel, programs, tile, arguments, constants)."""
+def shown(kernel: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """Return what a launch shows, without what only hooks get, as JSON takes it."""
+    return [kernel, *map(described, arguments[:6]), *map(described, arguments[9:])]
+
+
+def of_numbers() -> list[Any]:
+    """Return calls that differ by numbers, addresses, dtypes and a missing tensor."""
+    memory = torch.zeros(80)
+    return [
+        (numbers_kernel, 3, TILE, (memory.to(dtype)[start:], missing, count, stride, factor), {"BLOCK": 64})
+        for dtype in (torch.float32, torch.bfloat16)
+        for missing in (None, memory)
+        for start in (0, 1)
+        for count, stride, factor in ((1, 1, 1.0), (16, 2**40, 0.1), (17, -16, 1e300), (2**31 - 1, 0, 2.0))
+    ]
+
+
+def of_launchers() -> list[Any]:
+    """Return calls of the package's launchers."""
     found: list[Any] = []
 
     def record(kernel: Any, programs: int, _: Any, tile: Any, *arguments: Any, **constants: Any) -> None:
         found.append((kernel, programs, tile, arguments, constants))
 
-    numbers = torch.zeros(80)
-    assert numbers.data_ptr() % 16 == 0
-    for dtype in (torch.float32, torch.bfloat16):
-        for start in (0, 1):
-            for count in (1, 16, 17, 2**31):
-                for missing in (None, numbers):
-                    values = numbers.to(dtype)[start:]
-                    rest = count, 0.5, (values[1:], 1 if missing is None else 17), missing
-                    record(
-                        plain_kernel, 3, DEVICE, launching.Tile(64, 4), values, *rest, BLOCK=64, TWICE=start
-                    )
-            for number in (-1, 0, 1, 16, 2**31 - 1):
-                for third in (None, launching.encode_wide(number)):
-                    triple = numbers.to(dtype)[start:], launching.encode(number), third
-                    record(encoded_kernel, 3, DEVICE, launching.Tile(64, 4), numbers, triple, BLOCK=64)
     for module in (exponentials, logprobs, masks, scale, sequence_ratio, clipped_ratios):
         module.launch = record  # type: ignore[assignment]
+    form = RatioClip(-1.0, 1.0, 2.0, False, "sequences", 1.0)
     for B, T, V in ((1, 1, 1), (2, 16, 16), (3, 17, 17)):
         for start in (0, 1):
             for dtype in (torch.float32, torch.bfloat16):
                 logits = torch.zeros(B * T * V + start, dtype=dtype)[start:].view(B, T, V)
                 labels, old = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T)
                 rows = LogitRows(logits, labels, LogitTransform(), -1 if start else -100)
-                form = RatioClip(-1.0, 1.0, 2.0, False, "sequences", 1.0)
                 operands = RatioOperands(old, torch.zeros(B), None if start else torch.ones(B))
                 kernels.logprobs_forward(rows, entropy=bool(start))
                 kernels.merge_mask(old if start else labels != 0, labels, -100)
@@ -131,29 +117,21 @@ def calls() -> list[Any]:
     return found
 
 
-def steps_of_64_sizes() -> None:
-    """Launch what a step in packed training launches around its products, with other tokens each time."""
-    form = RatioClip(-1.0, 1.0, 2.0, False, "sequences", 1.0)
-    for N in range(1, 65):
-        labels, numbers = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, N)
-        offsets = torch.tensor([0, N // 2, N], dtype=torch.int32)
-        operands = RatioOperands(numbers, torch.zeros(2), None, None, torch.ones(()), offsets)
-        rows = LogitRows(torch.zeros(1, N, 64), labels, LogitTransform(), -100)
-        kernels.merge_mask(numbers, labels, -100)
-        kernels.lengths(labels, -100, offsets, operands.advantages)
-        kernels.logprobs_forward(rows, entropy=False)
-        kernels.ratio_step(numbers, labels != 0, operands, form)
-
-
-def on_host(make: Any) -> Any:
-    """Return a function that makes tensors without a device."""
-    return lambda *sizes, device=None, **options: make(*sizes, **options)
+def reported(calls: list[Any]) -> list[Any]:
+    """Return for each call the three launches, and how many of the last two Triton served."""
+    report = []
+    for kernel, programs, tile, arguments, constants in calls:
+        launched.clear()
+        kernel[(programs,)](*arguments, **constants, **tile.options())
+        by_triton[0] = 0
+        for _ in range(2):
+            launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
+        report.append(([shown(*each) for each in launched], by_triton[0]))
+    return report
 
 
 def main() -> None:
-    """Print (by Triton, at first, later, later by Triton) of every call, and how many of the launches of
-    ``steps_of_64_sizes`` Triton served; check what a hook has seen.
-    """
+    """Print ``reported`` calls of both kinds, and what hooks of a launch have seen."""
     driver.set_active(Driver())
     torch.cuda.current_device = lambda: 0
     CompiledKernel._init_handles = prepare
@@ -164,30 +142,15 @@ def main() -> None:
         return run(*arguments, **keywords)
 
     JITFunction.run = counted
-    report = []
-    for kernel, programs, tile, arguments, constants in calls():
-        launched.clear()
-        kernel[(programs,)](*arguments, **constants, **tile.options())
-        launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
-        by_triton[0] = 0
-        launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
-        report.append(([shown(*each) for each in launched], by_triton[0]))
-    seen: list[Any] = []
-    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
-    for hook in hooks:
-        hook.add(seen.append)
-        by_triton[0] = 0
-        launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
-        assert by_triton[0] == 1 and launched[-1][1][7:9] == hooks
-        hook.remove(seen.append)
-    launched.clear()
-    by_triton[0] = 0
-    for module in (logprobs, masks, clipped_ratios):
-        module.launch = launching.launch
-    launching.torch.Tensor.device = property(lambda _: DEVICE)  # type: ignore[assignment]
-    launching.torch.empty, launching.torch.zeros = on_host(torch.empty), on_host(torch.zeros)
-    steps_of_64_sizes()
-    print(json.dumps((report, len(launched), by_triton[0])))
+    numbers, launchers = of_numbers(), of_launchers()
+    report = [reported(numbers), reported(launchers)]
+    seen: list[str] = []
+    triton.knobs.runtime.launch_enter_hook.add(lambda metadata: seen.append(metadata.get()["name"]))
+    kernel, programs, tile, arguments, constants = numbers[0]
+    launching.launch(kernel, programs, DEVICE, tile, *arguments, **constants)
+    metadata, hook = launched[-1][1][6:8]
+    hook(metadata)
+    print(json.dumps((*report, seen)))
 
 
 if __name__ == "__main__":

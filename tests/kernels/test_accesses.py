@@ -107,7 +107,7 @@ KEPT = PLAIN._replace(kept=torch.full((2, 3, -(-V // 32)), -1, dtype=torch.int32
 
 
 def walks(traffic, gradients=0):
-    """Return how often the log-sum-exp walks each row of logits; ``gradients`` counts other reads of a row."""
+    """Return how often the log-sum-exp reads each row of logits; ``gradients`` counts other reads."""
     return (torch.tensor(traffic.per_row(traffic.reads, 0)) - torch.tensor(gradients)).tolist()
 
 

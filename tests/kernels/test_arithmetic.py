@@ -26,9 +26,7 @@ FP32 = torch.float32
 
 
 @typed_kernel
-def summing_kernel(
-    labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, T: tl.int32, BLOCK: tl.constexpr
-):
+def summing_kernel(labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, T: tl.int32, BLOCK: tl.constexpr):
     count, total = sum_sequence(
         0, 0, T, T, labels_ptr, 0, 1, -100, old_ptr, 0, 1, logprobs_ptr, False, True, tl.float32, BLOCK
     )
