@@ -195,175 +195,92 @@ class HeadConstants(NamedTuple):
 
 
 @triton.jit
-def _take_exponentials(
-    x,
-    left,
-    top,
-    rows,
-    inside,
-    place,
-    offset,
-    power,
-    inner,
-    out,
-    label_ptr,
-    first,
-    V,
-    marks,
-    PIECES_BEFORE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    HEAD: tl.constexpr,
-):
-    """Turn a tile of logits into exponentials, a few columns at a time, and store them. Return each row's
-    sum, or its maximum, and its sum of exponentials times exponents.
-    """
-    COLUMNS: tl.constexpr = x.shape[1]
-    if COLUMNS > HEAD.PIECE:
-        HALF: tl.constexpr = COLUMNS // 2
-        x0, x1 = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
-        total, spread = _take_exponentials(
-            x0, left, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V,
-            marks, PIECES_BEFORE, ENTROPY, HEAD,
-        )  # fmt: skip
-        total1, spread1 = _take_exponentials(
-            x1, left + HALF, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V,
-            marks, PIECES_BEFORE + HALF // HEAD.PIECE, ENTROPY, HEAD,
-        )  # fmt: skip
-        if HEAD.PASS == "max":
-            total = tl.maximum(total, total1)
-        else:
-            both = total + total1
-            if ENTROPY:
-                base = _exponent(both)
-                spread += (_exponent(total) - base) * total
-                spread += spread1 + (_exponent(total1) - base) * total1
-            total = both
-    else:
-        total, spread = _take_piece(
-            x, left, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V,
-            marks, PIECES_BEFORE, ENTROPY, HEAD,
-        )  # fmt: skip
-    return total, spread
-
-
-@triton.jit
-def _take_piece(
-    x,
-    left,
-    top,
-    rows,
-    inside,
-    place,
-    offset,
-    power,
-    inner,
-    out,
-    label_ptr,
-    first,
-    V,
-    marks,
-    PIECES_BEFORE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    HEAD: tl.constexpr,
-):
-    """Do the same for a few columns."""
-    PLATFORM: tl.constexpr = HEAD.PLATFORM
-    COLUMNS: tl.constexpr = x.shape[1]
+def _exponents(x, offset, power, inner, HEAD: tl.constexpr):
+    """Return the exponents, to the base 2, of logits as the product gives them."""
     if HEAD.SOFTCAP:
-        x = tanh(_multiply(x, inner), tl.float32, PLATFORM)
+        x = tanh(_multiply(x, inner), tl.float32, HEAD.PLATFORM)
     if HEAD.SOFTCAP or HEAD.SCALED != 0:
         d = tl.fma(x, power[0][:, None], -offset[:, None])
         d = tl.fma(x, power[1][:, None], d)
     else:
         d = tl.fma(x, _LOG2_E, -offset[:, None])
-    if (((marks >> PIECES_BEFORE) & 1) != 0) | (left + COLUMNS > V):
-        here = (place >= left) & (place < left + COLUMNS)
-        columns = left + tl.arange(0, COLUMNS)
-        is_label = columns[None, :] == place[:, None]
-        tl.store(label_ptr + rows, tl.sum(tl.where(is_label, d, 0.0), axis=1), mask=here & inside)
-        d = tl.where(is_label | (columns[None, :] >= V) | (place == -2)[:, None], -float("inf"), d)
-    spread = offset
-    if HEAD.PASS == "max":
-        total = tl.max(d, axis=1)
+    return d
+
+
+@triton.jit
+def _store_labels(d, left, rows, inside, place, V, label_ptr):
+    """Store the exponents at labels. Return exponents of -inf there, beyond the last column and in ignored
+    rows, whose hidden states may be anything.
+    """
+    here = (place >= left) & (place < left + d.shape[1])
+    columns = left + tl.arange(0, d.shape[1])
+    is_label = columns[None, :] == place[:, None]
+    tl.store(label_ptr + rows, tl.sum(tl.where(is_label, d, 0.0), axis=1), mask=here & inside)
+    return tl.where(is_label | (columns[None, :] >= V) | (place == -2)[:, None], -float("inf"), d)
+
+
+@triton.jit
+def _take_exponentials(
+    x, left, tile, out, PIECES_BEFORE: tl.constexpr, ENTROPY: tl.constexpr, HEAD: tl.constexpr
+):
+    """Turn a tile of logits into exponentials, a few columns at a time, and store them. Return each row's
+    sum, or its maximum, and its sum of exponentials times exponents. ``exponentials_kernel`` has the tile.
+    """
+    COLUMNS: tl.constexpr = x.shape[1]
+    PLATFORM: tl.constexpr = HEAD.PLATFORM
+    top, rows, inside, place, offset, power, inner, label_ptr, first, V, marks = tile
+    if COLUMNS > HEAD.PIECE:
+        HALF: tl.constexpr = COLUMNS // 2
+        BEFORE: tl.constexpr = PIECES_BEFORE + HALF // HEAD.PIECE
+        x0, x1 = tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
+        total0, spread = _take_exponentials(x0, left, tile, out, PIECES_BEFORE, ENTROPY, HEAD)
+        total1, spread1 = _take_exponentials(x1, left + HALF, tile, out, BEFORE, ENTROPY, HEAD)
+        if HEAD.PASS == "max":
+            total = tl.maximum(total0, total1)
+        else:
+            total = total0 + total1
+            if ENTROPY:
+                base = _exponent(total)
+                spread += (_exponent(total0) - base) * total0
+                spread += spread1 + (_exponent(total1) - base) * total1
     else:
-        e = _exp2(d, PLATFORM)
-        total = tl.sum(e, axis=1)
-        if ENTROPY:
-            # Counted from the power of two in the sum, as otherwise the mean exponent would cancel. Where the
-            # exponent is infinite the exponential is 0.
-            spread = tl.sum(e * tl.maximum(d - _exponent(total)[:, None], -HUGE), axis=1)
-        if out is not None:
-            if HEAD.SOFTCAP_GRAD:
-                # From the exponent, as the compiler for Blackwell fails where more of ``x`` is needed here.
-                capped = tl.maximum((d + offset[:, None]) * (1.0 / power[0])[:, None], -1.0)
-                e *= (1.0 - capped) * (1.0 + capped)
-            out.store([top, left - first], narrowed(e, out.dtype, PLATFORM))
+        d = _exponents(x, offset, power, inner, HEAD)
+        if (((marks >> PIECES_BEFORE) & 1) != 0) | (left + COLUMNS > V):
+            d = _store_labels(d, left, rows, inside, place, V, label_ptr)
+        spread = offset
+        if HEAD.PASS == "max":
+            total = tl.max(d, axis=1)
+        else:
+            e = _exp2(d, PLATFORM)
+            total = tl.sum(e, axis=1)
+            if ENTROPY:
+                # Counted from the power of two in the sum, as otherwise the mean exponent would cancel. Where
+                # the exponent is infinite the exponential is 0.
+                spread = tl.sum(e * tl.maximum(d - _exponent(total)[:, None], -HUGE), axis=1)
+            if out is not None:
+                if HEAD.SOFTCAP_GRAD:
+                    # From the exponent: the compiler for Blackwell fails where more of ``x`` is needed here.
+                    capped = tl.maximum((d + offset[:, None]) * (1.0 / power[0])[:, None], -1.0)
+                    e *= (1.0 - capped) * (1.0 + capped)
+                out.store([top, left - first], narrowed(e, out.dtype, PLATFORM))
     return total, spread
 
 
 @triton.jit
-def _compute_tile(
-    top,
-    column,
-    hidden,
-    weight,
-    out,
-    bias_ptr,
-    places_ptr,
-    offsets_ptr,
-    powers_ptr,
-    flags_ptr,
-    sums_ptr,
-    spreads_ptr,
-    label_ptr,
-    inner,
-    N,
-    first,
-    V,
-    H,
-    HEAD: tl.constexpr,
-):
-    """Compute one tile."""
-    ROWS: tl.constexpr = HEAD.ROWS
-    COLUMNS: tl.constexpr = HEAD.COLUMNS
-    PLATFORM: tl.constexpr = HEAD.PLATFORM
-    left = first + column * COLUMNS
-    rows = top + tl.arange(0, ROWS)
-    inside = rows < N
-    place = tl.load(places_ptr + rows, mask=inside, other=-1)
-    offset = tl.zeros([ROWS], tl.float32)
-    if HEAD.PASS != "max":
-        key = tl.load(offsets_ptr + rows, mask=inside, other=0)
-        offset = _key(key).to(tl.float32, bitcast=True)
-    power = (offset, offset)
-    if powers_ptr is not None:
-        power = (
-            tl.load(powers_ptr + rows, mask=inside, other=0.0),
-            tl.load(powers_ptr + N + rows, mask=inside, other=0.0),
-        )
-    # The pieces with a label, or all for an ignored row (-2), whose hidden states may be anything.
-    within = place - left
-    mark = tl.where((within >= 0) & (within < COLUMNS), 1 << (within // HEAD.PIECE & 31), 0)
-    marks = tl.reduce(tl.where(place == -2, -1, mark), 0, _or)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+def _multiplied(hidden, weight, bias_ptr, top, left, V, H, HEAD: tl.constexpr):
+    """Return a tile of hidden @ weight.T + bias."""
+    acc = tl.zeros([HEAD.ROWS, HEAD.COLUMNS], tl.float32)
     if bias_ptr is not None:
-        columns = left + tl.arange(0, COLUMNS)
+        columns = left + tl.arange(0, HEAD.COLUMNS)
         acc += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
     for k in range(0, H, HEAD.DEPTH):
-        acc = add_product(acc, hidden.load([top, k]), weight.load([left, k]).T, PLATFORM)
-    ENTROPY: tl.constexpr = spreads_ptr is not None
-    total, spread = _take_exponentials(
-        acc, left, top, rows, inside, place, offset, power, inner, out, label_ptr, first, V, marks, 0,
-        ENTROPY, HEAD,
-    )  # fmt: skip
-    at = column.to(tl.int64) * N + rows
-    if HEAD.PASS == "max":
-        flagged = tl.load(flags_ptr + rows, mask=inside, other=0) != 0
-        tl.atomic_max(offsets_ptr + rows, _key(tl.ceil(total)), mask=flagged, sem="relaxed")
-    else:
-        tl.store(sums_ptr + at, total, mask=inside)
-        if ENTROPY:
-            tl.store(spreads_ptr + at, spread, mask=inside)
+        acc = add_product(acc, hidden.load([top, k]), weight.load([left, k]).T, HEAD.PLATFORM)
+    return acc
+
+
+@triton.jit
+def _any_flagged(flags_ptr, rows, N):
+    return tl.max(tl.load(flags_ptr + rows, mask=rows < N, other=0), axis=0) != 0
 
 
 @typed_kernel
@@ -376,28 +293,46 @@ def exponentials_kernel(
     """Compute a program's share of the tiles from the column ``first`` on. ``hidden``, ``weight`` and ``out``
     are tensor descriptors, HEAD is a ``HeadConstants``.
     """
-    ROWS: tl.constexpr = HEAD.ROWS
-    height = tl.cdiv(N, ROWS)
+    ENTROPY: tl.constexpr = spreads_ptr is not None
+    height = tl.cdiv(N, HEAD.ROWS)
     width = tl.cdiv(V - first, HEAD.COLUMNS)
     tiles = height * width
     if HEAD.PASS != "first":
         tiles = tl.where(tl.load(count_ptr) > 0, tiles, 0)
     inner = _split_factor(tl.full([], inner, tl.float64), tl.float32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, column = tile_at(tile, height, width, HEAD.GROUP)
-        top = row * ROWS
-        if HEAD.PASS == "first":
-            _compute_tile(
-                top, column, hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr, flags_ptr,
-                sums_ptr, spreads_ptr, label_ptr, inner, N, first, V, H, HEAD,
-            )  # fmt: skip
-        else:
-            numbers = top + tl.arange(0, ROWS)
-            if tl.max(tl.load(flags_ptr + numbers, mask=numbers < N, other=0), axis=0) != 0:
-                _compute_tile(
-                    top, column, hidden, weight, out, bias_ptr, places_ptr, offsets_ptr, powers_ptr,
-                    flags_ptr, sums_ptr, spreads_ptr, label_ptr, inner, N, first, V, H, HEAD,
-                )  # fmt: skip
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column = tile_at(number, height, width, HEAD.GROUP)
+        top = row * HEAD.ROWS
+        left = first + column * HEAD.COLUMNS
+        rows = top + tl.arange(0, HEAD.ROWS)
+        inside = rows < N
+        if HEAD.PASS == "first" or _any_flagged(flags_ptr, rows, N):
+            place = tl.load(places_ptr + rows, mask=inside, other=-1)
+            offset = tl.zeros([HEAD.ROWS], tl.float32)
+            if HEAD.PASS != "max":
+                key = tl.load(offsets_ptr + rows, mask=inside, other=0)
+                offset = _key(key).to(tl.float32, bitcast=True)
+            power = (offset, offset)
+            if powers_ptr is not None:
+                power = (
+                    tl.load(powers_ptr + rows, mask=inside, other=0.0),
+                    tl.load(powers_ptr + N + rows, mask=inside, other=0.0),
+                )
+            # The pieces with a label, or all for an ignored row (-2), whose hidden states may be anything.
+            within = place - left
+            mark = tl.where((within >= 0) & (within < HEAD.COLUMNS), 1 << (within // HEAD.PIECE & 31), 0)
+            marks = tl.reduce(tl.where(place == -2, -1, mark), 0, _or)
+            x = _multiplied(hidden, weight, bias_ptr, top, left, V, H, HEAD)
+            tile = (top, rows, inside, place, offset, power, inner, label_ptr, first, V, marks)
+            total, spread = _take_exponentials(x, left, tile, out, 0, ENTROPY, HEAD)
+            if HEAD.PASS == "max":
+                flagged = tl.load(flags_ptr + rows, mask=inside, other=0) != 0
+                tl.atomic_max(offsets_ptr + rows, _key(tl.ceil(total)), mask=flagged, sem="relaxed")
+            else:
+                at = column.to(tl.int64) * N + rows
+                tl.store(sums_ptr + at, total, mask=inside)
+                if ENTROPY:
+                    tl.store(spreads_ptr + at, spread, mask=inside)
 
 
 @typed_kernel
