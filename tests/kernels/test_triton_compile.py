@@ -188,7 +188,7 @@ def test_no_kernel_becomes_dearer(report):
         if line is not None:
             assert not dearer(entry["counts"], line), (line["name"], entry["counts"], line)
             compared.add((line["name"], line["target"]))
-    assert {target for _, target in compared} == {*NVIDIA, "gfx942"} and len(compared) >= 30
+    assert {target for _, target in compared} == {*NVIDIA, "gfx942"} and len(compared) >= 28
     # the search finds the loop also where AMD's code has branches for lanes that execute nothing
     assert ("backward, bf16", "gfx942") in compared
 
