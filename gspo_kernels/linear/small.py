@@ -11,7 +11,7 @@ from torch import Tensor
 from gspo_kernels.exact import times
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.products import products_of
-from gspo_kernels.ops.library import can_bypass_dispatcher
+from gspo_kernels.ops.library import can_bypass_dispatcher, isolated
 from gspo_kernels.ops.logprobs import logprobs_backward, save_rows, saved_rows
 from gspo_kernels.plan import Plan, RequiresGrad
 from gspo_kernels.sequence_ratio import ratio_operands, sequence_ratio
@@ -58,7 +58,8 @@ def small_loss(
     detached = None if bias is None else bias.detach()
     products = products_of(weight.detach(), detached, None, chunking.logits_dtype, False, options)
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
-    logits = products.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
+    with isolated([rows]):
+        logits = products.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
     logits = logits.view(*labels.shape, weight.shape[0])
     stats = sequence_ratio(logits, labels, None, options, ratio_operands(labels, terms), plan.ratio_clip)
     coefficients = stats.coefficients / stats.divisor
@@ -101,11 +102,12 @@ class SmallLossFunction(torch.autograd.Function):
         stats = RowStats(logprobs, lse, None)
         rows = logprobs_backward(logits, labels, stats, RowGradients(each), options)
         rows = rows.view(-1, rows.shape[-1])
-        gradients: tuple[Tensor | None, ...] = (
-            products.grad_hidden(rows).view(hidden.shape) if needs.hidden else None,
-            products.transposed(rows, hidden.reshape(-1, hidden.shape[-1])) if needs.weight else None,
-            rows.sum(0) if needs.bias else None,
-        )
+        with isolated([rows]):
+            gradients: tuple[Tensor | None, ...] = (
+                products.grad_hidden(rows).view(hidden.shape) if needs.hidden else None,
+                products.transposed(rows, hidden.reshape(-1, hidden.shape[-1])) if needs.weight else None,
+                rows.sum(0) if needs.bias else None,
+            )
         if grad.item() != 1.0:
             gradients = tuple(None if one is None else times(one, grad) for one in gradients)
         return (*gradients, *(None,) * 5)

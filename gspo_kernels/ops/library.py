@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
+import threading
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from torch.compiler import is_compiling
 from gspo_kernels.torch_internals import PLAIN, tensors_to_save
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_get_precision, _set_precision = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 _profiler_enabled = torch._C._autograd._profiler_enabled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -211,61 +213,90 @@ def inplace_operator(implementation: Callable[..., Any]) -> Operator:
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
+def isolated(tensors: list[Tensor], multiplies: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without autograd, and without the caller's autocast and reduced-precision matmuls."""
+    return _isolation(tensors, multiplies) or _NOTHING
+
+
 def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any] | None:
-    """Return a context without autograd, and without the autocast or TF32 that the caller has on: an operator
-    computes what it says. Return None where that is so already.
-    """
+    """Do what ``isolated`` does; return None if nothing has to change."""
     # contexts that change nothing would take as long as the small operations of a small call
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    multiplies = multiplies and bool(tensors) and tensors[0].is_cuda
+    if multiplies:
+        on_cuda = bool(tensors) and tensors[0].is_cuda
+        multiplies = on_cuda or _get_precision("mkldnn", "matmul") in ("tf32", "bf16")
     if torch._C._is_any_autocast_enabled():
         device = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device):
             return _isolated(device, multiplies)
     if learns:
         return _isolated("", multiplies) if multiplies else torch.no_grad()
-    return _ExactMatmul() if multiplies else None
+    return EXACT_MATMUL if multiplies else None
 
 
 @contextlib.contextmanager
 def _isolated(autocast: str, multiplies: bool) -> Iterator[None]:
-    """Leave out autograd, autocast on a device if one is named, and rounded products."""
+    """Disable autograd, autocast on a device if one is named, and reduced-precision matmuls."""
     with (
         torch.no_grad(),
         torch.autocast(autocast, enabled=False) if autocast else _NOTHING,
-        _ExactMatmul() if multiplies else _NOTHING,
+        EXACT_MATMUL if multiplies else _NOTHING,
     ):
         yield
 
 
-_MATMUL = torch.backends.cuda.matmul
+_CUDA = torch.backends.cuda.matmul
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
 class _ExactMatmul:
-    """Keep TF32 and 16-bit sums out of CUDA's products, whatever the caller has set by old or new switches.
+    """Keep TF32, bf16 and 16-bit sums out of matmuls, regardless of what the caller has set.
 
     ``fp32_precision`` is the new switch for what ``allow_tf32`` and ``set_float32_matmul_precision`` set. The
-    old ones can't be read any more once the new one was used.
+    old ones can't be read any more once the new one was used. With "medium", CPUs that have bf16 instructions
+    multiply fp32 matrices in bf16. The settings belong to the process: of overlapping calls in several
+    threads, the first saves them and the last restores them.
     """
 
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+
     def __enter__(self) -> None:
-        self._precision = _MATMUL.fp32_precision
-        self._reductions = [(name, _reduction(name)) for name in _REDUCTIONS]
-        _MATMUL.fp32_precision = "ieee"
-        for name in _REDUCTIONS:
-            setattr(_MATMUL, name, False)
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._reductions = [(name, _reduction(name)) for name in _REDUCTIONS]
+            self._precisions = []
+            for backend in ("cuda", "mkldnn"):
+                precision = _get_precision(backend, "matmul")
+                # "none" inherits what is set for all operations, and has to go on doing so
+                _set_precision(backend, "matmul", "none")
+                self._precisions.append(
+                    (backend, "none" if _get_precision(backend, "matmul") == precision else precision)
+                )
+                _set_precision(backend, "matmul", "ieee")
+            for name in _REDUCTIONS:
+                setattr(_CUDA, name, False)
 
     def __exit__(self, *_: object) -> None:
-        _MATMUL.fp32_precision = self._precision
-        for name, value in self._reductions:
-            setattr(_MATMUL, name, value)
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for backend, precision in self._precisions:
+                _set_precision(backend, "matmul", precision)
+            for name, value in self._reductions:
+                setattr(_CUDA, name, value)
+
+
+EXACT_MATMUL = _ExactMatmul()
 
 
 def _reduction(name: str) -> bool | tuple[bool, bool]:
     """Return a setting of 16-bit sums, along with that of split sums if this PyTorch has one."""
-    setting: bool = getattr(_MATMUL, name)
-    split = getattr(_MATMUL, f"{name}_split_k", None)
+    setting: bool = getattr(_CUDA, name)
+    split = getattr(_CUDA, f"{name}_split_k", None)
     return setting if split is None else (setting, split)
 
 
