@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -93,15 +94,19 @@ def own_products(device: torch.device) -> list[str]:
         return [f"  products by torch.mm: {missing}"]
     from gspo_kernels.kernels.products import TENSOR_MAPS
 
-    def line(what: str, product: str, other: str, missing: str | None) -> str:
+    def line(what: str, product: str, other: str, first_use: Callable[[torch.device], str | None]) -> str:
+        try:
+            missing = first_use(device)
+        except RuntimeError as error:  # such as a GPU whose memory is full
+            missing = f"its comparison failed: {error}"
         if missing is None:
             return f"  {what} by {product}: compared here with PyTorch's, it differs by roundings alone"
         return f"  {what} by {other}, not by {product}: {missing}"
 
     exponentials, bulk = "Triton's product with exponentials", "Triton's product by tensor maps"
     return [
-        line("logits of bf16", exponentials, "torch.mm and a pass over logits", unavailable_on(device)),
-        line("batch-invariant products", bulk, "Triton's product by addresses", TENSOR_MAPS.why_not(device)),
+        line("logits of bf16", exponentials, "torch.mm and a pass over logits", unavailable_on),
+        line("batch-invariant products", bulk, "Triton's product by addresses", TENSOR_MAPS.why_not),
     ]
 
 

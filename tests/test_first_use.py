@@ -1,5 +1,7 @@
 """Products by tensor maps: a device's first use compares them, and ``gspo doctor`` says what came of it."""
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -14,19 +16,32 @@ OUTCOMES = {
     "right on B200": (10, 1.0, None),
     "wrong": (10, 3.21, "it is off by 3.2 times what roundings allow"),
     "not a number": (9, float("nan"), "it is off by nan times what roundings allow"),
-    "fails": (9, OSError("no driver"), "it fails here: OSError: no driver"),
+    "not compiled": (
+        9, RuntimeError("PassManager::run failed"),
+        "Triton can't compile it here: RuntimeError: PassManager::run failed",
+    ),
     "old GPU": (8, None, "it needs the tensor maps and the shared memory of Hopper or B200"),
     "GeForce": (12, None, "it needs the tensor maps and the shared memory of Hopper or B200"),
-}
+}  # fmt: skip
 """The GPU's compute capability, what the comparison gives, and why the product does not serve."""
+
+
+def raised(result):
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def pretend(monkeypatch, capability=9):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 @pytest.fixture(params=OUTCOMES)
 def outcome(request, monkeypatch):
     """Return what is planted, and a function that makes a first use of it."""
     capability, result, reason = OUTCOMES[request.param]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pretend(monkeypatch, capability)
 
     def planted():
         compared = []
@@ -34,9 +49,7 @@ def outcome(request, monkeypatch):
         def excess(device):
             assert first.why_not(device) is None  # it serves its own comparison
             compared.append(device)
-            if isinstance(result, Exception):
-                raise result
-            return result
+            return raised(result)
 
         first = FirstUse(excess)
         return first, compared
@@ -44,7 +57,7 @@ def outcome(request, monkeypatch):
     return planted, result, reason
 
 
-def test_a_device_is_compared_once(outcome, monkeypatch):
+def test_a_device_is_compared_once(outcome, monkeypatch, caplog):
     planted, result, reason = outcome
     first, compared = planted()
     with monkeypatch.context() as patch:  # while a graph is captured, nothing is compared or settled
@@ -52,18 +65,39 @@ def test_a_device_is_compared_once(outcome, monkeypatch):
         assert ("graph" in first.why_not(GPU)) == (result is not None) and not compared
     assert [first.why_not(GPU) for _ in range(2)] == [reason] * 2
     assert compared == [GPU] * (result is not None)
+    assert len(caplog.messages) == (result is not None and reason is not None)
     assert first.why_not(torch.device("cpu")) == "it is for NVIDIA GPUs"
 
 
-@pytest.mark.parametrize("asked", ["get_device_capability", "is_current_stream_capturing"])
-def test_a_driver_that_fails_leaves_the_loss_to_another_product(asked, monkeypatch):
-    def fails(*_):
-        raise RuntimeError("no driver")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, OSError, KeyboardInterrupt])
+def test_other_errors_are_raised_and_it_is_tried_again(error, monkeypatch):
+    """Also those of the driver, which is asked before."""
+    pretend(monkeypatch)
+    for asked in ("get_device_capability", "is_current_stream_capturing", None):
+        results = [0.5, error("this once")]
+        first = FirstUse(lambda _, asked=asked, results=results: 0.5 if asked else raised(results.pop()))
+        with monkeypatch.context() as patch, pytest.raises(error, match="this once"):
+            if asked is not None:
+                patch.setattr(torch.cuda, asked, lambda *_, results=results: raised(results.pop()))
+            first.why_not(GPU)
+        assert first.why_not(GPU) is None
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, asked, fails)
-    assert FirstUse(lambda device: 0.0).why_not(GPU) == "it fails here: RuntimeError: no driver"
+
+def test_other_threads_wait_for_the_comparison(monkeypatch):
+    pretend(monkeypatch)
+    answers = []
+    other = Thread(target=lambda: answers.append(first.why_not(GPU)))
+
+    def excess(device):
+        other.start()
+        other.join(0.1)
+        assert not answers
+        return 2.0
+
+    first = FirstUse(excess)
+    reason = first.why_not(GPU)
+    other.join()
+    assert reason is not None and answers == [reason]
 
 
 def test_doctor_compares_and_says_what_came_of_it(outcome, monkeypatch):
@@ -81,3 +115,13 @@ def test_doctor_compares_and_says_what_came_of_it(outcome, monkeypatch):
         for line, name, why in zip(doctor.own_products(GPU), names, reasons, strict=True):
             equal = f" by {name}: compared here with PyTorch's, it differs by roundings alone"
             assert line.endswith(equal if why is None else f", not by {name}: {why}")
+
+
+def test_doctor_survives_a_comparison_that_fails(monkeypatch):
+    products = pytest.importorskip("gspo_kernels.kernels.products")
+    pretend(monkeypatch)
+    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    full = FirstUse(lambda _: raised(torch.OutOfMemoryError("the GPU is full")))
+    monkeypatch.setattr(exponentials, "_FIRST_USE", full)
+    monkeypatch.setattr(products, "TENSOR_MAPS", full)
+    assert all(line.endswith("the GPU is full") for line in doctor.own_products(GPU))

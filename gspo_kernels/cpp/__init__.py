@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from gspo_kernels.types import (
     wrong_mask,
 )
 
+_LOGGER = logging.getLogger("gspo_kernels")
 _DIVISORS = ("sequences", "tokens", "one")
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -45,7 +47,9 @@ def _why_not_loaded() -> str | None:
         reason = note.read_text().strip() if note.is_file() else "no build has been tried here"
         return f"the C++ extension gspo_kernels._C is missing: {reason}"
     except (ImportError, OSError, RuntimeError) as error:
-        return f"the C++ extension gspo_kernels._C does not load: {error}"
+        reason = f"the C++ extension gspo_kernels._C does not load: {error}"
+        _LOGGER.warning("PyTorch's operations replace C++ in this process: %s", reason)
+        return reason
     return None
 
 

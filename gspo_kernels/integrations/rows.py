@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import itertools
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -27,6 +28,8 @@ from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import causal_lm_of, head_module, replaced_product
 from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.layout import queued
+
+_LOGGER = logging.getLogger("gspo_kernels")
 
 Tokens = Sequence[Tensor]
 """Token ids of B sequences, [length > 0] each."""
@@ -377,10 +380,15 @@ def one_launch(device: torch.device, dtype: torch.dtype, head_size: int, window:
             outs = [attend(*inputs, mask) for attend in both]
         grads = [torch.autograd.grad(out, inputs, upstream) for out in outs]
         expected, found = (torch.stack([out.detach(), *g]) for out, g in zip(outs, grads, strict=True))
-    except Exception:  # of a kernel that does not take these sizes, or that this GPU does not have
-        return None
-    bound = torch.finfo(dtype).eps ** 0.5 * expected.abs().max()
-    return launch if bool((found - expected).abs().max() <= bound) else None
+        bound = torch.finfo(dtype).eps ** 0.5 * expected.abs().max()
+        reason = None if bool((found - expected).abs().max() <= bound) else "its results differ"
+    except torch.OutOfMemoryError:  # says nothing about the kernel: the next call tries again
+        raise
+    except Exception as error:  # of a kernel that does not take these sizes, or that this GPU does not have
+        reason = f"it raises {error!r:.200}"
+    if reason is not None:
+        _LOGGER.warning("torch's varlen_attn is off for heads of %d in this process: %s", head_size, reason)
+    return launch if reason is None else None
 
 
 def _attend_by_segments(

@@ -188,6 +188,16 @@ def test_attention_in_one_launch(monkeypatch, window):
     assert launches == 2  # once in the trial
     assert (found - exact).norm() <= 2 * (by_segments - exact).norm()
     assert attend(wrong)[1] == 1 and torch.equal(attend(wrong)[0], attend(None)[0])
+    full = iter([torch.OutOfMemoryError("once")])
+
+    def once(*args, **options):
+        for error in full:
+            raise error
+        return varlen(*args, **options)
+
+    with pytest.raises(torch.OutOfMemoryError):  # says nothing about the kernel
+        attend(once)
+    assert attend(once)[1] == 2
     assert attend(varlen, torch.float32)[1] == 0 and attend(varlen, dropout_p=0.5)[1] == 0
     with torch.autocast("cpu", torch.bfloat16):
         assert attend(varlen, torch.float32)[1] == 2 and set(calls) == {torch.bfloat16}
