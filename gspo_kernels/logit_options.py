@@ -144,12 +144,18 @@ def check_inplace(logits: Tensor, inplace_backward: bool) -> None:
     """For ``inplace_backward``, refuse logits that can't hold their own gradient."""
     if not checks.flag("inplace_backward", inplace_backward):
         return
-    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
-        raise ValueError(
-            "inplace_backward: logits are expanded (stride 0), so their gradient doesn't fit in them"
-        )
-    if logits.numel() and logits.stride(-1) != 1:
+    if not logits.numel():
+        return
+    if logits.stride(-1) != 1:
         raise ValueError("inplace_backward: logits need a vocabulary stride of 1")
+    reach = 1
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"inplace_backward: got True, but rows of logits with strides {logits.stride()} overlap, so "
+                "that their gradient doesn't fit in them; pass logits.contiguous()"
+            )
+        reach += (size - 1) * stride
 
 
 def wants_entropy(return_entropy: bool, entropy_coef: float | Tensor | None, objective: Objective) -> bool:

@@ -186,8 +186,7 @@ class SequenceRatioFunction(torch.autograd.Function):
         stats = sequence_ratio(logits, labels, mask, options, operands, ratio_clip)
         labels = labels if mask is None else stats.labels
         saved = (stats.logprobs, stats.lse, stats.coefficients, stats.divisor, operands.cu_seqlens)
-        save_rows(ctx, options, logits, labels, *saved)
-        ctx.inplace = inplace
+        save_rows(ctx, options, logits, labels, *saved, inplace=inplace)
         ctx.mark_non_differentiable(stats.logprobs, stats.metrics)
         return stats.loss, stats.logprobs, stats.metrics
 
@@ -201,4 +200,4 @@ class SequenceRatioFunction(torch.autograd.Function):
         else:
             each = layout_of(labels, cu_seqlens).expand(coefficients)
         stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad / divisor)
-        return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 6)
+        return (gradient_of_logits(ctx, logits, labels, stats, grads, options), *(None,) * 6)

@@ -5,6 +5,7 @@ derivatives, and arguments made under ``inference_mode``.
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import gspo_kernels as gk
 from tests.cases import ADAPTER_SCALE, HEAD, KIND, call, device_of, for_objective, generator, make_case
@@ -67,7 +68,7 @@ def outputs(name, lora=False, **options):
             if lora:
                 head = gk.LoRAHead(given["weight"], given.pop("A"), given.pop("B"), ADAPTER_SCALE)
                 given["weight"] = head
-            if "inplace_backward" in options:
+            if "inplace_backward" in options and given["logits"].is_leaf:
                 given["logits"] = given["logits"] * 1.0
             found = getattr(gk, name)(**given, **constants, backend=backend)
             return tuple(value for value in found if isinstance(value, torch.Tensor))
@@ -150,6 +151,32 @@ def test_an_undefined_gradient_writes_nothing_over_logits(name, backend):
     assert torch.autograd.grad(undefined, leaves, allow_unused=True, retain_graph=True) == (None,)
     # the logits are those of the forward still: a second backward could not use others
     assert torch.autograd.grad([value.sum() for value in found], leaves)[0].any()
+
+
+HOOKS = {
+    "on the CPU": save_on_cpu,
+    "the tensor itself": lambda: saved_tensors_hooks(lambda x: x, lambda x: x),
+    "a copy": lambda: saved_tensors_hooks(torch.clone, lambda x: x),
+    "a copy each time": lambda: saved_tensors_hooks(lambda x: x, torch.clone),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("name", INPLACE)
+def test_overwritten_logits_under_hooks(name, hooks):
+    """Hooks hide from autograd who reads what the first backward overwrites; none may read a gradient."""
+    function, (leaf,), found = prepare(INPLACE[name])
+    (expected,) = torch.autograd.grad([value.sum() for value in found], leaf)
+    logits = leaf * 1.0
+    with HOOKS[hooks]():  # two calls share the logits
+        found = [value for _ in range(2) for value in function(logits) if value.requires_grad]
+    for passes in range(2):
+        try:
+            (grad,) = torch.autograd.grad([value.sum() for value in found], leaf, retain_graph=True)
+        except RuntimeError as error:
+            assert passes and "inplace_backward" in str(error)
+        else:
+            assert (grad - 2 * expected).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("name", CALLS | INPLACE)

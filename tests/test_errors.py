@@ -301,6 +301,14 @@ COMBINED = [
     (token, "labels", {"logits": one(B, T, V, device="meta")}),
     (token, "inplace_backward", {"logits": one(V).expand(B, T, V), "inplace_backward": True}),
     (fused, "inplace_backward", {"logits": one(B, V, T).mT, "inplace_backward": True}),
+    *(
+        (function, "inplace_backward", {
+            "logits": one(B * T * V).as_strided((B, T, V), strides), "inplace_backward": True,
+            **({"teacher_logits": one(B, T, V)} if function is taught else {}),
+        })
+        for function in (token, fused, chosen, taught)
+        for strides in ((T * V, V - 1, 1), (V, V, 1), (1, 1, 1))
+    ),
     (fused, "labels", {"labels": one(N, dtype=ids), "logits": one(N, V)}),
     (fused, "ignore_index", {"labels": one(B, T, dtype=torch.int32), "ignore_index": 2**40}),
     (explain, "weight", {"hidden": one(B, T, H + 1)}),

@@ -186,7 +186,7 @@ def test_logits_that_cannot_hold_their_gradient_are_refused_after_others_that_ca
     labels, terms = torch.zeros(2, 3, dtype=torch.int64), (torch.zeros(2, 3), torch.ones(2))
     terms = terms if function is gk.fused_policy_loss else ()
     function(torch.zeros(2, 3, 5), labels, *terms, inplace_backward=True)
-    with pytest.raises(ValueError, match="inplace_backward: logits are expanded"):
+    with pytest.raises(ValueError, match="inplace_backward:"):
         function(torch.zeros(5).expand(2, 3, 5), labels, *terms, inplace_backward=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.exact import exact, exact_dtype, exact_sum
 from gspo_kernels.ops.library import inplace_operator, operator
-from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
+from gspo_kernels.ops.logprobs import check_rows, overwritten, save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.pairs import DivergenceSpec, Pair, TeacherRows
 from gspo_kernels.ops.value_checks import check_temperature
@@ -99,10 +99,11 @@ def _(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
     return PairWithGradient(*_fake_pair(pair.labels, logits.dtype), logits.new_empty(logits.shape))
 
 
-def _save(ctx: Any, pair: Pair, options: RowOptions, *tensors: Tensor) -> None:
+def _save(ctx: Any, pair: Pair, options: RowOptions, *tensors: Tensor, inplace: bool = False) -> None:
     *of_teacher, transform = pair.teacher
     row_temperature = transform.row_temperature
-    save_rows(ctx, options, pair.logits, pair.labels, *of_teacher, row_temperature, *tensors)
+    known = (*of_teacher, row_temperature, *tensors)
+    save_rows(ctx, options, pair.logits, pair.labels, *known, inplace=inplace)
     ctx.teacher_transform, ctx.spec = transform._replace(row_temperature=None), pair.spec
 
 
@@ -128,8 +129,7 @@ class DivergenceFunction(torch.autograd.Function):
     ) -> Tensor:
         pair = Pair(logits, teacher, labels, spec)
         result = divergence_forward(pair, options)
-        _save(ctx, pair, options, *result)
-        ctx.inplace = inplace
+        _save(ctx, pair, options, *result, inplace=inplace)
         return result.divergences
 
     @staticmethod
@@ -138,7 +138,7 @@ class DivergenceFunction(torch.autograd.Function):
             return (None,) * 6
         nothing = (None,) * 5
         pair, options, known = _saved(ctx)
-        if not ctx.inplace:
+        if not overwritten(ctx, pair.logits):
             return (divergence_backward(pair, options, PairStats(*known), grad), *nothing)
         divergence_backward_(*pair, options, PairStats(*known), grad)
         return (pair.logits, *nothing)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gspo_kernels.exact import exact_dtype
 from gspo_kernels.ops.backends import load
@@ -174,15 +175,10 @@ def logprobs_backward_(
 
 
 def gradient_of_logits(
-    logits: Tensor,
-    labels: Tensor,
-    stats: RowStats,
-    grads: RowGradients,
-    options: RowOptions,
-    inplace: bool = False,
+    ctx: Any, logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> Tensor:
-    """Return the logits' gradient, in the logits' memory if ``inplace``."""
-    if not inplace:
+    """Return the logits' gradient, in the logits' memory if it is ``overwritten``."""
+    if not overwritten(ctx, logits):
         return logprobs_backward(logits, labels, stats, grads, options)
     logprobs_backward_(logits, labels, stats, grads, options)
     return logits
@@ -214,8 +210,8 @@ class TokenLogprobsFunction(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, entropy: bool, inplace: bool, options: RowOptions
     ) -> tuple[Tensor, Tensor]:
         scored = logprobs_forward(logits, labels, options, entropy)
-        save_rows(ctx, options, logits, labels, *scored)
-        ctx.inplace, ctx.entropy = inplace, entropy
+        save_rows(ctx, options, logits, labels, *scored, inplace=inplace)
+        ctx.entropy = entropy
         if not entropy:
             ctx.mark_non_differentiable(scored.entropy)
         return scored.logprobs, scored.entropy
@@ -232,20 +228,29 @@ class TokenLogprobsFunction(torch.autograd.Function):
             grad_logprobs = grad_entropy.new_zeros(()).expand(labels.shape)
         stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
         grads = RowGradients(grad_logprobs, grad_entropy)
-        return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *nothing)
+        return (gradient_of_logits(ctx, logits, labels, stats, grads, options), *nothing)
 
 
-def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
+def save_rows(
+    ctx: Any, options: RowOptions, logits: Tensor, *tensors: Tensor | None, inplace: bool = False
+) -> None:
     """Save tensors and row options, two of which are tensors or None, for the backward. Undefined upstream
     gradients will be None there.
+
+    ``inplace``: the backward may overwrite the logits; see ``overwritten``. Without it, ``logits`` may be
+    any tensor.
     """
+    ctx.inplace = inplace
+    if inplace and not is_compiling():
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.address, ctx.overwrote = logits.data_ptr() if hooked else None, False
     *_, row_temperature, kept = options.transform
     if row_temperature is not None or kept is not None:
         transform = options.transform._replace(row_temperature=None, kept=None)
         options = options._replace(transform=transform)
     ctx.options = options
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors_to_save(ctx, (*tensors, row_temperature, kept)))
+    ctx.save_for_backward(*tensors_to_save(ctx, (logits, *tensors, row_temperature, kept)))
 
 
 def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:
@@ -258,6 +263,25 @@ def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:
         transform = options.transform._replace(row_temperature=row_temperature, kept=kept)
         options = options._replace(transform=transform)
     return tensors, options
+
+
+def overwritten(ctx: Any, logits: Tensor) -> bool:
+    """Return whether the backward writes the gradient over the logits that were saved.
+
+    Under ``saved_tensors_hooks`` autograd compares no versions of tensors, so that whoever else reads that
+    memory would not know. There only copies are overwritten, and only once.
+    """
+    if not ctx.inplace or is_compiling():
+        return ctx.inplace
+    if logits.data_ptr() == ctx.address:
+        return False
+    if ctx.overwrote:
+        raise RuntimeError(
+            "inplace_backward: got True, expected False for a second backward: the first one wrote its "
+            "gradient over the logits"
+        )
+    ctx.overwrote = True
+    return True
 
 
 class KnownCoefficientsFunction(torch.autograd.Function):

@@ -24,7 +24,7 @@ from gspo_kernels import bits
 from gspo_kernels.exact import exact, exact_dtype, segment_reduce
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
-from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
+from gspo_kernels.ops.logprobs import check_rows, overwritten, save_rows, saved_rows
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
 from gspo_kernels.ops.value_checks import check_ids, check_logprobs
@@ -313,8 +313,8 @@ class SelectedLogprobsFunction(torch.autograd.Function):
         ctx: Any, logits: Tensor, ids: Tensor, inplace: bool, options: RowOptions, within: bool
     ) -> tuple[Tensor, Tensor]:
         rows = selected_forward(logits, ids, options, within)
-        save_rows(ctx, options, logits, ids, *rows)
-        ctx.inplace, ctx.within = inplace, within
+        save_rows(ctx, options, logits, ids, *rows, inplace=inplace)
+        ctx.within = within
         if within:
             ctx.mark_non_differentiable(rows.tail)
         return rows.logprobs, rows.tail
@@ -328,7 +328,7 @@ class SelectedLogprobsFunction(torch.autograd.Function):
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         grads = SelectedGradients(grad_logprobs, grad_tail)
         operands = SelectedOperands(ids, SelectedRows(*rows), grads, options, ctx.within)
-        if not ctx.inplace:
+        if not overwritten(ctx, logits):
             return (selected_backward(logits, operands), *(None,) * 4)
         selected_backward_(logits, operands)
         return (logits, *(None,) * 4)
