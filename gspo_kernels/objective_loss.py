@@ -19,7 +19,7 @@ from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, evaluated, from_spec
 from gspo_kernels.terms import SPECS, Terms, may_have_gradient
-from gspo_kernels.torch_internals import inner_autograd
+from gspo_kernels.torch_internals import constant_of, inner_autograd
 from gspo_kernels.types import METRICS, stats_dtype
 
 
@@ -64,16 +64,11 @@ def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metric
         want_metrics: False leaves the metrics empty.
     """
     with inner_autograd():
-        usable = terms.each(lambda _, tensor: _usable(tensor))
-        shown = None if entropy is None else _usable(entropy)
+        usable = terms.each(lambda _, tensor: constant_of(tensor))
+        shown = None if entropy is None else constant_of(entropy)
         needs_tokens = from_spec(terms.objective).coefficient_scope in ("turn", "batch")
         run = _evaluate_gathered if terms.cp_group and needs_tokens else _evaluate
-        return run(_usable(logprobs), shown, usable, want_metrics)
-
-
-def _usable(tensor: Tensor) -> Tensor:
-    # tensors made under inference_mode can't take part in a graph, not even as constants
-    return tensor.clone() if tensor.is_inference() else tensor.detach()
+        return run(constant_of(logprobs), shown, usable, want_metrics)
 
 
 def _evaluate_gathered(

@@ -67,6 +67,13 @@ def inner_autograd() -> Iterator[None]:
         yield
 
 
+def constant_of(tensor: Tensor) -> Tensor:
+    """Return a tensor detached, for ``inner_autograd``. One made under ``inference_mode`` is copied: it can't
+    take part in a graph, not even as a constant.
+    """
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
 def tensors_to_save(ctx: Any, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Return tensors for ``ctx.save_for_backward``. Where some were made under ``inference_mode``, which
     PyTorch refuses to save, these are copies, and nothing where no graph is recorded.

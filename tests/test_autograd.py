@@ -200,6 +200,19 @@ def test_arguments_may_come_from_inference_mode(name):
     assert all(map(torch.equal, *grads))
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_and_backward_inside_inference_mode(name, backend):
+    function, leaves, found = prepare(CALLS[name], backend)
+    sums = [value.sum() for value in found]
+    expected = torch.autograd.grad(sums, leaves, retain_graph=True)
+    with torch.inference_mode():
+        grads = torch.autograd.grad(sums, leaves)
+        inside, leaves = CALLS[name](backend, torch.clone)
+        values = inside(*(leaf.clone() for leaf in leaves))
+    assert all(map(torch.allclose, grads, expected))
+    assert all(torch.equal(one, other) for one, other in zip(values, function(*leaves), strict=True))
+
+
 def test_scores_from_inference_mode_are_not_copied_without_a_graph():
     hidden, labels = inference(torch.randn(1, 512, 64)), torch.zeros(1, 512, dtype=torch.int64)
     weight = torch.randn(7, 64).requires_grad_()

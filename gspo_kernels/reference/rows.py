@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels import bits, divergences
 from gspo_kernels.exact import exact
-from gspo_kernels.torch_internals import inner_autograd
+from gspo_kernels.torch_internals import constant_of, inner_autograd
 from gspo_kernels.types import (
     LogitRows,
     LogitTransform,
@@ -72,8 +72,8 @@ def logprobs_backward(
     """See ``ops.backends.RowBackend.logprobs_backward``."""
     grad_logprobs, grad_entropy, grad_scale = grads
     with inner_autograd():
-        leaf = rows.logits.detach().to(stats_dtype(rows.logits.dtype)).requires_grad_()
-        rows = rows._replace(logits=leaf)
+        leaf = constant_of(rows.logits).to(stats_dtype(rows.logits.dtype)).requires_grad_()
+        rows = rows._replace(logits=leaf, transform=rows.transform.rows(constant_of))
         outputs = _surrogates(rows, stats) if sharded else token_statistics(rows)
         assert outputs.entropy is not None
         pairs = [(outputs.logprobs, grad_logprobs)]
@@ -146,12 +146,12 @@ def divergence(
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
     logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
-    ignored = labels == ignore_index
     theirs = teacher_transform._replace(kept=transform.kept)
-    wide = torch.promote_types(teacher_logits.dtype, stats_dtype(logits.dtype))
+    wide, grad_logits = torch.promote_types(teacher_logits.dtype, stats_dtype(logits.dtype)), None
     with inner_autograd():
-        leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
-        z = _counted_columns(leaf, ignored, transform)
+        ignored = labels == ignore_index
+        leaf = constant_of(logits).to(stats_dtype(logits.dtype)).requires_grad_()
+        z = _counted_columns(leaf, ignored, transform.rows(constant_of))
         teacher_z = _counted_columns(teacher_logits.detach().to(wide), ignored, theirs)
         if known is None:
             sides = (exact(each.detach()).logsumexp(-1) for each in (z, teacher_z))
@@ -179,7 +179,9 @@ def divergence(
             weight = grad.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
             weighted = torch.where(weight == 0, 0.0, grad_z * weight)
             (chained,) = torch.autograd.grad(z, leaf, weighted)
-            out.copy_(torch.where(weighted == 0, 0.0, chained))
+            grad_logits = torch.where(weighted == 0, 0.0, chained)
+    if out is not None and grad_logits is not None:
+        out.copy_(grad_logits)
     return stats
 
 
