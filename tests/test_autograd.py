@@ -193,10 +193,15 @@ def inference(value):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_may_come_from_inference_mode(name):
+    """So may the first input of several that have gradients otherwise."""
     grads = []
     for constant in (torch.clone, inference):
-        _, leaves, found = prepare(CALLS[name], constant=constant)
+        function, leaves, found = prepare(CALLS[name], constant=constant)
         grads.append(torch.autograd.grad([value.sum() for value in found], leaves))
+        if len(leaves) > 1:
+            first = constant(leaves.pop(0).detach())
+            found = [value for value in function(first, *leaves) if value.requires_grad]
+            grads[-1] += torch.autograd.grad([value.sum() for value in found], leaves)
     assert all(map(torch.equal, *grads))
 
 

@@ -18,6 +18,7 @@ from gspo_kernels.logit_options import check_scores
 from gspo_kernels.ops.library import matrix_operator
 from gspo_kernels.ops.memory import LEAST_BYTES
 from gspo_kernels.parallel.groups import Parallel
+from gspo_kernels.torch_internals import tensors_to_save
 from gspo_kernels.types import LoRAHead, stats_dtype
 
 LOGITS_DTYPES = ("float32", "input")
@@ -202,7 +203,7 @@ class LowRankFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, A: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(hidden, A)
+        ctx.save_for_backward(*tensors_to_save(ctx, (hidden, A)))
         ctx.scale = scale
         return append_low_rank(hidden, A, scale)
 
