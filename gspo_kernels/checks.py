@@ -118,6 +118,10 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
         raise ValueError(f"cu_seqlens: got shape {tuple(offsets.shape)}, expected [B + 1]")
     if tokens.ndim != 1:
         raise ValueError(f"{name}: got shape {tuple(tokens.shape)}, expected packed [N] with cu_seqlens")
+    if offsets.shape[0] == 1 and tokens.numel():
+        raise ValueError(
+            f"cu_seqlens: got shape (1,), expected [B + 1] with B > 0 for {tokens.numel()} tokens"
+        )
     return offsets
 
 

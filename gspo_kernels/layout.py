@@ -109,7 +109,9 @@ def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
         return Padded(tokens.shape[0], tokens.shape[1])
     if cu_seqlens.is_cpu:
         cu_seqlens = queued(cu_seqlens, tokens.device, "cu_seqlens")
-    return Packed(cu_seqlens.to(torch.int64), segment_ids(cu_seqlens, tokens.numel()))
+    # unchecked offsets may give wrong results, but no address outside of the tokens
+    offsets = cu_seqlens.clamp(0, tokens.numel()).cummax(0).values
+    return Packed(offsets, segment_ids(cu_seqlens, tokens.numel()))
 
 
 def as_rows(tokens: Tensor, packed: bool) -> Tensor:
@@ -138,9 +140,12 @@ def queued(values: Tensor, device: torch.device, name: str = "values") -> Tensor
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the index of each token's sequence, int64 [N], from offsets [B + 1]; no host synchronisation."""
+    """Return the index of each token's sequence, int64 [N], from offsets [B + 1]; no host synchronisation.
+
+    An index is below B for any offsets: on a GPU nothing has checked these, and the indices are addresses.
+    """
     positions = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+    return torch.searchsorted(cu_seqlens[1:-1].contiguous(), positions, right=True)
 
 
 def runs(*keys: Tensor) -> Packed:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.layout import layout_of
+from gspo_kernels.layout import layout_of, segment_ids
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.ops.backends import ratio_backend
 from gspo_kernels.ops.library import checked_values, operator
@@ -198,6 +198,6 @@ class SequenceRatioFunction(torch.autograd.Function):
         if cu_seqlens is None:
             each = coefficients.unsqueeze(1).expand(labels.shape)
         else:
-            each = layout_of(labels, cu_seqlens).expand(coefficients)
+            each = coefficients[segment_ids(cu_seqlens, labels.numel())].unsqueeze(0)
         stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad / divisor)
         return (gradient_of_logits(ctx, logits, labels, stats, grads, options), *(None,) * 6)

@@ -13,7 +13,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import advantages, cpp, off_policy, policy_step, terms
-from gspo_kernels.ops import backends
+from gspo_kernels.ops import backends, library
 from tests.cases import generator
 
 B, T, V, H = 3, 4, 11, 5
@@ -371,13 +371,33 @@ def test_arguments_that_do_not_go_together(function, name, wrong):
     assert_refused(ValueError, name, function, **arguments(function, **wrong))
 
 
-@pytest.mark.parametrize("function", [policy, coefficients, fused, fused_linear, rollout, gk.normalizer])
+WRONG_OFFSETS = [1, 4, 8, N], [0, 4, 8, N - 1], [0, 4, 8, N + 1], [0, N + 3, 8, N]
+FROM_SCORES = (fused, fused_linear, taught, linear_taught)
+BY_SEQUENCE = {function: {"temperature": one(B)} for function in FROM_SCORES}
+
+
+@pytest.mark.parametrize(
+    "function", [policy, coefficients, *FROM_SCORES, explain, rollout, gk.off_policy_mask, gk.normalizer]
+)
 def test_wrong_offsets(function):
-    values = [1, 4, 8, N], [0, 4, 8, N - 1], [0, 4, 8, N + 1], [0, N + 3, 8, N], [[0, 4, 8, N]], []
-    for wrong in (offsets(value, dtype=torch.int32) for value in values):
-        assert_refused(ValueError, "cu_seqlens", function, **arguments(function, True, cu_seqlens=wrong))
-    for wrong in (offsets([0.0, 4.0, 8.0, N]), [0, 4, 8, N]):
-        assert_refused(TypeError, "cu_seqlens", function, **arguments(function, True, cu_seqlens=wrong))
+    for options in ({}, BY_SEQUENCE.get(function, {})):
+        call = partial(arguments, function, True, **options)
+        for value in (*WRONG_OFFSETS, [[0, 4, 8, N]], [0], []):
+            wrong = offsets(value, dtype=torch.int32)
+            assert_refused(ValueError, "cu_seqlens", function, **call(cu_seqlens=wrong))
+        for wrong in (offsets([0.0, 4.0, 8.0, N]), [0, 4, 8, N]):
+            assert_refused(TypeError, "cu_seqlens", function, **call(cu_seqlens=wrong))
+
+
+@pytest.mark.parametrize("function", FROM_SCORES)
+def test_unchecked_offsets_are_no_wrong_addresses(function, monkeypatch):
+    """As on a GPU, where an index out of range ends the process."""
+    monkeypatch.setattr(library, "_is_cpu", lambda device: False)
+    options = {"backend": "reference"} | BY_SEQUENCE[function]
+    for objective in (gk.GSPO(), gk.GRPO(aggregation="sequence_mean")):
+        options |= {"objective": objective} if function not in (taught, linear_taught) else {}
+        for value in WRONG_OFFSETS:
+            function(**arguments(function, True, cu_seqlens=offsets(value), **options))
 
 
 @pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()], ids=["sequences", "tokens"])
