@@ -101,4 +101,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    names: list[str] = __getattr__("__all__")
+    return names

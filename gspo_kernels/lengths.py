@@ -68,7 +68,7 @@ def prefetch(
 
     Args:
         labels, loss_mask, advantages, cu_seqlens, ignore_index: as the loss takes them;
-            ``linear_token_logprobs`` takes only labels and ``ignore_index``.
+            ``linear_token_logprobs`` takes only labels, ``loss_mask`` and ``ignore_index``.
 
     Returns:
         None.

@@ -18,6 +18,7 @@ from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.rank_comparison import comparing
 from gspo_kernels.signature import keep, recall, signature
+from gspo_kernels.terms import mask_rows
 from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 
@@ -26,6 +27,7 @@ def token_logprobs(
     logits: Tensor,
     labels: Tensor,
     *,
+    loss_mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -45,6 +47,8 @@ def token_logprobs(
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides. On a GPU they are copied unless
             the vocabulary stride is 1.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
+        loss_mask: the labels' shape, bool or 0/1, or None: positions with 0 are left out, as with
+            ``ignore_index``, whatever their label.
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed logits: one per token).
         logit_scale: factor on the logits.
         softcap: bound of the tanh soft-capping, or None.
@@ -78,8 +82,8 @@ def token_logprobs(
     if row_options is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         with comparing(
-            "token_logprobs", logits=logits, labels=labels, options=options, return_entropy=return_entropy,
-            inplace_backward=inplace_backward, parallel=parallel,
+            "token_logprobs", logits=logits, labels=labels, loss_mask=loss_mask, options=options,
+            return_entropy=return_entropy, inplace_backward=inplace_backward, parallel=parallel,
         ) as comparison:  # fmt: skip
             Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
             (logits,), parallel = local_tensors(parallel, logits=logits)
@@ -88,15 +92,18 @@ def token_logprobs(
             checks.flag("return_entropy", return_entropy)
             check_inplace(logits, inplace_backward)
             row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
+            row_labels = mask_rows(labels, loss_mask, ignore_index)
             if comparison is not None:
-                comparison.compare(as_rows(labels, labels.ndim == 1), None, row_options, vocabulary)
+                comparison.compare(row_labels, None, row_options, vocabulary)
         keep(key, row_options)
-    elif inplace_backward:
-        check_inplace(logits, inplace_backward)
+    else:
+        row_labels = mask_rows(labels, loss_mask, ignore_index)
+        if inplace_backward:
+            check_inplace(logits, inplace_backward)
     refuse_backend(row_options.backend)
     packed = labels.ndim == 1
     logprobs, entropy = applied(TokenLogprobsFunction)(
-        as_rows(logits, packed), as_rows(labels, packed), return_entropy, inplace_backward, row_options
+        as_rows(logits, packed), row_labels, return_entropy, inplace_backward, row_options
     )
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
@@ -107,6 +114,7 @@ def linear_token_logprobs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    loss_mask: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -129,6 +137,7 @@ def linear_token_logprobs(
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         bias: [V] or None.
+        loss_mask: as in ``token_logprobs``; positions with 0 are never projected.
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed hidden states: one per
             token).
         logit_scale: factor on the logits, bias included.
@@ -168,10 +177,12 @@ def linear_token_logprobs(
     if (decided := recall(key)) is not None:
         base = None
         chunking, row_options = decided
+        row_labels = mask_rows(labels, loss_mask, ignore_index)
     else:
         with comparing(
-            "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, options=options,
-            products=products, return_entropy=return_entropy, parallel=parallel,
+            "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias,
+            loss_mask=loss_mask, options=options, products=products, return_entropy=return_entropy,
+            parallel=parallel,
         ) as comparison:  # fmt: skip
             usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
             Parallel.check(parallel, "linear_token_logprobs", usable, products.batch_invariant)
@@ -182,18 +193,15 @@ def linear_token_logprobs(
             hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
             checks.flag("return_entropy", return_entropy)
             row_options = options.normalize(labels, None, hidden.dtype, len(weight), parallel)
+            row_labels = mask_rows(labels, loss_mask, ignore_index)
             if comparison is not None:
                 scattered = hidden.shape[-2] if chunking.scattered else None
-                comparison.compare(
-                    as_rows(labels, labels.ndim == 1), None, row_options, len(weight), scattered
-                )
+                comparison.compare(row_labels, None, row_options, len(weight), scattered)
         keep(key, (chunking, row_options))
     packed = labels.ndim == 1
     assert isinstance(weight, Tensor)
-    lengths = take_prefetched(labels, None, None, None, ignore_index) if labels.is_cuda else None
-    operands = LinearOperands(
-        as_rows(hidden, packed), weight, bias, as_rows(labels, packed), row_options,
-        chunking._replace(lengths=lengths), base,
-    )  # fmt: skip
+    lengths = take_prefetched(labels, loss_mask, None, None, ignore_index) if labels.is_cuda else None
+    chunking = chunking._replace(lengths=lengths)
+    operands = LinearOperands(as_rows(hidden, packed), weight, bias, row_labels, row_options, chunking, base)
     logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from gspo_kernels import checks
+from gspo_kernels import bits, checks
 from gspo_kernels.invariance import or_current, refuse_backend
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.arguments import ProductOptions, check_inputs
@@ -15,7 +16,8 @@ from gspo_kernels.ops.selected import SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.rank_comparison import comparing
-from gspo_kernels.types import LoRAHead, SelectedLogprobs
+from gspo_kernels.terms import mask_rows
+from gspo_kernels.types import LoRAHead, RowOptions, SelectedLogprobs
 
 
 def _tokens_of(ids: Tensor, name: str, scores: Tensor) -> Tensor:
@@ -27,6 +29,16 @@ def _tokens_of(ids: Tensor, name: str, scores: Tensor) -> Tensor:
     return ids[..., 0]
 
 
+def _row_ids(ids: Tensor, loss_mask: Tensor | None, vocabulary: int, options: RowOptions) -> Tensor:
+    """Return checked ids in rows, none where ``loss_mask`` is 0."""
+    packed = ids.ndim == 2
+    rows = as_rows(ids, packed)
+    if loss_mask is not None:
+        labels = mask_rows(torch.zeros_like(ids[..., 0]), loss_mask, bits.NO_ID)
+        rows = torch.where(labels.unsqueeze(-1) == bits.NO_ID, bits.NO_ID, rows)
+    return checked_ids(rows, None, None, vocabulary, options, packed)
+
+
 def _output(logprobs: Tensor, tail: Tensor, packed: bool, within: bool) -> SelectedLogprobs:
     return SelectedLogprobs(from_rows(logprobs, packed), None if within else from_rows(tail, packed))
 
@@ -35,6 +47,7 @@ def selected_logprobs(
     logits: Tensor,
     ids: Tensor,
     *,
+    loss_mask: Tensor | None = None,
     normalize_within: bool = False,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -55,6 +68,7 @@ def selected_logprobs(
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
         ids: [B, T, K] or [N, K], int64 or int32, -1 or -100 where a token has fewer. An id may occur several
             times: each place has its own log-prob, the gradients of its places add, and its mass counts once.
+        loss_mask: [B, T] or [N], bool or 0/1, or None: a token with 0 has no ids, whatever ``ids`` holds.
         normalize_within: the log-probs are those of a softmax over each token's ids alone; only the logits of
             these ids are read, and there is no tail.
         temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.
@@ -70,8 +84,8 @@ def selected_logprobs(
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
     with comparing(
-        "selected_logprobs", logits=logits, ids=ids, options=options, normalize_within=normalize_within,
-        inplace_backward=inplace_backward, parallel=parallel,
+        "selected_logprobs", logits=logits, ids=ids, loss_mask=loss_mask, options=options,
+        normalize_within=normalize_within, inplace_backward=inplace_backward, parallel=parallel,
     ) as comparison:  # fmt: skip
         Parallel.check(parallel, "selected_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
@@ -82,7 +96,7 @@ def selected_logprobs(
         check_inplace(logits, inplace_backward)
         row_options = options.normalize(tokens, None, logits.dtype, vocabulary, parallel)
         refuse_backend(row_options.backend)
-        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, row_options, packed)
+        row_ids = _row_ids(ids, loss_mask, vocabulary, row_options)
         if comparison is not None:
             comparison.compare(row_ids.amax(-1), None, row_options, vocabulary)
     rows = as_rows(logits, packed)
@@ -98,6 +112,7 @@ def linear_selected_logprobs(
     ids: Tensor,
     *,
     bias: Tensor | None = None,
+    loss_mask: Tensor | None = None,
     normalize_within: bool = False,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -116,8 +131,8 @@ def linear_selected_logprobs(
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
-        ids, normalize_within, kept_mask: as in ``selected_logprobs``. Tokens without any id are never
-            projected.
+        ids, loss_mask, normalize_within, kept_mask: as in ``selected_logprobs``. Tokens without any id are
+            never projected.
         bias: [V] or None.
         temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, batch_invariant, backend, parallel:
             as in ``linear_token_logprobs``.
@@ -132,8 +147,8 @@ def linear_selected_logprobs(
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
     products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
     with comparing(
-        "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, options=options,
-        products=products, normalize_within=normalize_within, parallel=parallel,
+        "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, loss_mask=loss_mask,
+        options=options, products=products, normalize_within=normalize_within, parallel=parallel,
     ) as comparison:  # fmt: skip
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
         Parallel.check(parallel, "linear_selected_logprobs", usable, products.batch_invariant)
@@ -146,7 +161,7 @@ def linear_selected_logprobs(
         packed, vocabulary = tokens.ndim == 1, weight.shape[0]
         checks.flag("normalize_within", normalize_within)
         row_options = options.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
-        row_ids = checked_ids(as_rows(ids, packed), None, None, vocabulary, row_options, packed)
+        row_ids = _row_ids(ids, loss_mask, vocabulary, row_options)
         # a token's largest id serves as its label; it is -100 if the token has no id
         labels = row_ids.amax(-1)
         operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, row_options, chunking, base)

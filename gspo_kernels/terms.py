@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.exact import exact
-from gspo_kernels.layout import Layout, layout_of, queued
+from gspo_kernels.layout import Layout, as_rows, layout_of, queued
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops import value_checks
 from gspo_kernels.ops.library import checked_values
@@ -468,6 +468,22 @@ def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Ten
     mask, cu_seqlens = terms.loss_mask, terms.cu_seqlens
     row_labels, counted = value_checks.mask_labels(row_labels, mask, cu_seqlens, ignore_index)
     return row_labels, terms._replace(loss_mask=counted)
+
+
+def mask_rows(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
+    """Check a mask; return labels [B, T] or [N] in rows, ``ignore_index`` where the mask is 0."""
+    packed = labels.ndim == 1
+    if loss_mask is None:
+        return as_rows(labels, packed)
+    shape, device = tuple(labels.shape), labels.device
+    mask: Tensor = checks.tensor("loss_mask", loss_mask, shape, "the labels' shape", device, host=True)
+    if mask.is_cpu and not labels.is_cpu:
+        checked = mask if torch.compiler.is_compiling() else value_checks.check_mask(mask)
+        mask = queued(checked, device, "loss_mask")
+    rows: Tensor = value_checks.mask_labels(
+        as_rows(labels, packed), as_rows(mask, packed), None, ignore_index
+    ).labels
+    return rows
 
 
 _OTHER_GRADIENTS = ("kl_beta", "entropy_coef")

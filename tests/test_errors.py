@@ -137,7 +137,7 @@ WRONG = [
     # layout and mask
     (policy, "logprobs", [], [one(B, T, dtype=ids), None]),
     *((function, "loss_mask", NO_MASKS, [one(B, T, dtype=torch.complex64), [[1, 1, 1], [1, 1, 1]]])
-      for function in (policy, fused, fused_linear)),
+      for function in (policy, fused, fused_linear, token, linear, chosen, linear_chosen)),
     (rollout, "loss_mask", [one(T)], []),
     # terms
     (policy, "old_logprobs", [one(B, T + 1)], [one(B, T, dtype=ids)]),

@@ -190,6 +190,36 @@ def test_inplace_backward(entry, terms, backend):
         output.loss.backward()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", [ROWS, LINEAR_ROWS, "selected_logprobs", "linear_selected_logprobs"])
+def test_masked_tokens_of_scores_are_left_out(name, packed, backend):
+    """Whatever is there. A second call of the same shapes, whose checks are remembered, gives the same."""
+    rng, device = generator(0), device_of(backend)
+    logits, hidden, weight = (torch.randn(*size, generator=rng) for size in ((2, 4, 9), (2, 4, 5), (9, 5)))
+    inputs = {"hidden": hidden, "weight": weight} if "linear" in name else {"logits": logits}
+    mask = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.bool)
+    key, counted = ("ids", mask.unsqueeze(-1)) if "selected" in name else ("labels", mask)
+    tokens = torch.randint(9, (2, 4, 3), generator=rng) if key == "ids" else torch.tensor([[0, 1, 2, 3]] * 2)
+    tokens[1, 1] = -100
+
+    def results(anything, there, loss_mask=None):
+        first, *others = inputs
+        given = {first: torch.where(mask.unsqueeze(-1), inputs[first], anything)}
+        given |= {key: torch.where(counted, tokens, there)}
+        given |= {"loss_mask": loss_mask} if loss_mask is not None else {}
+        given = {label: value.flatten(0, 1) if packed else value for label, value in given.items()}
+        given |= {label: inputs[label] for label in others}
+        given = {label: value.to(device) for label, value in given.items()}
+        leaves = [given[label].requires_grad_() for label in inputs]
+        found = [value for value in getattr(gk, name)(**given, backend=backend) if value is not None]
+        return [*found, *torch.autograd.grad([value.sum() for value in found], leaves)]
+
+    expected = results(0.0, -100)
+    assert (expected[0].cpu().view(tokens.shape)[~mask] == 0).all()
+    for loss_mask in (mask, mask, mask.long(), mask.double()):
+        assert all(map(torch.equal, results(torch.nan, 70_000, loss_mask), expected))
+
+
 @pytest.mark.parametrize("entry", [ROWS, LINEAR_ROWS])
 def test_upstream_gradients_of_any_strides(entry, backend):
     case = make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 2))

@@ -86,7 +86,7 @@ def test_type_checkers_see_the_public_names():
         for alias in node.names
     }
     names = set(imported) - {"*"} | set(gk.objectives.__all__)
-    assert names == set(gk.__all__)
+    assert names == set(gk.__all__) == set(dir(gk))
     for name in names:
         assert getattr(gk, name).__doc__, name
     for name in names - set(gk.objectives.__all__) - {"advantages", "objectives"}:
