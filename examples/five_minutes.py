@@ -96,7 +96,7 @@ def fused_from_hidden(batch: Batch, head: nn.Linear) -> Tensor:
 
 def without_idle_sequences(batch: Batch, head: nn.Linear) -> Tensor:
     """Sequences without an advantage are left out of the forward's product as well: their log-probs are
-    returned as zeros, and metrics are those of the other sequences.
+    NaN, and metrics are those of the other sequences.
     """
     return gk.fused_linear_policy_loss(
         batch.hidden,

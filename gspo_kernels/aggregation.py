@@ -177,7 +177,7 @@ def normalizer(
             if needed and value is None:
                 raise ValueError(f"{label}: got None, but {kind} counts {divisor} and needs it")
             if not needed and value is not None:
-                raise ValueError(f"{label}: got a tensor, expected None: {kind} counts no pairs")
+                raise ValueError(f"{label}: got a tensor, expected None: {kind}'s divisor ignores it")
         rows = as_rows(mask, cu_seqlens is not None)
         terms, _ = normalize_terms(passed, mask, objective, parallel)
         if comparison is not None:

@@ -31,7 +31,7 @@ OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.p
 MORE_CALLS = "tests/test_selected.py tests/test_batch_invariance.py tests/test_compile.py"
 TEACHERS = "tests/test_distillation.py"
 OPERATORS = "tests/test_operators.py tests/test_precision_settings.py"
-UPDATES = "tests/trainer/test_updates.py tests/trainer/test_batch.py"
+UPDATES = "tests/trainer/test_updates.py"
 ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
 # Beginnings of paths, and the tests of these files, quick ones first. The longest beginning counts.
 TESTS = {

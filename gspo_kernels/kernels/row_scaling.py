@@ -1,7 +1,7 @@
 """Operations on rows of hidden states before and after the gradient products, in one launch each.
 
 Coefficients of any size neither overflow nor vanish on the way: each is split into a power of two and the
-remaining factor. ``linear.sums`` and ``linear.gradients`` do it by PyTorch's operations for other backends.
+remaining factor. ``reference.row_scaling`` does it by PyTorch's operations for other backends.
 """
 
 # ruff: noqa: SIM300 - constants are what a kernel is compiled for.

@@ -26,7 +26,7 @@ from gspo_kernels.types import stats_dtype
 
 
 class LinearDistilled(NamedTuple):
-    """Loss and divergences as in ``Distilled``, and the gradients."""
+    """The loss, the divergence of each token, and the gradients."""
 
     loss: Tensor
     divergences: Tensor

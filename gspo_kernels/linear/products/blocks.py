@@ -23,7 +23,7 @@ costs nothing compared with its product, and few enough that copies of hidden st
 
 
 class OnlineSoftmax:
-    """Statistics of rows whose logits come some columns at a time (csrc/folds.h).
+    """Statistics of rows whose logits come some columns at a time (csrc/online_softmax.h).
 
     Args:
         chunk: the rows.

@@ -55,7 +55,7 @@ class Products:
         varies: whether gradients show that logits were projected again along with other rows: their last bit
             may then differ, which shows with weights of more than 16 bits.
         by_columns: whether logits that are projected again come some columns at a time, see
-            ``gradients.add_by_columns``.
+            ``Gradients.add_by_columns``.
         block_dtype: the dtype of the memory of such columns.
         rounds_early: whether dWeight may have its own 16 bits before the upstream gradient multiplies it, so
             that one product of all rows needs no sum in fp32. fp16 lacks the range for that.
