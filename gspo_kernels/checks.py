@@ -105,7 +105,7 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets.
 
-    Offsets may lie on the CPU, whatever the tokens' device.
+    Offsets may lie on the CPU, whatever the tokens' device. With offsets as ``tokens`` they are checked alone.
     """
     if cu_seqlens is None:
         if tokens.ndim != 2:
@@ -118,7 +118,7 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
         raise ValueError(f"cu_seqlens: got shape {tuple(offsets.shape)}, expected [B + 1]")
     if tokens.ndim != 1:
         raise ValueError(f"{name}: got shape {tuple(tokens.shape)}, expected packed [N] with cu_seqlens")
-    if offsets.shape[0] == 1 and tokens.numel():
+    if offsets.shape[0] == 1 and tokens.numel() and tokens is not offsets:
         raise ValueError(
             f"cu_seqlens: got shape (1,), expected [B + 1] with B > 0 for {tokens.numel()} tokens"
         )
