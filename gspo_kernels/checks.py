@@ -105,7 +105,7 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets.
 
-    Offsets may lie on the CPU, whatever the tokens' device. With offsets as ``tokens`` they are checked alone.
+    Offsets may lie on the CPU, whatever the tokens' device. Offsets as ``tokens`` are checked alone.
     """
     if cu_seqlens is None:
         if tokens.ndim != 2:
