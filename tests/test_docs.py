@@ -184,7 +184,7 @@ def test_objectives_of_the_page():
 NOT_RUN = {
     r"^pip install|^make ": "installs or builds",
     r"^pytest|^python -m (tests|release|benchmarks)": "tested elsewhere",
-    r"^python -m examples\.(five_minutes|smollm2|stability)": "tested in tests/examples",
+    r"^python -m examples\.(smollm2|stability)": "tested in tests/examples",
     r"--engine\.url|--url http|vllm serve": "needs vLLM; tests/trainer/test_vllm.py has a stand-in",
     r"gsm8k\.yaml": "needs the Hub; tests/trainer/test_cli.py has a folder laid out as the dataset",
 }
