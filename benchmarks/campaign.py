@@ -1,11 +1,11 @@
 """``python -m benchmarks campaign --out DIR``: tests and suites on a GPU, in nine minutes.
 
 Every stage is a process with a share of the time, the most important first. If a stage fails, hangs or loses
-the device, that is recorded and the next one starts; a contestant that breaks the device is left out of a
-second try; a stage whose test, kernel or package does not exist is skipped. Time that a stage does not use
-goes to the next ones; no stage gets the time of those after it, so the report is always written. DIR then
-holds a JSON file per suite, what tests measured, reports of pytest, the page, its plots, and
-``campaign.json`` with all outcomes. With ``--device cpu`` the same stages rehearse on tiny shapes.
+the device, that is recorded and the next one starts; a contestant that breaks the device is skipped in a
+second try. Time that a stage does not use goes to the next ones; no stage gets the time of those after it, so
+the report is always written. DIR then holds a JSON file per suite, what tests measured, reports of pytest,
+the page, its plots, and ``campaign.json`` with all outcomes. With ``--device cpu`` the same stages rehearse on
+tiny shapes.
 
 A rented machine often has PyTorch and transformers, but no network. Prepare the tree on a machine with the
 same processor and a glibc that is not newer:
@@ -19,8 +19,7 @@ same processor and a glibc that is not newer:
 3. There, ``pip install --no-index --no-deps --target site wheels/*.whl`` and then ``PYTHONPATH=site python -m
    benchmarks campaign --out DIR && tar czf DIR.tgz DIR``. The package itself is used from the tree.
 
-A contestant that is missing is left out of the tables. Where packages of the trainer are missing, its stage
-is skipped. datasets and math-verify are not used.
+Missing contestants are not in the tables. datasets and math-verify are not used.
 """
 
 from __future__ import annotations
@@ -51,30 +50,19 @@ class Stage:
         seconds: its share of nine minutes, in a shorter campaign proportionally less; with 0 it runs if the
             stages before it leave ``SPARE`` seconds.
         arguments: after ``pytest``, or after ``python -m benchmarks run NAME``.
-        needs: a file of the tree that it tests or measures, or a package; "" if this always exists.
-        status: "waiting", "done", "failed", "out of time", or "skipped": what it needs is not here.
+        status: "waiting", "done", "failed", "out of time", or "skipped".
     """
 
     name: str
     kind: str
     seconds: float
     arguments: tuple[str, ...] = ()
-    needs: str = ""
     status: str = "waiting"
     reason: str = ""
     took: float = 0.0
     tests: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     without: dict[str, str] = field(default_factory=dict)
-
-    def lacks(self) -> str:
-        """Return why what it needs is not here, or nothing."""
-        needs = "pytest" if self.kind == "tests" else self.needs
-        if not needs or (ROOT / needs).exists():
-            return ""
-        if "/" in needs:
-            return f"{needs} does not exist yet"
-        return "" if importlib.util.find_spec(needs) else f"{needs} is not installed"
 
     def file(self, kind: str) -> str:
         """Return the name of its log or report."""
@@ -106,7 +94,7 @@ def stages() -> list[Stage]:
         Stage("gpu tests", "tests", 40, ("tests/gpu/test_gpu.py", "-k", "not sanitizer", PARALLEL)),
         Stage("trainer", "tests", 60, ("tests/gpu/test_trainer.py",)),
         Stage("profile", "suite", 45),
-        Stage("exponentials", "suite", 90, needs="gspo_kernels/linear/products/exponentials.py"),
+        Stage("exponentials", "suite", 90),
         Stage("hidden", "suite", 190, _OURS),
         Stage("fixed", "suite", 40),
         Stage("logits", "suite", 25),
@@ -226,8 +214,8 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
     end = time.perf_counter() + 60 * minutes
     for index, stage in enumerate(plan):
         limit = limit_of(plan, index, end - time.perf_counter(), minutes)
-        if lacks := stage.lacks():
-            stage.status, stage.reason = "skipped", lacks
+        if stage.kind == "tests" and not importlib.util.find_spec("pytest"):
+            stage.status, stage.reason = "skipped", "pytest is not installed"
         elif limit < (1 if stage.seconds else SPARE):
             stage.status, stage.reason = "out of time", "left out: no time left"
         else:

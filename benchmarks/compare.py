@@ -10,34 +10,13 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.tables import aligned, between, number
+from benchmarks.tables import Row, aligned, between, number
 
 YARDSTICK = "naive PyTorch"
 """The contestant whose time divides the others' in a case without bare operations."""
 Record = dict[str, Any]
-
-
-class Line(NamedTuple):
-    """The ratios of one contestant in one case of two runs."""
-
-    suite: str
-    case: str
-    contestant: str
-    a: dict[str, float]
-    b: dict[str, float]
-    ours: bool
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the spreads overlap."""
-        return self.a["low"] <= self.b["high"] and self.b["low"] <= self.a["high"]
-
-    @property
-    def quotient(self) -> float:
-        """B's median over A's."""
-        return self.b["median"] / self.a["median"]
 
 
 def ratios(case: Record) -> dict[str, dict[str, float]]:
@@ -69,34 +48,25 @@ def load(folder: Path) -> dict[str, Record]:
     return found
 
 
-def lines(a: Path, b: Path) -> list[Line]:
-    """Return the ratios of all contestants and cases that both runs timed."""
-    first, second, found = load(a), load(b), []
-    for suite in sorted(first.keys() & second.keys()):
-        cases = {case["name"]: case for case in second[suite].get("cases", [])}
-        for case in first[suite].get("cases", []):
-            other = ratios(cases[case["name"]]) if case["name"] in cases else {}
-            ours = {result["contestant"]: result["ours"] for result in case["results"]}
-            found += [
-                Line(suite, case["name"], name, ratio, other[name], ours[name])
-                for name, ratio in ratios(case).items()
-                if name in other
-            ]
-    return found
-
-
 def main(a: Path, b: Path) -> int:
     """Print a table and a summary; return 0 if all ratios agree, 1 if not, 2 without results."""
     try:
-        found = lines(a, b)
+        first, second = load(a), load(b)
     except FileNotFoundError as error:
         print(error)
         return 2
-    rows = [["", "A", "B", "B / A", ""]]
-    for line in found:
-        word = "" if line.agrees else "slower" if line.quotient > 1 else "faster"
-        name = f"{line.suite}, {line.case}: {line.contestant}"
-        rows.append([name, between(line.a), between(line.b), number(line.quotient), word])
-    agree = sum(line.agrees for line in found)
-    print(f"{aligned(rows)}\n\n{len(found)} ratios; the spreads of {agree} overlap")
-    return 0 if agree == len(found) else 1
+    rows: list[Row] = [["", "A", "B", "B / A", ""]]
+    for suite in sorted(first.keys() & second.keys()):
+        cases = {case["name"]: ratios(case) for case in second[suite].get("cases", [])}
+        for case in first[suite].get("cases", []):
+            others = cases.get(case["name"], {})
+            for name, one in ratios(case).items():
+                if name in others:
+                    other, quotient = others[name], others[name]["median"] / one["median"]
+                    agrees = one["low"] <= other["high"] and other["low"] <= one["high"]
+                    word = "" if agrees else "slower" if quotient > 1 else "faster"
+                    label = f"{suite}, {case['name']}: {name}"
+                    rows.append([label, between(one), between(other), number(quotient), word])
+    differ = sum(bool(row[-1]) for row in rows)
+    print(f"{aligned(rows)}\n\n{len(rows) - 1} ratios; the spreads of {len(rows) - 1 - differ} overlap")
+    return 1 if differ else 0

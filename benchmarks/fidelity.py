@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,42 +59,6 @@ class Drawn:
     clipped: Tensor
     counts: Tensor
     resolution: Tensor
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """Sequences whose distance from a bound is in a band, and the number of wrong decisions by contestant."""
-
-    length: int
-    nearest: float
-    farthest: float
-    sequences: int
-    wrong: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of the suite.
-
-    Attributes:
-        log_s: RMS error of log s by length and contestant.
-        counted, below: decisions of sequences that count, and of closer ones.
-        left_out: sequences drawn for ``counted`` that are closer than their resolution.
-        resolution: the largest of a sequence.
-        in_the_loss: (wrong, sequences) of the fused loss, on the closest sequences that count.
-        missing: contestants that computed no log-probs, and the reason.
-    """
-
-    rows: int
-    vocabulary: int
-    width: int
-    log_s: dict[int, dict[str, float]]
-    counted: list[Decisions]
-    below: list[Decisions]
-    left_out: int
-    resolution: float
-    in_the_loss: tuple[int, int]
-    missing: dict[str, str]
 
 
 def pool(rows: int, vocabulary: int, width: int, device: torch.device | str = "cpu") -> Problem:
@@ -168,8 +132,10 @@ def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
 
 def decisions(
     drawn: Drawn, paths: dict[str, Tensor], bands: Sequence[tuple[float, float]], only_counting: bool
-) -> list[Decisions]:
-    """Count decisions in each band of distance; the outer bands include all sequences beyond them."""
+) -> list[dict[str, Any]]:
+    """Count sequences, and wrong decisions by contestant, in each band of distance from a bound; the outer
+    bands include all sequences beyond them.
+    """
     mistakes = {name: wrong(values, drawn) for name, values in paths.items()}
     starts = torch.tensor([nearest for nearest, _ in bands[1:]], dtype=torch.float64)
     band = torch.bucketize(drawn.distance, starts, right=True)
@@ -177,35 +143,43 @@ def decisions(
     for index, (nearest, farthest) in enumerate(bands):
         inside = (band == index) & (drawn.counts | (not only_counting))
         counts = {name: int((mistake & inside).sum()) for name, mistake in mistakes.items()}
-        lines.append(Decisions(drawn.rows.shape[1], nearest, farthest, int(inside.sum()), counts))
+        about = {"length": drawn.rows.shape[1], "nearest": nearest, "farthest": farthest}
+        lines.append({**about, "sequences": int(inside.sum()), "wrong": counts})
     return lines
 
 
 def run(
     options: Options, rows: int = 4096, vocabulary: int = 8192, width: int = 256, sequences: int = 10_200
-) -> Report:
-    """Measure everything, from fixed seeds."""
+) -> dict[str, Any]:
+    """Measure everything, from fixed seeds.
+
+    Returns:
+        ``log_s``: the RMS error of log s by length and contestant; ``counted`` and ``below``: decisions of
+        sequences that count, and of closer ones; ``left_out``: sequences drawn for ``counted`` that are
+        closer than their resolution; ``resolution``: the largest; ``in_the_loss``: (wrong, sequences) of the
+        fused loss, on the closest sequences that count; ``missing``: contestants without log-probs, and why.
+    """
     source = pool(rows, vocabulary, width, options.device)
     paths, missing = logprobs(source, options)
     exact, generator = source.logprobs[0].cpu(), torch.Generator().manual_seed(1)
-    errors, counted, below = {}, [], []
-    left_out, resolution, in_the_loss = 0, 0.0, (0, 0)
+    found: dict[str, Any] = {"rows": rows, "vocabulary": vocabulary, "width": width, "missing": missing}
+    found |= {"log_s": {}, "counted": [], "below": [], "left_out": 0, "resolution": 0.0}
     for seed, length in enumerate(LENGTHS):
         picked = torch.randint(rows, (1024, length), generator=generator)
-        errors[length] = {
+        found["log_s"][length] = {
             name: (values.double() - exact)[picked].mean(1).square().mean().sqrt().item()
             for name, values in paths.items()
         }
         near = draw(source, sequences // len(LENGTHS), length, BANDS[0][0], BANDS[-1][1], 10 + seed)
-        counted += decisions(near, paths, BANDS, True)
-        left_out += int((~near.counts).sum())
-        resolution = max(resolution, near.resolution.max().item())
+        found["counted"] += decisions(near, paths, BANDS, True)
+        found["left_out"] += int((~near.counts).sum())
+        found["resolution"] = max(found["resolution"], near.resolution.max().item())
         if length == LENGTHS[0]:
             mistakes = wrong_in_the_loss(source, near, min(256, len(near.rows)))
-            in_the_loss = (int(mistakes.sum()), len(mistakes))
+            found["in_the_loss"] = (int(mistakes.sum()), len(mistakes))
         nearer = draw(source, sequences // 10, length, BELOW[0][0], BELOW[-1][1], 20 + seed)
-        below += decisions(nearer, paths, BELOW, False)
-    return Report(rows, vocabulary, width, errors, counted, below, left_out, resolution, in_the_loss, missing)
+        found["below"] += decisions(nearer, paths, BELOW, False)
+    return found
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:
@@ -225,6 +199,6 @@ def table(record: dict[str, Any]) -> list[list[str]]:
 @suite("fidelity", "Errors of log s, and flipped clip decisions")
 def fidelity(options: Options) -> dict[str, Any]:
     """Run with bf16 hidden states and weight."""
-    report = asdict(run(options, *((64, 50, 8, 60) if options.tiny else ())))
+    report = run(options, *((64, 50, 8, 60) if options.tiny else ()))
     print(aligned(table(report)))
     return report

@@ -7,6 +7,7 @@ memory beyond the inputs is resident memory of another process on a CPU (Linux),
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import platform
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,12 +27,11 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from benchmarks.judge import Judge
-from benchmarks.problem import Problem
+from benchmarks.problem import Judge, Problem
 from benchmarks.registry import CONTESTANTS, Contestant, Missing, Options, entrants
-from benchmarks.resident import give_memory_back, peak_of_this_process
 from benchmarks.tables import case_table, spread
 from gspo_kernels.cpp.products import best_instructions, multiplies
+from gspo_kernels.ops import memory
 
 PACKAGES = (
     *("torch", "triton", "trl", "liger-kernel", "transformers", "cut-cross-entropy"),
@@ -353,7 +353,19 @@ def run_cases(cases: Sequence[Case], options: Options) -> list[dict[str, Any]]:
     return records
 
 
-# --- peak memory on the CPU
+# --- peak memory on the CPU (Linux)
+
+
+def _resident(what: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{what}:")[1].split()[0]) * 1024
+
+
+def give_memory_back() -> None:
+    """Return large blocks to the system when they are freed, so that resident memory is memory in use."""
+    with suppress(OSError, AttributeError):
+        for threshold in (-3, -1):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc
+            ctypes.CDLL(None).mallopt(threshold, 131072)
 
 
 def peaks_in_a_process(entrants: Sequence[Entrant], problem: Any) -> list[int]:
@@ -381,13 +393,17 @@ def print_peaks(path: Path) -> None:
             entrant.once(device)
         leaves = entrant.problem.leaves(entrant.contestant.overwrites)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        with peak_of_this_process() as peak:
-            loss = entrant.problem.call(entrant.call, leaves)
-            if wanted:
-                gradients = torch.autograd.grad(loss, wanted)
-                entrant.problem.finish(wanted, gradients)
-                del gradients
-            del loss
-            used = peak()
+        gc.collect()
+        memory.release()
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+        loss = entrant.problem.call(entrant.call, leaves)
+        if wanted:
+            gradients = torch.autograd.grad(loss, wanted)
+            entrant.problem.finish(wanted, gradients)
+            del gradients
+        del loss
+        print("peak_bytes", _resident("VmHWM") - before, flush=True)
         del leaves, wanted
-        print("peak_bytes", used, flush=True)

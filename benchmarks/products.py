@@ -1,4 +1,4 @@
-"""Matrix products of our own beside torch's: with exponentials in the epilogue, and in a fixed order."""
+"""Matrix products of our own next to torch's: with exponentials in the epilogue, and in a fixed order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from benchmarks.registry import Missing, Options, suite
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.doctor import own_products
 from gspo_kernels.linear.products.fixed import fixed_product
-from gspo_kernels.ops import backends
-from gspo_kernels.types import LogitRows, LogitTransform, RowGradients
+from gspo_kernels.types import LogitTransform
 
 Call = Callable[[], Any]
 SINGLE = torch.finfo(torch.float32).eps
@@ -33,16 +31,6 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return out.copy_(a.float() @ b.float())
 
 
-def in_turns(calls: Mapping[str, Call], options: Options) -> dict[str, list[float]]:
-    """Return seconds of calls that take turns, in alternating order; the first round does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range((options.repeats or 5) + 1):
-        for name in list(calls)[:: 1 if repeat % 2 else -1]:
-            each = time_probe(calls[name], options.device)
-            seconds[name] += [each] if repeat else []
-    return seconds
-
-
 def product_table(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return a table with a row per product."""
     rows: list[Row] = [["", "ms", "TFLOP/s", "peak MiB", "error / allowed"]]
@@ -50,12 +38,10 @@ def product_table(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         if line["reason"]:
             rows.append([line["name"], line["reason"]])
             continue
-        seconds = statistics.median(line["seconds"]) if "seconds" in line else None
-        rate = line["operations"] / seconds / 1e12 if seconds and "operations" in line else None
-        milliseconds = None if seconds is None else 1e3 * seconds
-        peak = None if line.get("peak_bytes") is None else line["peak_bytes"] / 2**20
-        cells = (number(milliseconds), number(rate), number(peak), number(line.get("share"), 2))
-        rows.append([line["name"], *cells])
+        timed, peak = "seconds" in line, line.get("peak_bytes")
+        seconds = statistics.median(line["seconds"]) if timed else 0.0
+        speed = [number(1e3 * seconds), number(line["operations"] / seconds / 1e12)] if timed else ["", ""]
+        rows.append([line["name"], *speed, number(peak and peak / 2**20), number(line.get("share"), 2)])
     return rows
 
 
@@ -70,61 +56,29 @@ class Lines:
         self.lines.append({"name": name, "reason": reason, **about})
         self.options.save(self.record())
 
-    def add_times(self, shape: str, calls: Mapping[str, Call], operations: float | None = None) -> None:
-        """Time calls in turns; ``operations`` are floating-point operations of a call."""
-        about = {} if operations is None else {"operations": operations}
-        for name, seconds in in_turns(calls, self.options).items():
-            peak = peak_of(calls[name], self.options.device)[1]
-            self.add(f"{shape}: {name}", seconds=seconds, peak_bytes=peak, **about)
+    def add_times(self, shape: str, calls: Mapping[str, Call], operations: float) -> None:
+        """Time calls of so many floating-point operations in turns; the first round does not count."""
+        device, seconds = self.options.device, dict[str, list[float]]()
+        for repeat in range((self.options.repeats or 5) + 1):
+            for name in list(calls)[:: 1 if repeat % 2 else -1]:
+                each = time_probe(calls[name], device)
+                seconds.setdefault(name, []).extend([each] if repeat else [])
+        for name in calls:
+            peak = peak_of(calls[name], device)[1]
+            about = {"seconds": seconds[name], "peak_bytes": peak, "operations": operations}
+            self.add(f"{shape}: {name}", **about)
 
     def record(self) -> dict[str, Any]:
         """Return the record."""
         return {"lines": self.lines, "table": product_table(self.lines)}
 
-    def finish(self) -> dict[str, Any]:
-        """Print the table and return the record."""
-        print(aligned(product_table(self.lines)))
-        return self.record()
+
+# --- products in a fixed order
 
 
-# --- products in a fixed order, and fp32 gradients of logits
-
-BLOCKS = (4, 1, 16)
-"""Blocks of columns in a program of Triton's backward; the first is what ships."""
-
-
-def backwards(N: int, V: int, lines: Lines) -> None:
-    """Time fp32 gradients of N rows of logits with more and with fewer programs, beside a copy."""
-    device = lines.options.device
-    if missing := backends.why_not("triton", device):
-        lines.add("fp32 dLogits", f"skipped: {missing}")
-        return
-    module = importlib.import_module("gspo_kernels.kernels.gradients")
-    logits = torch.randn(1, N, V, device=device)
-    gradient, labels = torch.empty_like(logits), torch.zeros(1, N, dtype=torch.int64, device=device)
-    operand = LogitRows(logits, labels, LogitTransform(), -100)
-    stats = backends.load("triton").logprobs_forward(operand, False)
-    upstream = RowGradients(torch.ones(1, N, device=device))
-
-    def write(blocks: int) -> Tensor:
-        with mock.patch.object(module, "_BLOCKS", blocks):
-            module.logprobs_backward(operand, stats, upstream, gradient)
-        return gradient[:, :256]
-
-    calls: dict[str, Call] = {"copy": partial(gradient.copy_, logits)}
-    shipped = write(BLOCKS[0]).clone()
-    for blocks in BLOCKS:
-        name = f"{blocks} blocks in a program"
-        if torch.equal(write(blocks), shipped):
-            calls[name] = partial(write, blocks)
-        else:
-            lines.add(f"fp32 dLogits: {name}", f"its bits differ from those with {BLOCKS[0]}")
-    lines.add_times("fp32 dLogits", calls)
-
-
-@suite("fixed", "Products in a fixed order, and fp32 gradients of logits", everything=False)
+@suite("fixed", "Products in a fixed order", everything=False)
 def fixed(options: Options) -> dict[str, Any]:
-    """Compare 256 rows with fp64 and with the bits of these rows alone, then time beside ``torch.mm``."""
+    """Compare 256 rows with fp64 and with the bits of these rows alone, then time next to ``torch.mm``."""
     device, lines = options.device, Lines(options)
     N, V, H = (130, 300, 16) if options.tiny else (4096, 151936, 4096)
     generator = torch.Generator(device).manual_seed(0)
@@ -150,9 +104,8 @@ def fixed(options: Options) -> dict[str, Any]:
         lines.add(f"{name}: right", reason, share=error / (2 * allowed + SINGLE))
         calls = {"mm": partial(mm, a, b, out), "fixed": partial(fixed_product, a, b, out)}
         lines.add_times(name, calls, 2.0 * N * V * H)
-    del rows, weight, out
-    backwards(N if options.tiny else 4 * N, V, lines)
-    return lines.finish()
+    print(aligned(product_table(lines.lines)))
+    return lines.record()
 
 
 # --- the product with exponentials in its epilogue
@@ -231,13 +184,14 @@ def faults(found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tens
 
 @suite("exponentials", "The product with exponentials in its epilogue", everything=False)
 def exponentials(options: Options) -> dict[str, Any]:
-    """Judge every tile on ragged, special and repeated rows; then time the right ones beside ``torch.mm``."""
+    """Judge every tile on ragged, special and repeated rows; time the right ones next to ``torch.mm``."""
     device, lines = options.device, Lines(options)
     try:
         product = Exponentials(device)
     except Missing as missing:
         lines.add("ours", f"skipped: {missing}")
-        return lines.finish()
+        print(aligned(product_table(lines.lines)))
+    return lines.record()
     for line in own_products(device):
         lines.add("gspo doctor", line.strip())
     shapes = ((20, 300, 32), (300, 1001, 48)) if options.tiny else ((300, 32008, 1024), (257, 50257, 512))
@@ -275,4 +229,5 @@ def exponentials(options: Options) -> dict[str, Any]:
                 calls[f"{tile}, statistics"] = partial(product, *operands, tile, store=False)
             lines.add_times(f"N={N:,}, H={H:,}", calls, 2.0 * N * V * H)
             del outs, calls
-    return lines.finish()
+    print(aligned(product_table(lines.lines)))
+    return lines.record()

@@ -1,5 +1,6 @@
-"""``python -m benchmarks report``: write docs/benchmarks.md, its plots and the README's table from results.
+"""``python -m benchmarks report``: write the results into docs/benchmarks.md and the README, and the plots.
 
+In both files the text between two markers is replaced.
 With ``--results DIR`` it writes the page and the plots of one run into that folder.
 """
 
@@ -19,43 +20,6 @@ from benchmarks.tables import Row, floor_text, markdown, number, shape_text
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 
-HEAD = """# Benchmarks
-
-How fast the losses are and how much memory they take, beside others, one section per machine.
-`python -m benchmarks report` makes this page of [the result files](../benchmarks/results), which hold every
-round, error and version. `make bench` measures this machine in ten minutes, and
-`python -m benchmarks run hidden --cases bf16` some cases of a suite. `... compare A B` compares two runs, and
-`... campaign --out DIR` tests and measures a GPU in nine minutes; the head of
-[campaign.py](../benchmarks/campaign.py) says how to prepare a machine without a network.
-
-## How to read it
-
-- A cell is `milliseconds · MiB`: the median time of forward and backward, and the peak beyond the inputs. The
-  least of a column is bold. Empty: not in the case. `wrong`, `refused`: not timed, for a reason in the file.
-- `torch.mm` alone: three `torch.mm` of these shapes (log-probs: one), with logits in the inputs' dtype. From
-  logits: a copy that moves as many bytes. A ratio below 1 means that a contestant is faster.
-- A contestant is timed only after its loss and gradients are right: on the very tensors that are timed, its
-  error against fp64 is at most twice that of plain PyTorch at the same precision, plus one rounding.
-- Of larger problems, peak memory and errors the first CPU's are shown; the files have the others'.
-- Contestants take turns. Short calls are repeated for 20 ms. Peaks include gradients. In the plots blue is
-  this package, and thin lines go from the lowest to the highest round.
-- With 16-bit inputs ours keeps fp32 logits; most others round them to 16 bits and are judged by that.
-- The others run as their own trainers call them; TRL's log-probs include the entropy that TRL logs.
-- Of our [schedules](losses.md) the one that `auto` takes in a case has no row of its own.
-
-`python -m benchmarks run NAME` runs these suites:
-
-"""
-OTHER_GPUS = """No other GPU than the one below has been measured. The tests compile every kernel for sm_80,
-sm_90, sm_100, sm_120 and gfx942 and allow no spilled register; `python -m benchmarks run static` counts the
-machine code. AMD GPUs need Triton 3.9: 3.6 and 3.7 leave out a wait in packed sequence ratios on gfx942.
-No GPU was there when these were written, so nothing says yet how fast they are: the product with
-exponentials, which serves bf16 heads on Hopper and B200 by default now (the times from hidden states are
-older), its blocks of columns in two passes, `memory="least"`, V=248,320, and QuACK 0.6.5. QuACK's 16-bit
-cross-entropy is `wrong` at V=151,936 for a reason in its source, in 0.6.0 and 0.6.5: it cuts a row of more
-than 131,072 logits into 16 parts of 10,240, the last of which has no column there. Its maximum is -inf, and
--inf less -inf is NaN. 248,320 logits, fp32 and its chunked losses do not meet this.
-"""
 TABLES = {
     "Loss and gradient from logits": ("logits",),
     "Loss and gradients from hidden states": ("hidden", "realistic", "scoring", "step"),
@@ -64,29 +28,10 @@ TABLES = {
     "Errors of log s, and flipped clip decisions": ("fidelity",),
     "Kernels and idle gaps": ("profile",),
     "The product with exponentials in its epilogue": ("exponentials",),
-    "Products in a fixed order, and fp32 gradients of logits": ("fixed",),
+    "Products in a fixed order": ("fixed",),
 }
 """The tables of a section by title, and the suites of each."""
-NOTES = {
-    "logits": "from logits; in place, the gradient overwrites them.",
-    "hidden": "from hidden states; half inactive: every second advantage is 0; 10% clipped: every tenth "
-    "sequence. V=248,320 is Qwen3.5's vocabulary; no machine has run this case and the clipped one yet.",
-    "realistic": "padded, with log-normal lengths around a third of the longest "
-    "([source](https://arxiv.org/abs/2605.30859)); 40% of the groups have no reward variance "
-    "([source](https://deepchokshi.in/blog/grpo-reward-variance-filtering)); sequences with 15% of the "
-    "tokens are clipped ([source](https://github.com/verl-project/verl/pull/2775)).",
-    "scoring": "log-probs without a gradient.",
-    "step": "a small Qwen3 with random weights, backbone and AdamW included; only the loss differs.",
-    "large": "takes many minutes and is not part of `make bench`.",
-    "memory": "nothing is timed: a cell is MiB.",
-    "fidelity": "bf16 hidden states and weight. Wrong: clip decisions that differ from fp64's, of sequences "
-    "whose log s is 1e-6 to 1e-3 away from a bound; closer: 1e-8 to 1e-6.",
-    "profile": "kernels and idle gaps of a loss and of a step, by torch.profiler; not measured on a GPU yet.",
-    "exponentials": "the product whose epilogue takes exponentials, judged against fp64 and timed beside "
-    "`torch.mm`; not measured on a GPU yet.",
-    "fixed": "products of batch-invariant mode beside `torch.mm`, and gradients of fp32 logits beside a "
-    "copy; not measured on a GPU yet.",
-}
+BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 TRAINER = ("s per step", "s of rollout", "s of update", "tokens per s", "GiB", "GiB predicted")
 """What tests/gpu/test_trainer.py measures."""
 _AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
@@ -97,50 +42,46 @@ _AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
 
 def cases_table(records: Sequence[Record]) -> str:
     """Return a table: a column per case, a row per contestant; a cell has the median time and the peak."""
-    cases = [(record, case) for record in records for case in record["cases"]]
+    cases = [(record["suite"], case) for record in records for case in record["cases"]]
     columns = [_cells(case) for _, case in cases]
     ours = {one["contestant"]: one["ours"] for _, case in cases for one in case["results"]}
-    names = sorted(
-        dict.fromkeys(name for cells in columns for name in cells), key=lambda name: not ours[name]
-    )
+    names = dict.fromkeys(name for cells in columns for name in cells)
     floors = [statistics.median(case["floor"]["seconds"] or [0.0]) for _, case in cases]
     first = records[0]["suite"]
-    heads = [case["name"] if one["suite"] == first else one["suite"] for one, case in cases]
-    rows: list[Row] = [["", *heads]]
+    rows: list[Row] = [["", *(case["name"] if suite == first else suite for suite, case in cases)]]
     rows.append(["shape", *(shape_text(case["shape"]) for _, case in cases)])
     if any(floors):
-        what = "copy" if records[0]["suite"] == "logits" else "torch.mm"
+        what = "copy" if first == "logits" else "torch.mm"
         rows.append([f"{what} alone", *(number(1e3 * floor) if floor else "" for floor in floors)])
-    return markdown([*rows, *([name, *(cells.get(name, "") for cells in columns)] for name in names)])
+    for name in sorted(names, key=lambda name: not ours[name]):
+        rows.append([name, *(cells.get(name, "") for cells in columns)])
+    return markdown(rows)
 
 
 def _cells(case: Record) -> dict[str, str]:
     """Return ``milliseconds · MiB`` by contestant, without missing contestants; the least values are bold.
 
-    The reference backend is left out, as in the plots: it is there to compare with, not to be fast. The
-    schedules that a call without options takes in their case are left out, too.
+    The reference backend is skipped, as in the plots: it is there to compare with, not to be fast. The
+    schedules that a call without options takes in their case are skipped, too.
     """
-    found: dict[str, list[float | None]] = {}
+    found: dict[str, list[float]] = {}
     words = {}
     for result in case["results"]:
-        if "reference" in result["contestant"] or result["contestant"] in _AUTO_IS:
+        name = result["contestant"]
+        if "reference" in name or name in _AUTO_IS or result["status"] == "missing":
             continue
         if result["status"] == "right":
-            seconds, peak = result.get("seconds"), result.get("peak_bytes")
-            found[result["contestant"]] = [
-                1e3 * statistics.median(seconds["both"]) if seconds else None,
-                None if peak is None else peak / 2**20,
-            ]
-        elif result["status"] != "missing":
-            words[result["contestant"]] = result["status"]
-    least = [
-        min((values[i] for values in found.values() if values[i] is not None), default=None) for i in (0, 1)
-    ]
+            times = [1e3 * statistics.median(result["seconds"]["both"])] if result.get("seconds") else []
+            peaks = [result["peak_bytes"] / 2**20] if result.get("peak_bytes") is not None else []
+            found[name] = [*times, *peaks]
+        else:
+            words[name] = result["status"]
+    length = max(map(len, found.values()), default=0)
+    least = [min(values[i] for values in found.values() if len(values) > i) for i in range(length)]
 
-    def text(values: Sequence[float | None]) -> str:
-        pairs = [(value, low) for value, low in zip(values, least, strict=True) if value is not None]
-        shown = (f"**{number(value)}**" if value == low else number(value) for value, low in pairs)
-        return " · ".join(shown)
+    def text(values: Sequence[float]) -> str:
+        pairs = zip(values, least, strict=False)
+        return " · ".join(f"**{number(value)}**" if value == low else number(value) for value, low in pairs)
 
     return {name: text(values) for name, values in found.items()} | words
 
@@ -191,11 +132,10 @@ def campaign_table(folder: Path) -> str:
     failures = []
     for stage in json.loads(path.read_text())["stages"]:
         tests = stage["tests"]
-        counts = (
-            [tests["tests"], tests["failures"] + tests["errors"], tests["skipped"]] if tests else [""] * 3
-        )
+        failed = tests["failures"] + tests["errors"] if tests else ""
+        counts = (stage["took"], tests.get("tests", ""), failed, tests.get("skipped", ""))
         outcome = ", ".join(text for text in (stage["status"], stage["reason"]) if text)
-        rows.append([stage["name"], outcome, str(stage["took"]), *map(str, counts)])
+        rows.append([stage["name"], outcome, *map(str, counts)])
         failures += [f"- {failure}" for failure in stage["failures"]]
     return "\n".join([markdown(rows), "", *failures])
 
@@ -213,13 +153,11 @@ def trainer_table(folder: Path) -> str:
 
 
 def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
-    """Return the section of a folder of results; ``link`` leads to it, suites in ``without`` are left out."""
+    """Return the section of a folder of results without some suites; ``link`` leads to the folder."""
     records = {name: record for name, record in load(folder).items() if name not in without}
     first = next(iter(records.values()))
-    packages = ("torch", "triton", "trl", "liger-kernel")
-    versions = ", ".join(
-        f"{name} {first['versions'][name]}" for name in packages if name in first["versions"]
-    )
+    packages = [name for name in ("torch", "triton", "trl", "liger-kernel") if name in first["versions"]]
+    versions = ", ".join(f"{name} {first['versions'][name]}" for name in packages)
     parts = [f"## {first['device']}\n\n{versions}. Files: [{folder.name}]({link}).\n"]
     note = folder / "note.txt"
     parts.append((note.read_text() if note.exists() else "") + spread_line(records))
@@ -234,7 +172,7 @@ def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
             continue
         names = ", ".join(f"`{record['suite']}`" for record in shown)
         parts.append(f"### {title}: {names}\n")
-        if suites == ("fidelity",):
+        if "fidelity" in suites:
             parts.append(f"![{title}](benchmarks_{folder.name}_fidelity.png)\n\n{fidelity_text(*shown)}\n")
         else:
             parts.append((cases_table(shown) if "cases" in shown[0] else markdown(shown[0]["table"])) + "\n")
@@ -255,18 +193,23 @@ def shown_before(folder: Path) -> set[str]:
 
 
 def page() -> str:
-    """Return the text of docs/benchmarks.md."""
+    """Return docs/benchmarks.md with today's results."""
     every = [record for folder in folders() for record in load(folder).values()]
-    sections = [
-        section(folder, f"../benchmarks/results/{folder.name}", shown_before(folder)) for folder in folders()
-    ]
-    suites = "".join(f"- `{name}`: {note}\n" for name, note in NOTES.items())
-    return "\n".join([HEAD + suites, OTHER_GPUS + missing_line(every), *sections])
+    sections = (section(one, f"../benchmarks/results/{one.name}", shown_before(one)) for one in folders())
+    return replaced(PAGE, "\n".join([missing_line(every), *sections]))
+
+
+def replaced(path: Path, text: str) -> str:
+    """Return what a file holds, with another text between the markers."""
+    before, begin, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{path.name}: no place for the results, {BEGIN.strip()} ... {END.strip()}")
+    return before + begin + text + end + after
 
 
 # --- the README's table
 
-BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 OURS = ("ours, auto", "ours, triton", "ours, cpp")
 """The contestants that run what a call without options runs, by task and device."""
 README_ROWS = (
@@ -295,22 +238,20 @@ def readme_cell(case: Record, unit: str) -> str:
     right = [result for result in case["results"] if result["status"] == "right"]
     known = {result["contestant"]: value(result) for result in right}
     others = {one["contestant"] for one in right if not one["ours"]} - {YARDSTICK}
-    shown = [next((name for name in names if name in known), None) for names in (OURS, (YARDSTICK,))]
-    shown.append(min(others, key=known.__getitem__, default=None))
-    least = min((known[name] for name in shown if name), default=None)
-    parts = ["-" if name is None else number(known[name]) for name in shown]
-    for index, name in enumerate(shown):
-        if name and known[name] == least:
-            parts[index] = f"**{parts[index]}**"
-    best = shown[2]
-    who = "naive, packed" if best and best.startswith("naive") else str(best).split()[0].rstrip(",")
+    ours = next((name for name in OURS if name in known), "")
+    best = min(others, key=known.__getitem__, default="")
+    shown = [known.get(name) for name in (ours, YARDSTICK, best)]
+    least = min((each for each in shown if each is not None), default=None)
+    parts = [
+        "-" if each is None else f"**{number(each)}**" if each == least else number(each) for each in shown
+    ]
+    who = "naive, packed" if best.startswith("naive") else best.partition(" ")[0].rstrip(",")
     return " / ".join(parts) + (f" ({who})" if best else "")
 
 
-def readme_table(machines: Sequence[Path]) -> str:
-    """Return a table: a column per machine, a row per case and dtype; a cell is empty if not run."""
-    columns = [load(folder) for folder in machines]
-    titles = [next(iter(records.values()))["device"] for records in columns]
+def readme() -> str:
+    """Return the README with the table of today's results: a column per machine, a row per case and dtype."""
+    columns = [load(folder) for folder in folders()]
     lines: dict[str, list[str]] = {}
     for words, suite, name, unit in README_ROWS:
         for column, records in enumerate(columns):
@@ -319,21 +260,13 @@ def readme_table(machines: Sequence[Path]) -> str:
                     dtype = "" if case["shape"]["dtype"] == "fp32" else f", {case['shape']['dtype']}"
                     cells = lines.setdefault(f"{words}{dtype}: {unit}", [""] * len(columns))
                     cells[column] = readme_cell(case, unit)
-    table = markdown([["", *titles], *([label, *cells] for label, cells in lines.items())])
+    titles = [next(iter(records.values()))["device"] for records in columns]
     legend = (
         "Cells: ours / naive PyTorch / the best of the others, by name. An empty cell was not run. "
         "[The page](docs/benchmarks.md) has the sizes."
     )
-    return f"{legend}\n\n{table}"
-
-
-def readme() -> str:
-    """Return the README with the table of today's results."""
-    before, begun, rest = README.read_text().partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (begun and ended):
-        raise ValueError(f"README.md: no place for the table, {BEGIN.strip()} ... {END.strip()}")
-    return before + BEGIN + readme_table(folders()) + "\n" + END + after
+    table = markdown([["", *titles], *([label, *cells] for label, cells in lines.items())])
+    return replaced(README, f"{legend}\n\n{table}\n")
 
 
 # --- plots

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import problem as gspo
-from benchmarks.judge import Verdict
 from benchmarks.measure import Case, run_cases
-from benchmarks.problem import Problem
+from benchmarks.problem import Problem, Verdict
 from benchmarks.registry import Contestant, Options, suite
 
 PRODUCTS = {"logits": 1.0, "dHidden": 1.0, "dWeight": 1.0}
@@ -149,8 +148,7 @@ def realistic(options: Options) -> dict[str, Any]:
     shape = {"dtype": dtype, "sequences": B, "length": T, "V": V, "H": H}
     wanted = (OTHERS, r"naive.*packed tokens", r"ours, auto(, skip all)?", r"ours, auto, packed tokens")
     case = Case("realistic", make, shape, wanted, PRODUCTS)
-    about = gspo.about(gspo.realistic("hidden", B, T, 50, 4, torch.float32))
-    return {"about": about, "cases": run_cases([case], options)}
+    return {"cases": run_cases([case], options)}
 
 
 @suite("memory", "Peak memory beyond inputs")

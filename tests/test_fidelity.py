@@ -17,21 +17,21 @@ def report():
 
 
 def test_error_of_log_s(report):
-    for errors in report.log_s.values():
+    for errors in report["log_s"].values():
         assert errors[fidelity.OURS] <= 1e-6
         # errors that the default avoids; if they were small, too, the measurement would show nothing
         assert errors[NAIVE] > 1e-4 and errors["ours, 16-bit logits"] > 1e-4
 
 
 def test_no_clip_decision_differs(report):
-    sequences = sum(line.sequences for line in report.counted)
-    assert sequences > 0.99 * 3000 and report.left_out < 0.01 * sequences
-    assert report.resolution <= 1e-6
-    for line in report.counted:
-        assert line.sequences >= 250
-        assert line.wrong[fidelity.OURS] == 0
-    assert sum(line.wrong[NAIVE] for line in report.counted) > 0.1 * sequences
-    assert report.in_the_loss == (0, 256)  # the fused loss decides like fp64
+    sequences = sum(line["sequences"] for line in report["counted"])
+    assert sequences > 0.99 * 3000 and report["left_out"] < 0.01 * sequences
+    assert report["resolution"] <= 1e-6
+    for line in report["counted"]:
+        assert line["sequences"] >= 250
+        assert line["wrong"][fidelity.OURS] == 0
+    assert sum(line["wrong"][NAIVE] for line in report["counted"]) > 0.1 * sequences
+    assert report["in_the_loss"] == (0, 256)  # the fused loss decides like fp64
 
 
 @pytest.mark.parametrize("length", (5, 64))

@@ -97,7 +97,7 @@ def measure():
     """Print bytes by case: those of plain PyTorch, those used and promised, and those of scoring (without
     chunks of logits, then with them).
     """
-    from benchmarks.resident import give_memory_back
+    from benchmarks.measure import give_memory_back
     from gspo_kernels.linear.products.blocks import StreamedProducts
 
     torch.set_num_threads(2)

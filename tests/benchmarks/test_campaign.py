@@ -30,8 +30,6 @@ STAGES = {
 def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
     plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
-    plan.append(campaign.Stage("waits", "suite", 5.0, needs="no/such/kernel.py"))
-    plan.append(campaign.Stage("needs more", "suite", 5.0, needs="no_such_package"))
     plan.append(campaign.Stage("left out", "suite", 0))
     start = time.perf_counter()
     assert campaign.main(tmp_path, "cpu", 0.3, plan) == 0
@@ -40,12 +38,9 @@ def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     assert record["rehearsal"] and record["versions"]["torch"] == torch.__version__
     found = {stage["name"]: stage for stage in record["stages"]}
     assert {name: stage["status"] for name, stage in found.items()} == {
-        "fails": "failed", "hangs": "out of time", "passes": "done", "waits": "skipped",
-        "needs more": "skipped", "left out": "out of time",
+        "fails": "failed", "hangs": "out of time", "passes": "done", "left out": "out of time",
     }  # fmt: skip
     assert "the reason" in found["fails"]["reason"]
-    assert found["waits"]["reason"] == "no/such/kernel.py does not exist yet"
-    assert found["needs more"]["reason"] == "no_such_package is not installed"
     rows = report.campaign_table(tmp_path).splitlines()
     assert [row.split(" | ")[0].strip("| ") for row in rows[2:]] == [stage.name for stage in plan]
     assert "failed" in rows[3] and "the reason" in rows[3]
@@ -108,16 +103,15 @@ def test_the_stages_fit_into_nine_minutes():
     for stage in plan:
         words = campaign.command(stage, "cuda", Path("out"))
         assert (campaign.PARALLEL in words) == (stage.kind == "tests" and stage.name != "trainer")
-        assert not stage.lacks()
         if stage.kind == "suite":
             assert stage.name in SUITES and words[words.index("--device") + 1] == "cuda"
         for path in (word for word in stage.arguments if word.startswith("tests/")):
             assert (ROOT / path).exists(), path
 
 
-def test_without_packages_stages_are_skipped_or_run_alone(monkeypatch):
+def test_without_pytest_tests_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign.importlib.util, "find_spec", lambda name: None)
-    for stage in campaign.stages():
-        missing = {"tests": "pytest is not installed"}.get(stage.kind, "")
-        assert stage.lacks() == missing
-        assert campaign.PARALLEL not in campaign.command(stage, "cuda", Path("out"))
+    stage = campaign.Stage("gpu tests", "tests", 5.0, (campaign.PARALLEL,))
+    assert campaign.main(tmp_path, "cpu", 0.3, [stage]) == 0
+    assert (stage.status, stage.reason) == ("skipped", "pytest is not installed")
+    assert campaign.PARALLEL not in campaign.command(stage, "cuda", Path("out"))

@@ -10,7 +10,6 @@ import benchmarks.__main__  # noqa: F401  it registers contestants and suites
 from benchmarks import products, profile
 from benchmarks.registry import SUITES, Options
 from gspo_kernels.doctor import own_products
-from gspo_kernels.ops import backends
 
 TINY = Options(torch.device("cpu"), "tiny", repeats=1)
 
@@ -93,29 +92,6 @@ def test_products_in_a_fixed_order_are_compared(monkeypatch):
     monkeypatch.setattr(products, "fixed_product", moved)
     found = {line["name"]: line for line in SUITES["fixed"].run(TINY)["lines"]}
     assert found["dWeight: right"]["share"] > 1 and "other bits" in found["dWeight: right"]["reason"]
-
-
-def test_backwards_of_many_and_of_few_programs_are_compared(monkeypatch):
-    if backends.why_not("triton", TINY.device):
-        pytest.skip("only Triton's backward has programs")
-    from gspo_kernels.kernels import gradients
-
-    plain, spans = gradients.launch, []
-
-    def launched(*args, wrong=None, **options):
-        spans.append(options["SPAN"] // options["ROW"].BLOCK)
-        plain(*args, **options)
-        if spans[-1] == wrong:
-            args[-2][0, 0, 5] += 1
-
-    for wrong in (None, 16):
-        monkeypatch.setattr(gradients, "launch", functools.partial(launched, wrong=wrong))
-        products.backwards(5, 300, lines := products.Lines(TINY))
-        found = {line["name"].partition(": ")[2]: line for line in lines.lines}
-        for blocks in (1, 4, 16):
-            line = found[f"{blocks} blocks in a program"]
-            assert line["reason"].startswith("its bits differ") if blocks == wrong else line["seconds"]
-    assert set(spans) == {1, 4, 16} and found["copy"]["seconds"] and gradients._BLOCKS == 4
 
 
 def test_kernels_and_gaps_are_recorded():
