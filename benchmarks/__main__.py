@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import DeviceBroken, machine, print_peaks
-from benchmarks.registry import SUITES, Options
+from benchmarks.measure import SUITES, DeviceBroken, Options, machine, print_peaks
 
-for _module in ("contestants", "suites", "fidelity", "static", "profile", "products"):
+for _module in ("contestants", "suites", "fidelity", "profile", "products"):
     importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
 
 DEVICE_BROKEN = 3
@@ -70,12 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("suite", nargs="+", choices=["all", *SUITES])
     run.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     run.add_argument("--out", type=Path, help="folder for a JSON file per suite")
-    run.add_argument("--size", default="full", choices=("full", "tiny"), help="tiny: a rehearsal")
+    run.add_argument(
+        "--size", default="full", choices=("full", "tiny"), help="tiny: a rehearsal without peaks"
+    )
     run.add_argument("--repeats", type=int, help="interleaved rounds; default: each case's own number")
     run.add_argument("--contestants", nargs="+", default=[], metavar="PART", help="parts of names")
     run.add_argument("--cases", nargs="+", default=[], metavar="PART", help="parts of names")
     run.add_argument("--without", nargs="+", default=[], metavar="NAME=REASON", help="not these contestants")
-    run.add_argument("--no-memory", action="store_true", help="don't measure peaks")
     report = commands.add_parser("report", help="write docs/benchmarks.md, its plots and the README's table")
     report.add_argument("--results", type=Path, help="report on this folder instead, into it")
     report.add_argument("--check", action="store_true", help="only tell whether they are up to date")
@@ -99,16 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "peaks":
         print_peaks(args.problem)
         return 0
-    from benchmarks import campaign, compare, report
+    from benchmarks import campaign, report
 
-    if args.command == "report":
-        try:
+    try:
+        if args.command == "report":
             return report.main(args.results, args.check)
-        except FileNotFoundError as error:
-            print(error, file=sys.stderr)
-            return 2
-    if args.command == "compare":
-        return compare.main(args.a, args.b)
+        if args.command == "compare":
+            return report.compare(args.a, args.b)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
     return campaign.main(args.out, args.device, args.minutes)
 
 
@@ -119,11 +119,10 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     options = Options(
         device, args.size, args.repeats, tuple(args.contestants), tuple(args.cases),
-        dict(pair.split("=", 1) for pair in args.without), not args.no_memory,
+        dict(pair.split("=", 1) for pair in args.without),
     )  # fmt: skip
-    for name in (
-        [one.name for one in SUITES.values() if one.everything] if "all" in args.suite else args.suite
-    ):
+    everything = [one.name for one in SUITES.values() if one.everything]
+    for name in everything if "all" in args.suite else args.suite:
         try:
             run_suite(name, options, args.out)
         except DeviceBroken as broken:

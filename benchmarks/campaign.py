@@ -4,8 +4,7 @@ Every stage is a process with a share of the time, the most important first. If 
 the device, that is recorded and the next one starts; a contestant that breaks the device is skipped in a
 second try. Time that a stage does not use goes to the next ones; no stage gets the time of those after it, so
 the report is always written. DIR then holds a JSON file per suite, what tests measured, reports of pytest,
-the page, its plots, and ``campaign.json`` with all outcomes. With ``--device cpu`` the same stages rehearse on
-tiny shapes.
+the page, its plots, and ``campaign.json`` with all outcomes. ``--device cpu`` rehearses it on tiny shapes.
 
 A rented machine often has PyTorch and transformers, but no network. Prepare the tree on a machine with the
 same processor and a glibc that is not newer:
@@ -122,22 +121,18 @@ def command(stage: Stage, device: str, out: Path) -> list[str]:
     if stage.kind == "report":
         return [sys.executable, "-m", "benchmarks", "report", "--results", str(out)]
     words = [sys.executable, "-m", "benchmarks", "run", stage.name, "--device", device, "--out", str(out)]
-    words += ["--size", "tiny", "--repeats", "1", "--no-memory"] if device == "cpu" else []
+    words += ["--size", "tiny", "--repeats", "1"] if device == "cpu" else []
     without = [f"{name}={reason}" for name, reason in stage.without.items()]
     return [*words, *stage.arguments, *(["--without", *without] if without else [])]
 
 
-def environment(device: str) -> dict[str, str]:
-    """Return the environment; in a rehearsal, kernels are interpreted and GPU tests run on the CPU."""
-    rehearsal = {"TRITON_INTERPRET": "1", "GSPO_KERNELS_REHEARSE": "1"} if device == "cpu" else {}
-    return os.environ | rehearsal
-
-
 def run_limited(arguments: Sequence[str], limit: float, device: str, log: Path) -> int | None:
     """Run a process; return its exit status, or None if it was stopped, with its children, at the limit."""
+    # in a rehearsal, kernels are interpreted and GPU tests run on the CPU
+    rehearsal = {"TRITON_INTERPRET": "1", "GSPO_KERNELS_REHEARSE": "1"} if device == "cpu" else {}
     with log.open("w") as file:
         process = subprocess.Popen(
-            arguments, cwd=ROOT, env=environment(device), stdout=file, stderr=subprocess.STDOUT,
+            arguments, cwd=ROOT, env=os.environ | rehearsal, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:

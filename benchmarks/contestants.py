@@ -13,8 +13,8 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from benchmarks import problem as gspo
+from benchmarks.measure import Missing, contestant
 from benchmarks.problem import Problem
-from benchmarks.registry import Missing, contestant
 from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.ops import backends
 
@@ -104,7 +104,6 @@ _our_hidden("least memory", memory="least")
 _our_hidden("auto, skip all", skip_inactive="all")
 _our_hidden("auto, skip none", skip_inactive="none")
 _our_hidden("auto, 16-bit logits", about=ROUNDED, logits_dtype="input")
-_our_hidden("auto, reference backend", backend="reference")
 _our_hidden("auto, batch-invariant", batch_invariant=True)
 _our_hidden("auto, packed tokens", about={"layout": "packed"})
 _our_scores = functools.partial(_our_loss, gk.linear_token_logprobs, task="scoring")

@@ -5,14 +5,12 @@ more precisely than that. Every contestant that computes log-probs from hidden s
 on the same bf16 hidden states and weight:
 
 - *error of log s*: RMS over random sequences of the error of the mean log-prob;
-- *clip decisions*: the share of sequences that the objective clips and fp64 does not, or the reverse. Old
-  log-probs put log s of random sequences at a log-uniform distance from a bound. They are exact except for
-  their storage in fp32, so only errors of the new log-probs count.
+- *clip decisions*: the share of sequences that the objective clips and fp64 does not, or the reverse, at a
+  log-uniform distance of log s from a bound. Old log-probs are exact except for their storage in fp32.
 
-A log-prob stored in fp32 is off by up to half the spacing of fp32 numbers. The sum of this error for the new
-and the old log-prob, averaged over a sequence's tokens, is the sequence's *resolution*, up to 5e-7. Sequences
-closer to a bound than their resolution do not count. A second table (``below``) shows sequences at 1e-8 to
-1e-6 from a bound, whether they count or not.
+The error of storing the new and the old log-prob in fp32, averaged over a sequence's tokens, is the
+sequence's *resolution*, up to 5e-7. Sequences closer to a bound than their resolution do not count. A second
+table (``below``) shows sequences at 1e-8 to 1e-6 from a bound, whether they count or not.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from benchmarks import problem as gspo
+from benchmarks.measure import Missing, Options, entrants, suite
 from benchmarks.problem import Problem
-from benchmarks.registry import Missing, Options, entrants, suite
 from benchmarks.tables import aligned, number
 
 LENGTHS = (64, 256, 1024)
@@ -116,9 +114,8 @@ def wrong(values: Tensor, drawn: Drawn) -> Tensor:
 
 
 def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
-    """Return the same for ``fused_linear_policy_loss`` itself, whose dHidden is zero where it clips.
-
-    Only the ``nearest`` sequences are tried: those that count and are closest to a bound.
+    """Return the same for ``fused_linear_policy_loss`` itself, whose dHidden is zero where it clips, on the
+    ``nearest`` sequences that count.
     """
     near = drawn.distance.masked_fill(~drawn.counts, torch.inf).argsort()[:nearest]
     first, weight = rows.inputs

@@ -1,4 +1,8 @@
-"""The runner: it judges the contestants of a case, times them in turns, and measures peak memory.
+"""Contestants, suites, and the runner, which judges the contestants of a case and measures them.
+
+A *contestant* is a way to compute a task. Its decorated function takes the device, imports what it needs,
+and returns the call; if it raises ImportError or ``Missing``, tables show that reason. A *suite* is a
+function from the options of a run to its record; most run a list of ``Case`` by ``run_cases``.
 
 A case draws a problem. Contestants with a right answer and the *probes* (a plain copy, or the bare matrix
 products) then take turns, in alternating order. The floor of a case is a weighted sum of its probes. Peak
@@ -11,6 +15,7 @@ import ctypes
 import gc
 import math
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -28,10 +33,140 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from benchmarks.problem import Judge, Problem
-from benchmarks.registry import CONTESTANTS, Contestant, Missing, Options, entrants
 from benchmarks.tables import case_table, spread
 from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.ops import memory
+
+TASKS = ("logits", "hidden", "scoring")
+
+
+class Missing(Exception):
+    """A contestant is not available here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to compute a task.
+
+    Attributes:
+        name: its name in tables.
+        tasks: which of ``TASKS`` it can do.
+        load: device -> call. The call takes a problem and its leaves and returns the loss; for "scoring"
+            the log-probs.
+        precision: "float32" or "input": the precision that its logits are rounded to (from logits: its
+            statistics). Plain PyTorch at this precision sets its budget. A dict has the precision by task.
+        only_16_bit: whether it takes part with 16-bit inputs only.
+        roundings: how often it rounds the sum of a gradient to the inputs' dtype, given the problem.
+        overwrites: whether its backward overwrites the logits, which are then restored outside the clock.
+        layout: "padded", "packed" or "next", see ``Problem.layout``; laid out outside the clock.
+        ours: whether it is this package.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    load: Callable[[torch.device], Callable[..., Any]]
+    precision: str | dict[str, str] = "input"
+    only_16_bit: bool = False
+    roundings: Callable[[Any], int] = lambda problem: 1
+    overwrites: bool = False
+    layout: str = "padded"
+    ours: bool = False
+
+    def precision_for(self, task: str) -> str:
+        """The precision of one task."""
+        return self.precision if isinstance(self.precision, str) else self.precision[task]
+
+    def get(self, device: torch.device) -> Callable[..., Any]:
+        """Return the call.
+
+        Raises:
+            Missing: the contestant is not available; the message says why.
+        """
+        try:
+            return self.load(device)
+        except (ImportError, AttributeError, OSError) as error:
+            raise Missing(f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named set of measurements; ``everything`` says whether ``run all`` includes it."""
+
+    name: str
+    title: str
+    run: Callable[[Options], dict[str, Any]]
+    everything: bool = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        size: "full", or "tiny" for a rehearsal whose times say nothing.
+        repeats: interleaved rounds that count; None for the suite's own number.
+        only: parts of names of contestants; empty for all.
+        cases: parts of names of cases; empty for all.
+        without: contestants to leave out, with the reason that the tables give.
+        save: is called after each case with what is known so far of the record, so that none is lost.
+    """
+
+    device: torch.device
+    size: str = "full"
+    repeats: int | None = None
+    only: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    without: dict[str, str] = field(default_factory=dict)
+    save: Callable[[dict[str, Any]], None] = lambda known: None
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this is a rehearsal."""
+        return self.size == "tiny"
+
+
+CONTESTANTS: dict[str, Contestant] = {}
+SUITES: dict[str, Suite] = {}
+
+
+def contestant(name: str, *tasks: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as a contestant's ``load``; ``about`` as in ``Contestant``."""
+
+    def register(load: Callable[..., Any]) -> Callable[..., Any]:
+        if name in CONTESTANTS or not tasks or not set(tasks) <= set(TASKS):
+            raise ValueError(f"contestant {name!r} for {tasks}: registered before, or no task of {TASKS}")
+        CONTESTANTS[name] = Contestant(name, tasks, load, **about)
+        return load
+
+    return register
+
+
+def suite(name: str, title: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as a suite; ``about`` as in ``Suite``."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        if name in SUITES:
+            raise ValueError(f"suite {name!r}: registered before")
+        SUITES[name] = Suite(name, title, run, **about)
+        return run
+
+    return register
+
+
+def entrants(task: str, wanted: Sequence[str], options: Options, dtype: torch.dtype) -> list[Contestant]:
+    """Return a task's contestants whose names match a pattern as a whole and contain a requested part."""
+    return [
+        one
+        for one in CONTESTANTS.values()
+        if task in one.tasks
+        and any(re.fullmatch(pattern, one.name) for pattern in wanted)
+        and (not options.only or any(part in one.name for part in options.only))
+        and not (one.only_16_bit and dtype.itemsize > 2)
+    ]
+
+
+# --- the runner
 
 PACKAGES = (
     *("torch", "triton", "trl", "liger-kernel", "transformers", "cut-cross-entropy"),
@@ -205,9 +340,9 @@ class Entrant:
         """Whether it may be timed."""
         return bool(self.record["status"] == "right")
 
-    def once(self, device: torch.device) -> tuple[float, float, tuple[Any, ...]]:
+    def once(self, device: torch.device, leaves: Any = None) -> tuple[float, float, tuple[Any, ...]]:
         """Call once; return seconds of forward and backward, and (loss, gradients of the leaves)."""
-        leaves = self.problem.leaves(self.contestant.overwrites)
+        leaves = leaves or self.problem.leaves(self.contestant.overwrites)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         synchronize(device)
         clock = Clock(device)
@@ -250,7 +385,7 @@ class Entrant:
             compiles = "compile" in name or device.type == "cuda"
             if (case.repeats or peak is not None) and (sum(seconds) < 0.5 or compiles):
                 (*seconds, _), peak = peak_of(lambda: self.once(device), device)
-            if peak is not None and options.memory:
+            if peak is not None and not options.tiny:
                 self.record["peak_bytes"] = peak
             took = max(sum(seconds), 1e-6)
             self.warm = took < 0.5
@@ -327,7 +462,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
         if case.floor:
             floor = statistics.median(floors)
             entrant.record["x_floor"] = spread([seconds / floor for seconds in phases["both"]])
-    if device.type == "cpu" and options.memory:
+    if device.type == "cpu" and not options.tiny:
         right = [entrant for entrant in everyone if entrant.right]
         for entrant, peak in zip(right, peaks_in_a_process(right, problem), strict=False):
             entrant.record["peak_bytes"] = peak
@@ -392,18 +527,12 @@ def print_peaks(path: Path) -> None:
         if twice:
             entrant.once(device)
         leaves = entrant.problem.leaves(entrant.contestant.overwrites)
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         gc.collect()
         memory.release()
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-        loss = entrant.problem.call(entrant.call, leaves)
-        if wanted:
-            gradients = torch.autograd.grad(loss, wanted)
-            entrant.problem.finish(wanted, gradients)
-            del gradients
-        del loss
+        entrant.once(device, leaves)
         print("peak_bytes", _resident("VmHWM") - before, flush=True)
-        del leaves, wanted
+        del leaves

@@ -24,7 +24,6 @@ from torch import Tensor
 
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SITUATIONS = ("all active", "half inactive", "10% clipped", "frozen head", "on-policy")
 _DISTANCE = 0.05
 _GROUP = 4
 _LARGEST_LOGIT = 21.0
@@ -39,7 +38,7 @@ class Problem:
     """B sequences of up to T tokens. In the packed layout [B, T] becomes [N], split by ``cu_seqlens``.
 
     Attributes:
-        task: one of ``registry.TASKS``.
+        task: one of ``measure.TASKS``.
         inputs: (logits [B, T, V],), or (hidden [B, T, H], weight [V, H]) of one dtype.
         labels: [B, T].
         old_logprobs: [B, T], fp32, or None: on-policy.
@@ -347,9 +346,6 @@ def plain(problem: Problem, precision: str) -> tuple[Answer, Callable[[slice], T
     return Answer(found, gradients), None
 
 
-# --- the judge
-
-
 @dataclass
 class Verdict:
     """The largest absolute errors against fp64 and the allowed ones, by name; infinite if one is missing."""
@@ -463,13 +459,10 @@ class Judge:
     def _allowed(self, name: str, error: float, largest: float, contestant: Any) -> float:
         dtype = self.problem.inputs[0].dtype
         width = 0 if self.problem.task == "logits" else self.problem.inputs[0].shape[-1]
-        of_input = (
-            torch.finfo(dtype).eps if contestant.precision_for(self.problem.task) == "input" else _SINGLE
-        )
+        precision, terms = contestant.precision_for(self.problem.task), self.problem.vocabulary
+        of_input = torch.finfo(dtype).eps if precision == "input" else _SINGLE
         # the error of logits, and of summing V exponentials in fp32
-        of_logits = (
-            _LARGEST_LOGIT * (_SINGLE * width**0.5 + of_input) + _SINGLE * self.problem.vocabulary**0.5
-        )
+        of_logits = _LARGEST_LOGIT * (_SINGLE * width**0.5 + of_input) + _SINGLE * terms**0.5
         rounding = _SINGLE if name in ("loss", "logprobs") else torch.finfo(dtype).eps
         budget = min(2 * error + rounding * largest, (4 * of_logits + rounding) * max(largest, 1e-30))
         if name in ("hidden", "weight"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import peak_of, time_probe
-from benchmarks.registry import Missing, Options, suite
+from benchmarks.measure import Missing, Options, peak_of, suite, time_probe
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.doctor import own_products
 from gspo_kernels.linear.products.fixed import fixed_product
@@ -72,6 +72,11 @@ class Lines:
         """Return the record."""
         return {"lines": self.lines, "table": product_table(self.lines)}
 
+    def finish(self) -> dict[str, Any]:
+        """Print the table and return the record."""
+        print(aligned(product_table(self.lines)))
+        return self.record()
+
 
 # --- products in a fixed order
 
@@ -104,39 +109,28 @@ def fixed(options: Options) -> dict[str, Any]:
         lines.add(f"{name}: right", reason, share=error / (2 * allowed + SINGLE))
         calls = {"mm": partial(mm, a, b, out), "fixed": partial(fixed_product, a, b, out)}
         lines.add_times(name, calls, 2.0 * N * V * H)
-    print(aligned(product_table(lines.lines)))
-    return lines.record()
+    return lines.finish()
 
 
 # --- the product with exponentials in its epilogue
 
-TILES = {
-    "128 x 256, 3 stages": (128, 256, 64, 64, 8, 3),
-    "128 x 256, 4 stages": (128, 256, 64, 64, 8, 4),
-    "128 x 128, 3 stages": (128, 128, 64, 32, 8, 3),
-    "128 x 128, 4 stages, 4 warps": (128, 128, 64, 64, 4, 4),
-}
-"""Rows, columns, depth, columns stored at a time, warps and stages; the first is the one that ships."""
 
+def load_product(device: torch.device) -> Call:
+    """Return the product that ships: (hidden, weight, labels, store=True) -> e [N, V], factors [N], rests [N]
+    and log-probs [N]; without ``store`` log-probs alone.
+    """
+    if device.type != "cuda":
+        raise Missing("the product with exponentials loads and stores by the tensor maps of a GPU")
+    module = importlib.import_module("gspo_kernels.kernels.exponentials")
 
-class Exponentials:
-    """The product that ships, with any tile."""
-
-    tiles = tuple(TILES)
-
-    def __init__(self, device: torch.device):
-        if device.type != "cuda":
-            raise Missing("the product with exponentials loads and stores by the tensor maps of a GPU")
-        self._module = importlib.import_module("gspo_kernels.kernels.exponentials")
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, tile: str, store: bool = True) -> Any:
-        """Return e [N, V], factors [N], rests [N] and log-probs [N]; without ``store`` only log-probs."""
-        module, out = self._module, None
-        module._tile = lambda *_: module.ProductTile(*TILES[tile])
+    def product(hidden: Tensor, weight: Tensor, labels: Tensor, store: bool = True) -> tuple[Any, ...]:
+        out = None
         if store:
             out = hidden.new_empty(len(hidden), -(-len(weight) // 8) * 8)[:, : len(weight)]
         head = module.exponentials(hidden, weight, None, labels[None], LogitTransform(), -100, out)
         return (out, head.factors, head.rests, head.stats.logprobs[0])
+
+    return product
 
 
 def head(N: int, V: int, H: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -184,50 +178,42 @@ def faults(found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tens
 
 @suite("exponentials", "The product with exponentials in its epilogue", everything=False)
 def exponentials(options: Options) -> dict[str, Any]:
-    """Judge every tile on ragged, special and repeated rows; time the right ones next to ``torch.mm``."""
+    """Judge the product on ragged, special and repeated rows; then time it next to ``torch.mm``."""
     device, lines = options.device, Lines(options)
     try:
-        product = Exponentials(device)
+        product = load_product(device)
     except Missing as missing:
         lines.add("ours", f"skipped: {missing}")
-        print(aligned(product_table(lines.lines)))
-    return lines.record()
+        return lines.finish()
     for line in own_products(device):
         lines.add("gspo doctor", line.strip())
-    shapes = ((20, 300, 32), (300, 1001, 48)) if options.tiny else ((300, 32008, 1024), (257, 50257, 512))
-    right = []
-    for tile in product.tiles:
-        reasons, shares = [], []
-        for N, V, H in shapes:
-            operands = head(N, V, H, device)
-            for special in (False, True):
-                if special:
-                    make_special(*operands)
-                found = [one.clone() for one in product(*operands, tile)]
-                share, reason = faults(found, *operands)
-                for _ in range(2 if options.tiny else 20):
-                    again = product(*operands, tile)
-                    pairs = zip(found, again, strict=True)
-                    # special rows may hold NaN, which is no other result
-                    if not all(torch.equal(*(one.nan_to_num(7.0) for one in pair)) for pair in pairs):
-                        reason = reason or "another run gives other bits"
-                reasons += [f"{reason} at N={N}, V={V}, H={H}"] if reason else []
-                shares.append(share)
-        lines.add(f"{tile}: right", "; ".join(reasons), share=max(shares))
-        right += [] if reasons else [tile]
+    reasons, shares = [], []
+    for N, V, H in (
+        ((20, 300, 32), (300, 1001, 48)) if options.tiny else ((300, 32008, 1024), (257, 50257, 512))
+    ):
+        operands = head(N, V, H, device)
+        for special in (False, True):
+            if special:
+                make_special(*operands)
+            found = [one.clone() for one in product(*operands)]
+            share, reason = faults(found, *operands)
+            for _ in range(2 if options.tiny else 20):
+                pairs = zip(found, product(*operands), strict=True)
+                # special rows may hold NaN, which is no other result
+                if not all(torch.equal(*(one.nan_to_num(7.0) for one in pair)) for pair in pairs):
+                    reason = reason or "another run gives other bits"
+            reasons += [f"{reason} at N={N}, V={V}, H={H}"] if reason else []
+            shares.append(share)
+    lines.add("right", "; ".join(reasons), share=max(shares))
     widths, counts, V = ((32,), (20,), 300) if options.tiny else ((4096, 1024, 2048), (4096, 8192), 151936)
-    for H in widths:
-        for N in counts:
-            operands = head(N, V, H, device)
-            hidden, weight, _ = operands
-            outs = torch.empty(N, V, dtype=hidden.dtype, device=device), torch.empty(N, V, device=device)
-            calls: dict[str, Call] = {
-                f"mm to {out.dtype}": partial(mm, hidden, weight.t(), out) for out in outs
-            }
-            for tile in right:
-                calls[tile] = partial(product, *operands, tile)
-                calls[f"{tile}, statistics"] = partial(product, *operands, tile, store=False)
-            lines.add_times(f"N={N:,}, H={H:,}", calls, 2.0 * N * V * H)
-            del outs, calls
-    print(aligned(product_table(lines.lines)))
-    return lines.record()
+    for N, H in itertools.product(counts, widths):
+        operands = head(N, V, H, device)
+        hidden, weight, _ = operands
+        outs = torch.empty(N, V, dtype=hidden.dtype, device=device), torch.empty(N, V, device=device)
+        calls: dict[str, Call] = {f"mm to {out.dtype}": partial(mm, hidden, weight.t(), out) for out in outs}
+        if not reasons:
+            calls["ours"] = partial(product, *operands)
+            calls["ours, statistics"] = partial(product, *operands, store=False)
+        lines.add_times(f"N={N:,}, H={H:,}", calls, 2.0 * N * V * H)
+        del outs, calls
+    return lines.finish()

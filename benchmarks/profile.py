@@ -13,8 +13,7 @@ from torch.autograd import DeviceType
 
 from benchmarks import problem as gspo
 from benchmarks import suites
-from benchmarks.measure import synchronize
-from benchmarks.registry import CONTESTANTS, Options, suite
+from benchmarks.measure import CONTESTANTS, Options, suite, synchronize
 from benchmarks.tables import Row, aligned, number
 
 Call = Callable[[], tuple[Tensor, ...]]

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import problem
-from benchmarks.compare import YARDSTICK, Record, load, ratios
 from benchmarks.fidelity import table
-from benchmarks.tables import Row, floor_text, markdown, number, shape_text
+from benchmarks.tables import Row, aligned, between, floor_text, markdown, number, shape_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
@@ -31,10 +30,69 @@ TABLES = {
     "Products in a fixed order": ("fixed",),
 }
 """The tables of a section by title, and the suites of each."""
+YARDSTICK = "naive PyTorch"
+"""The contestant whose time divides the others' in a case without bare operations."""
+Record = dict[str, Any]
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 TRAINER = ("s per step", "s of rollout", "s of update", "tokens per s", "GiB", "GiB predicted")
 """What tests/gpu/test_trainer.py measures."""
 _AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
+
+
+# --- reading and comparing records
+
+
+def ratios(case: Record) -> dict[str, dict[str, float]]:
+    """Return the median, lowest and highest ratio of each contestant."""
+    timed = {result["contestant"]: result for result in case["results"] if result.get("seconds")}
+    if case["floor"]["probes"]:
+        return {name: result["x_floor"] for name, result in timed.items()}
+    if YARDSTICK not in timed:
+        return {}
+    base = timed[YARDSTICK]["seconds"]["both"]
+    found = {}
+    for name, result in timed.items():
+        # a contestant that was timed once is compared with the yardstick's first round
+        pairs = [mine / other for mine, other in zip(result["seconds"]["both"], base, strict=False)]
+        found[name] = {"median": statistics.median(pairs), "low": min(pairs), "high": max(pairs)}
+    return found
+
+
+def load(folder: Path) -> dict[str, Record]:
+    """Return the records of a folder by suite.
+
+    Raises:
+        FileNotFoundError: the folder has no record.
+    """
+    records = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    found = {record["suite"]: record for record in records if "suite" in record}
+    if not found:
+        raise FileNotFoundError(f"{folder}: no results of `python -m benchmarks run --out {folder}`")
+    return found
+
+
+def compare(a: Path, b: Path) -> int:
+    """Print how two runs' ratios differ, which depend less on the machine than seconds.
+
+    Two runs agree on a contestant if their spreads (lowest to highest over the rounds) overlap. Return 0 if
+    all agree, otherwise 1.
+    """
+    first, second = load(a), load(b)
+    rows: list[Row] = [["", "A", "B", "B / A", ""]]
+    for suite in sorted(first.keys() & second.keys()):
+        cases = {case["name"]: ratios(case) for case in second[suite].get("cases", [])}
+        for case in first[suite].get("cases", []):
+            others = cases.get(case["name"], {})
+            for name, one in ratios(case).items():
+                if name in others:
+                    other, quotient = others[name], others[name]["median"] / one["median"]
+                    agrees = one["low"] <= other["high"] and other["low"] <= one["high"]
+                    word = "" if agrees else "slower" if quotient > 1 else "faster"
+                    label = f"{suite}, {case['name']}: {name}"
+                    rows.append([label, between(one), between(other), number(quotient), word])
+    differ = sum(bool(row[-1]) for row in rows)
+    print(f"{aligned(rows)}\n\n{len(rows) - 1} ratios; the spreads of {len(rows) - 1 - differ} overlap")
+    return 1 if differ else 0
 
 
 # --- a section per machine
@@ -98,21 +156,6 @@ def missing_line(records: Sequence[Record]) -> str:
     return f"These contestants could not run: {', '.join(listed)}.\n" if listed else ""
 
 
-def spread_line(records: dict[str, Record]) -> str:
-    """Say how far rounds are from the median of their cell."""
-    off = [
-        max(max(seconds) / middle - 1, 1 - min(seconds) / middle)
-        for record in records.values()
-        for case in record.get("cases", [])
-        for result in case["results"]
-        if (seconds := result.get("seconds", {}).get("both")) and (middle := statistics.median(seconds))
-    ]
-    if not off:
-        return ""
-    half, most = statistics.median(off), statistics.quantiles(off, n=10)[-1] if len(off) > 1 else off[0]
-    return f"In half of the cells all rounds are within {half:.0%} of the median, in 90% within {most:.0%}.\n"
-
-
 def fidelity_text(record: Record) -> str:
     """Return a text with errors of log s and wrong clip decisions by contestant."""
     wrong, sequences = record["in_the_loss"]
@@ -124,32 +167,25 @@ def fidelity_text(record: Record) -> str:
 
 
 def campaign_table(folder: Path) -> str:
-    """Return a table of a campaign's stages and outcomes; empty if the folder holds no campaign."""
-    path = folder / "campaign.json"
-    if not path.exists():
-        return ""
+    """Return a table of a campaign's stages and outcomes, and one of what the tests of the trainer measured;
+    empty if the folder holds neither.
+    """
+    trainer, campaign = (folder / f"{name}.json" for name in ("trainer", "campaign"))
     rows: list[Row] = [["stage", "outcome", "seconds", "tests", "failed", "skipped"]]
+    measured: list[Row] = [["trainer", *TRAINER]]
     failures = []
-    for stage in json.loads(path.read_text())["stages"]:
+    for stage in json.loads(campaign.read_text())["stages"] if campaign.exists() else []:
         tests = stage["tests"]
         failed = tests["failures"] + tests["errors"] if tests else ""
         counts = (stage["took"], tests.get("tests", ""), failed, tests.get("skipped", ""))
         outcome = ", ".join(text for text in (stage["status"], stage["reason"]) if text)
         rows.append([stage["name"], outcome, *map(str, counts)])
         failures += [f"- {failure}" for failure in stage["failures"]]
-    return "\n".join([markdown(rows), "", *failures])
-
-
-def trainer_table(folder: Path) -> str:
-    """Return a table of what the tests of the trainer measured; empty if they did not run."""
-    path = folder / "trainer.json"
-    if not path.exists():
-        return ""
-    rows: list[Row] = [["trainer", *TRAINER]]
-    for name, record in json.loads(path.read_text()).items():
+    for name, record in json.loads(trainer.read_text()).items() if trainer.exists() else ():
         if TRAINER[0] in record:  # a run that was killed is not timed
-            rows.append([name, *(number(record[key]) for key in TRAINER)])
-    return markdown(rows) + "\n"
+            measured.append([name, *(number(record[key]) for key in TRAINER)])
+    tables = [f"{markdown(each)}\n" for each in (rows, measured) if len(each) > 1]
+    return "\n".join([*tables[:1], *failures, *tables[1:]])
 
 
 def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
@@ -160,8 +196,8 @@ def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in packages)
     parts = [f"## {first['device']}\n\n{versions}. Files: [{folder.name}]({link}).\n"]
     note = folder / "note.txt"
-    parts.append((note.read_text() if note.exists() else "") + spread_line(records))
-    parts += [table for table in (campaign_table(folder), trainer_table(folder)) if table]
+    parts += [note.read_text()] if note.exists() else []
+    parts += [campaign_table(folder)] if campaign_table(folder) else []
     if main_cases(records):
         parts.append(f"![Times relative to the bare operations](benchmarks_{folder.name}.png)\n")
     for title, suites in TABLES.items():

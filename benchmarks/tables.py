@@ -50,34 +50,6 @@ def between(values: dict[str, float], unit: float = 1.0) -> str:
     return f"{median} ({low} to {high})"
 
 
-def result_rows(case: dict[str, Any]) -> list[Row]:
-    """Return a header, and a row per contestant."""
-    timed = case["repeats"] > 0
-    floor = timed and bool(case["floor"]["probes"])
-    phases = ("forward", "backward") if timed and case["task"] != "scoring" else ()
-    header = [
-        "",
-        *(["ms"] if timed else []),
-        *phases,
-        *([f"/ {floor_text(case['floor']['probes'])}"] if floor else []),
-    ]
-    rows: list[Row] = [[*header, "peak MiB", "error / allowed"]]
-    for result in case["results"]:
-        if result["status"] != "right":
-            rows.append([result["contestant"], f"{result['status']}: {result['reason']}"])
-            continue
-        cells = [result["contestant"]]
-        if timed:
-            seconds = result["seconds"]
-            cells.append(between(spread(seconds["both"]), 1e3))
-            cells += [number(1e3 * statistics.median(seconds[name])) for name in phases]
-        if floor:
-            cells.append(between(result["x_floor"]))
-        peak = result.get("peak_bytes")
-        rows.append([*cells, "" if peak is None else number(peak / 2**20), number(result["share"], 2)])
-    return rows
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median, the lowest and the highest value."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
@@ -99,9 +71,22 @@ def floor_text(probes: dict[str, float]) -> str:
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """Return the text that a run prints for a case."""
+    """Return the text that a run prints for a case: a row per contestant."""
+    probes, floors = case["floor"]["probes"], case["floor"]["seconds"]
     text = f"{case['name']}: {shape_text(case['shape'])}"
-    if case["floor"]["probes"] and case["floor"]["seconds"]:
-        seconds = statistics.median(case["floor"]["seconds"])
-        text += f"; {floor_text(case['floor']['probes'])}: {number(seconds * 1e3)} ms"
-    return f"\n{text}\n{aligned(result_rows(case))}"
+    if floors:
+        text += f"; {floor_text(probes)}: {number(1e3 * statistics.median(floors))} ms"
+    ratio = f"/ {floor_text(probes)}" if probes else "/"
+    rows: list[Row] = [["", "ms", "forward", "backward", ratio, "peak MiB", "error / allowed"]]
+    for result in case["results"]:
+        if result["status"] != "right":
+            rows.append([result["contestant"], f"{result['status']}: {result['reason']}"])
+            continue
+        cells = [""] * 4
+        if seconds := result.get("seconds"):
+            phases = (number(1e3 * statistics.median(seconds[name])) for name in ("forward", "backward"))
+            divided = between(result["x_floor"]) if "x_floor" in result else ""
+            cells = [between(spread(seconds["both"]), 1e3), *phases, divided]
+        peak = result.get("peak_bytes")
+        rows.append([result["contestant"], *cells, number(peak and peak / 2**20), number(result["share"], 2)])
+    return f"\n{text}\n{aligned(rows)}"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import benchmarks.contestants  # noqa: F401  (registers them)
-from benchmarks import fidelity, registry
+from benchmarks import fidelity, measure
 
 NAIVE = "naive PyTorch"
 
@@ -12,7 +12,7 @@ NAIVE = "naive PyTorch"
 @pytest.fixture(scope="module")
 def report():
     paths = (fidelity.OURS, "ours, 16-bit logits", NAIVE)
-    options = registry.Options(torch.device("cpu"), only=paths)
+    options = measure.Options(torch.device("cpu"), only=paths)
     return fidelity.run(options, rows=1024, vocabulary=4096, width=128, sequences=3000)
 
 

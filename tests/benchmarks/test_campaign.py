@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import __main__ as command_line
 from benchmarks import campaign, report
-from benchmarks.registry import SUITES
+from benchmarks.measure import SUITES
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -8,7 +8,7 @@ import torch
 
 import benchmarks.__main__  # noqa: F401  it registers contestants and suites
 from benchmarks import products, profile
-from benchmarks.registry import SUITES, Options
+from benchmarks.measure import SUITES, Options
 from gspo_kernels.doctor import own_products
 
 TINY = Options(torch.device("cpu"), "tiny", repeats=1)
@@ -26,7 +26,7 @@ def test_gaps_are_times_in_which_nothing_ran():
     assert b == {"name": "b", "calls": 0.5, "ms": 0.0125} and [one["calls"] for one in rest] == [1.0, 1.0]
 
 
-def product(fault, hidden, weight, labels, tile, store=True):
+def product(fault, hidden, weight, labels, store=True):
     """Compute the product with exponentials in plain PyTorch, with a fault."""
     logits, label = hidden.double() @ weight.double().t(), labels[:, None]
     own = logits.gather(1, label)
@@ -58,9 +58,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_product_with_exponentials_is_judged_before_it_is_timed(fault, monkeypatch):
-    stand_in = functools.partial(product, fault)
-    stand_in.tiles = ("128 x 256",)
-    monkeypatch.setattr(products, "Exponentials", lambda device: stand_in)
+    monkeypatch.setattr(products, "load_product", lambda device: functools.partial(product, fault))
     known = []
     found = SUITES["exponentials"].run(Options(TINY.device, "tiny", repeats=1, save=known.append))
     said = [line["reason"] for line in found["lines"] if line["name"] == "gspo doctor"]
@@ -68,7 +66,7 @@ def test_the_product_with_exponentials_is_judged_before_it_is_timed(fault, monke
     judged, *timed = found["lines"][len(said) :]
     assert len(known) == len(found["lines"]) and known[-1]["lines"] == found["lines"]
     assert [line["name"].partition(": ")[2] for line in timed][2:] == (
-        [] if fault else ["128 x 256", "128 x 256, statistics"]
+        [] if fault else ["ours", "ours, statistics"]
     )
     assert (judged["share"] <= 1 and not judged["reason"]) if not fault else judged["reason"]
     assert any(word in judged["reason"] for word in FAULTS[fault].split("|"))

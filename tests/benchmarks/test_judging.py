@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks import contestants, measure, registry, suites
+from benchmarks import contestants, measure, suites
 from benchmarks import problem as gspo
 from benchmarks.problem import Judge
 
@@ -40,7 +40,9 @@ def autograd(problem):
     return loss, dict(zip(problem.names, torch.autograd.grad(loss, wanted), strict=False))
 
 
-@pytest.mark.parametrize("situation", (*gspo.SITUATIONS, "realistic"))
+@pytest.mark.parametrize(
+    "situation", ("all active", "half inactive", "10% clipped", "frozen head", "on-policy", "realistic")
+)
 @pytest.mark.parametrize("task", ("logits", "hidden"))
 def test_the_reference_is_that_of_autograd(task, situation):
     problem = real_problem(task) if situation == "realistic" else tiny_problem(task, situation)
@@ -94,12 +96,12 @@ def spoil(index, change, problem, *leaves):
 
 def outcomes(task, calls, monkeypatch, problem, repeats=1, without=None, **about):
     """Run a case with these contestants alone; return results by name."""
-    monkeypatch.setattr(registry, "CONTESTANTS", {})
+    monkeypatch.setattr(measure, "CONTESTANTS", {})
     for name, call in calls.items():
-        registry.contestant(name, task, **about)(lambda device, call=call: call)
+        measure.contestant(name, task, **about)(lambda device, call=call: call)
     floor = suites.PRODUCTS if task == "hidden" else {}
     case = measure.Case("case", lambda device: problem, {}, (".*",), floor)
-    options = registry.Options(CPU, repeats=repeats, memory=False, without=without or {})
+    options = measure.Options(CPU, repeats=repeats, size="tiny", without=without or {})
     record = measure.run_case(case, options)
     return {result["contestant"]: result for result in record["results"]}
 
@@ -142,14 +144,14 @@ def test_only_a_right_contestant_has_a_time(task, make, monkeypatch):
 def test_absence_has_reasons(tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("raise RuntimeError('no toolkit')")
     monkeypatch.syspath_prepend(tmp_path)
-    lost = registry.Contestant("lost", ("hidden",), lambda device: torch.no_such_name)
+    lost = measure.Contestant("lost", ("hidden",), lambda device: torch.no_such_name)
     for call, reason in (
         (lambda: contestants.package("no_such_package.module", CPU), "no_such_package is not installed"),
         (lambda: contestants.package("torch", CPU, gpu_only=True), "need a GPU"),
         (lambda: contestants.package("broken_package", CPU), "broken_package can't be imported: no toolkit"),
         (lambda: lost.get(CPU), "no_such_name"),
     ):
-        with pytest.raises(registry.Missing, match=reason):
+        with pytest.raises(measure.Missing, match=reason):
             call()
 
 
@@ -190,7 +192,7 @@ def test_peak_memory_of_a_process_of_its_own():
     """In place, no gradient is allocated; otherwise one of the logits' size is."""
     problem = gspo.draw("logits", 256, 8000, 0, 4, torch.float32)
     names = ("ours, cpp", "ours, cpp, in place")
-    entrants = [measure.Entrant(registry.CONTESTANTS[name], problem) for name in names]
+    entrants = [measure.Entrant(measure.CONTESTANTS[name], problem) for name in names]
     plain, in_place = measure.peaks_in_a_process(entrants, problem)
     size = problem.inputs[0].numel() * 4
     assert 0.9 * size <= plain <= 1.3 * size and in_place <= 0.3 * size
@@ -199,7 +201,7 @@ def test_peak_memory_of_a_process_of_its_own():
 def test_a_step_judges_every_parameter():
     made = suites.make(2, 6, 50, 64, 1, CPU, torch.float32)
     judge = suites.StepJudge(made)
-    contestant = registry.CONTESTANTS["ours, auto"]
+    contestant = measure.CONTESTANTS["ours, auto"]
     *_, (loss, gradients) = measure.Entrant(contestant, made, contestant.get(CPU)).once(CPU)
     assert not judge.verdict(contestant, loss, gradients).complaint
     for index in (0, 5, len(judge.names) - 1):
@@ -217,10 +219,10 @@ def test_peers_that_run_on_a_cpu_compute_the_same(task):
         pytest.skip("trl or liger-kernel is not installed")
     problem = real_problem(task)
     judge, seen = Judge(problem), []
-    for contestant in registry.entrants(task, ("TRL.*|Liger.*",), registry.Options(CPU), torch.float32):
+    for contestant in measure.entrants(task, ("TRL.*|Liger.*",), measure.Options(CPU), torch.float32):
         try:
             call = contestant.get(CPU)
-        except registry.Missing:
+        except measure.Missing:
             continue
         *_, results = measure.Entrant(contestant, problem.layout(contestant.layout), call).once(CPU)
         assert judge.verdict(contestant, *results).share < 3, contestant.name
@@ -230,6 +232,6 @@ def test_peers_that_run_on_a_cpu_compute_the_same(task):
 
 def test_a_missing_gradient_is_an_infinite_error():
     problem = tiny_problem("hidden", dtype=torch.bfloat16)
-    verdict = Judge(problem).verdict(registry.CONTESTANTS["naive PyTorch, fp32 logits"], None, (None, None))
+    verdict = Judge(problem).verdict(measure.CONTESTANTS["naive PyTorch, fp32 logits"], None, (None, None))
     assert set(verdict.errors) == {"loss", "hidden", "weight"}
     assert all(error == float("inf") for error in verdict.errors.values()) and verdict.complaint

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command_line
-from benchmarks import compare, report, suites
-from benchmarks.registry import contestant, suite
+from benchmarks import report, suites
+from benchmarks.measure import contestant, suite
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     chosen = ["ours, auto", "ours, cpp", "ours, two_pass", "naive PyTorch", "CCE, unfiltered"]
     cases = ["all active", "half inactive", "tiny", "bf16, large"]
-    options = ["--size", "tiny", "--repeats", "3", "--no-memory", "--contestants", *chosen, "--cases", *cases]
+    options = ["--size", "tiny", "--repeats", "3", "--contestants", *chosen, "--cases", *cases]
     assert command_line.main(["run", "logits", "hidden", *options, "--out", str(out)]) == 0
     return out
 
@@ -73,10 +73,10 @@ def altered(folder, target, name, factor):
 
 @pytest.mark.parametrize(("factor", "word"), ((1.0, ""), (1000.0, "slower"), (0.001, "faster")))
 def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
-    assert compare.main(tmp_path, folder) == 2
-    assert "no results" in capsys.readouterr().out
+    assert command_line.main(["compare", str(tmp_path), str(folder)]) == 2
+    assert "no results" in capsys.readouterr().err
     altered(folder, tmp_path, "ours, auto", factor)
-    assert compare.main(folder, tmp_path) == (1 if word else 0)
+    assert report.compare(folder, tmp_path) == (1 if word else 0)
     found = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("slower", "faster"))]
     assert len(found) == bool(word)
     assert all(line.startswith("hidden, all active: ours, auto") and line.endswith(word) for line in found)
@@ -85,7 +85,7 @@ def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
 def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
     case = copy.deepcopy(hidden_of(folder)["cases"][0])
     case["floor"]["probes"] = {}
-    found = compare.ratios(case)
+    found = report.ratios(case)
     assert found["naive PyTorch"] == {"median": 1, "low": 1, "high": 1}
     times = {one["contestant"]: one["seconds"]["both"] for one in case["results"] if "seconds" in one}
     pairs = sorted(a / b for a, b in zip(times["ours, auto"], times["naive PyTorch"], strict=True))
@@ -100,7 +100,7 @@ def test_the_page_is_up_to_date():
     assert command_line.main(["report", "--check"]) == 0, "run `python -m benchmarks report`"
     for folder in report.folders():
         assert report.PAGE.with_name(f"benchmarks_{folder.name}.png").exists()
-        assert not any("unfinished" in record for record in compare.load(folder).values())
+        assert not any("unfinished" in record for record in report.load(folder).values())
 
 
 def test_a_report_on_nothing_says_so(tmp_path, capsys):

@@ -12,21 +12,6 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.machine_code import (
-    BLOCKS,
-    TARGETS,
-    Recorder,
-    compiled,
-    counts,
-    disassemble,
-    held_row,
-    instructions,
-    name_of,
-    resources,
-    sass,
-    specialisation,
-)
-from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
 from gspo_kernels.kernels import exponentials, one_pass, products, tiles
 from gspo_kernels.types import (
@@ -40,6 +25,20 @@ from gspo_kernels.types import (
     RowPair,
     RowStats,
     stats_dtype,
+)
+from tests.kernels.machine_code import (
+    BLOCKS,
+    TARGETS,
+    Recorder,
+    compiled,
+    counts,
+    disassemble,
+    held_row,
+    instructions,
+    name_of,
+    resources,
+    sass,
+    specialisation,
 )
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
@@ -196,7 +195,9 @@ def hold(target: str) -> list[Any]:
         logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
         out = logits.view(torch.bfloat16)[..., :V] if dtype == torch.float32 else logits
         kernels.logprobs_and_grad(LogitRows(logits, labels, transform, -100), torch.zeros(2, 3), out)
-    recorder.calls.append(record(*KERNELS["rows from hidden states, fp32 to bf16, held"], blocks))
+    logits, labels = torch.empty(2, 3, 151936), torch.zeros(2, 3, dtype=torch.int64)
+    narrow = logits.view(torch.bfloat16)[..., :151936]
+    kernels.logprobs_and_rows(LogitRows(logits, labels, PLAIN, -100), narrow)
     return recorder.calls
 
 
@@ -281,7 +282,7 @@ def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
         if call[2]["num_ctas"] > 1:
             entry["cluster"] = order_of_cluster(kernel)
         if is_read(name) and "logits_ptr" in names:
-            entry["counts"] = counts(call, target, kernel)
+            entry["counts"] = counts(call, kernel)
         if is_read(name) and "cubin" in kernel.asm:
             for field, words in (("wide_loads", "LDG"), ("wide_stores", "STG")):
                 entry[field] = len(re.findall(rf"\b{words}\.E\S*\.128", sass(kernel)))

@@ -1,4 +1,4 @@
-"""The Triton kernels as they ship, compiled for GPUs that needn't be here, and counts of their machine code.
+"""The Triton kernels as they ship, compiled for GPUs that needn't be here, and their machine code.
 
 The launchers themselves decide what is compiled. Their ``launch`` is replaced by one that records the
 arguments, and Triton's own binder turns these into the specialisation that a launch on the target would ask
@@ -325,58 +325,13 @@ def held_row(program: list[Instruction]) -> list[Instruction]:
     return shortest_way(program, 0, end, _is_exponential, exponentials(program))
 
 
-_EXPONENTIAL = r"MUFU|v_(?:exp|log|rcp|sqrt|rsq)_f"
 _BARRIER = r"BAR\.|s_barrier"
-_MOST_WARPS = {"sm_80": 64, "sm_90": 64, "sm_100": 64, "sm_120": 48, "gfx942": 32}
 
 
-def warps_at_a_time(target: str, registers: int, shared: int, warps: int) -> int:
-    """Return how many warps (AMD: waves of 64) fit on a multiprocessor by registers and shared memory."""
-    most = _MOST_WARPS[target]
-    if target == "gfx942":
-        # four SIMD units with 512 registers per lane each, handed out by eights
-        return min(most, 4 * (512 // (-(-registers // 8) * 8))) // warps * warps
-    memory = {"sm_80": 167936, "sm_120": 102400}.get(target, 233472)
-    programs = min(65536 // (-(-registers // 8) * 8 * 32 * warps), memory // (shared + 1024), 32)
-    return min(programs, most // warps) * warps
-
-
-def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
-    """Return the cost per logit of all walks over a row together, and the resources that a program occupies.
-
-    ``bytes_in_flight`` is what one iteration loads, for all warps that a multiprocessor holds at a time.
-    """
-    usage = resources(kernel)
-    size, warps = call[1][0].element_size(), call[2]["num_warps"]
-    held = warps_at_a_time(target, usage["REG"], usage["SHARED"], warps)
-    lanes = TARGETS[target].warp_size
-    found: dict[str, Any] = {"kernel": name_of(call), "target": target, "registers": usage["REG"]}
-    found |= {"spilled": usage["STACK"] + usage["LOCAL"], "warps": held}
-    stays = "PIECES" in call[2]
+def counts(call: Call, kernel: Any) -> dict[str, Any]:
+    """Return the barriers, and the loads by their bits per thread, of all walks over a row together."""
     program = instructions(kernel)
-    walks = [held_row(program)] if stays else row_loops(program)
-    own = constants_of(call)["BLOCK"] / (warps * lanes)
-
-    def logits_of(walk: list[Instruction]) -> float:
-        """Return a walk's logits per thread. If no row is held, exponentials tell them (a fold takes one more
-        than it has logits), or 16-byte loads if these tell fewer (some may load what a neighbour has).
-        """
-        if stays:
-            return float(call[1][0].shape[2]) / (warps * lanes * call[2]["num_ctas"])
-        folded = own * max(1, round(exponentials(walk) / (own + 1)))
-        wide = sum(one.loaded for one in walk if one.loaded >= 16) / size
-        return min(wide or folded, folded)
-
-    logits = [logits_of(walk) for walk in walks]
-
-    def per_logit(pattern: str) -> float:
-        each = [sum(bool(re.match(pattern, one.opcode)) for one in walk) for walk in walks]
-        return round(sum(number / count for number, count in zip(each, logits, strict=True)), 3)
-
-    found["instructions_per_logit"] = per_logit("")
-    found["mufu_per_logit"] = per_logit(_EXPONENTIAL)
-    found["barriers"] = sum(bool(re.match(_BARRIER, one.opcode)) for walk in walks for one in walk)
+    walks = [held_row(program)] if "PIECES" in call[2] else row_loops(program)
+    barriers = sum(bool(re.match(_BARRIER, one.opcode)) for walk in walks for one in walk)
     widths = Counter(8 * one.loaded for walk in walks for one in walk if one.loaded)
-    found["loads"] = {str(bits): number for bits, number in sorted(widths.items())}
-    found["bytes_in_flight"] = max((int(size * n) for n in logits), default=0) * lanes * held
-    return found
+    return {"barriers": barriers, "loads": {str(bits): number for bits, number in sorted(widths.items())}}
