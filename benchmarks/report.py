@@ -388,7 +388,7 @@ def plot_fidelity(record: Record, path: Path) -> None:
             points = [
                 ((one["nearest"] * one["farthest"]) ** 0.5, 100 * one["wrong"][name] / one["sequences"])
                 for one in lines
-                if one["length"] == length
+                if one["length"] == length and one["sequences"]
             ]
             words = f"{label}, {length} tokens"
             decisions.plot(*zip(*points, strict=True), marker="o", ms=4, ls=style, color=color, label=words)

@@ -84,7 +84,8 @@ def case_table(case: dict[str, Any]) -> str:
             continue
         cells = [""] * 4
         if seconds := result.get("seconds"):
-            phases = (number(1e3 * statistics.median(seconds[name])) for name in ("forward", "backward"))
+            phases = [number(1e3 * statistics.median(seconds[name])) for name in ("forward", "backward")]
+            phases = ["", ""] if case["task"] == "scoring" else phases
             divided = between(result["x_floor"]) if "x_floor" in result else ""
             cells = [between(spread(seconds["both"]), 1e3), *phases, divided]
         peak = result.get("peak_bytes")
