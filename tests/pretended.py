@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +48,6 @@ class PretendedGpu:
         kernels: launches of the package's kernels, by name.
         small: launches of anything else, by operation: at least one kernel each.
         looks: operations that the host had to wait for, by name.
-        waits: for each copy to the host, how many products and kernels were queued before the host waited.
         peak: the most bytes alive at once, of tensors made inside.
     """
 
@@ -57,7 +57,6 @@ class PretendedGpu:
         self.kernels: Counter[str] = Counter()
         self.small: Counter[str] = Counter()
         self.looks: Counter[str] = Counter()
-        self.waits: list[int] = []
         self.alive = self.peak = 0
         self._monkeypatch, self._storages = monkeypatch, {}
 
@@ -73,7 +72,8 @@ class PretendedGpu:
         context.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
         context.setattr(torch.cuda, "current_stream", lambda _: None)
         context.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        context.setattr(torch.cuda, "Event", lambda: _Event(self))
+        event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+        context.setattr(torch.cuda, "Event", lambda: event)
         self._interpret(context)
         self._modes = (_Asked(self), _Launched(self))
         for mode in self._modes:
@@ -126,24 +126,6 @@ class PretendedGpu:
 
     def _freed(self, key: int) -> None:
         self.alive -= self._storages.pop(key)
-
-
-class _Event:
-    """An event of a device, for which the host waits while the device does what was queued after it."""
-
-    def __init__(self, gpu: PretendedGpu):
-        self._gpu = gpu
-
-    def record(self, stream: Any) -> None:
-        """Remember what is queued."""
-        self._before = self._queued()
-
-    def synchronize(self) -> None:
-        """Remember how much was queued meanwhile."""
-        self._gpu.waits.append(self._queued() - self._before)
-
-    def _queued(self) -> int:
-        return len(self._gpu.products) + self._gpu.kernels.total()
 
 
 def _on_host(tensor: Tensor) -> bool:

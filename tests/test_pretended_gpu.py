@@ -11,7 +11,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import lengths
 from gspo_kernels.integrations import hooks
-from gspo_kernels.linear.products import exponentials, products_of, pytorch
+from gspo_kernels.linear.products import products_of, pytorch
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.ops import memory
 from gspo_kernels.plan import RequiresGrad
@@ -171,18 +171,6 @@ def test_recomputed_rows_have_the_memory_of_chunks_of_about_the_same_size(gpu):
         weight.grad = None
         peaks.append(gpu.peak)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
-
-
-def test_peak_memory_has_rows_of_the_next_chunk(gpu, monkeypatch):
-    """The host looks at the device, and two rows are multiplied before."""
-    leaves, *given = problem(torch.bfloat16, 24, 8192, 4)
-    options = {"schedule": "aligned", "max_chunk_bytes": 16 * 8192 * 4, "objective": gk.GSPO(0.999, 1e9)}
-    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 4.0 * 8192 * 24)
-    monkeypatch.setattr(pytorch, "AHEAD", 0.5)
-    with gpu:
-        plan = gk.explain_schedule(*leaves, *given, **options)
-        gk.fused_linear_policy_loss(*leaves, *given, **options).loss.backward()
-    assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -354,14 +342,14 @@ def test_from_hidden_states_few_launches_and_no_look_that_need_not_be(gpu, sched
         gk.fused_linear_policy_loss(*leaves, labels, **terms, **options).loss.backward()
     small, kernels, looks = most
     assert gpu.products and not gpu.inexact
-    assert gpu.looks.total() + len(gpu.waits) == looks
+    assert gpu.looks.total() == looks
     assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
 
 
 @pytest.fixture
 def large(monkeypatch):
     """Let a look at the device pay, as in calls with many rows."""
-    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 0.0)
+    monkeypatch.setattr(pytorch, "MIN_SYNC_WORK", 0.0)
 
 
 @pytest.mark.parametrize(("schedule", "skip", "terms", "most"), LARGE)
@@ -375,32 +363,12 @@ def test_a_look_pays_from_a_millisecond_of_products_on():
 
     def rows(*shape):
         weight = torch.empty(*shape, device="meta")
-        return products_of(weight, None, None, "float32", False, options).rows_worth_a_look
+        return products_of(weight, None, None, "float32", False, options).min_rows_to_sync
 
     assert rows(151936, 4096) == 0.0  # not on a GPU
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         assert 2000 < rows(151936, 4096) < 4096 < rows(151936, 1024)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "terms"),
-    [(torch.float32, "holes"), *((NARROW[1], terms) for terms in ("holes", "entropy_tensor", "epilogue"))],
-)
-@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()])
-def test_rows_of_the_next_chunk_are_queued_before_a_look(gpu, monkeypatch, objective, dtype, terms):
-    """Only before the last look the device has nothing to do. "epilogue": a product takes exponentials."""
-    monkeypatch.setattr(pytorch, "WORTH_A_LOOK", 3.0 * V * 16)
-    monkeypatch.setattr(pytorch, "AHEAD", 0.7)
-    if terms == "epilogue":
-        monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
-        terms = "entropy_tensor"
-    case = make_case("linear", "packed", terms, dtype=dtype, lengths=(3, 2, 4, 4, 0, 1, 3, 4, 2, 3))
-    options = {"schedule": "aligned" if objective == gk.GSPO() else "known", "max_chunk_bytes": 5 * ROW}
-    with gpu:
-        got = run(case, ENTRY, objective, "triton", **options)
-    assert len(gpu.waits) > 2 and min(gpu.waits[:-1]) > 0
-    assert_equals_oracle(got, case, objective)
 
 
 LENGTHS = torch.tensor([0, 2, 2, 7, 16], dtype=torch.int32)

@@ -63,11 +63,11 @@ def from_host(
     parallel: Parallel,
 ) -> Chunking:
     """Return how logits are made where the caller has the mask, or the offsets, on the CPU, and the tokens on
-    another device: the host then knows lengths without a look at the device.
+    another device: the host then knows lengths without a host-device sync.
 
     Which labels are ``ignore_index`` it doesn't know. Such rows get logits, but no gradient, if they are in
-    the mask; without a mask on the CPU they do where leaving them out isn't worth a look. A batch-invariant
-    call looks, because its segments consist of counted tokens, and so does one whose ranks must agree.
+    the mask; without a mask on the CPU they do where skipping them isn't worth a sync. A batch-invariant
+    call syncs, because its segments consist of counted tokens, and so does one whose ranks must agree.
 
     Args:
         chunking: of the call.
@@ -82,7 +82,7 @@ def from_host(
         return chunking
     if chunking.batch_invariant or parallel.tp_group is not None or torch.compiler.is_compiling():
         return chunking
-    few = tokens.numel() * head.numel() < pytorch.WORTH_A_LOOK
+    few = tokens.numel() * head.numel() < pytorch.MIN_SYNC_WORK
     if (offsets is not None and not offsets.is_cpu) or (chunking.compact and not masked and not few):
         return chunking
     lengths, where = lengths_on_host(tokens, mask if masked else None, offsets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo_kernels.invariance import refuse_backend
 from gspo_kernels.linear.chunk import Chunk, as_index, rows_at
-from gspo_kernels.linear.products import products_of, pytorch
+from gspo_kernels.linear.products import products_of
 from gspo_kernels.ops.backends import hidden_kernels
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.memory import LEAST_BYTES, chunk_rows
@@ -156,14 +156,6 @@ class Call:
         """How many rows get logits."""
         where = self.projected
         return where.stop if isinstance(where, slice) else len(where)
-
-    def look_ahead(self, leaves_out: bool, chunks: Sequence[int]) -> None:
-        """Make room for rows of a next chunk, if chunks with so many rows look at the device for rows that
-        they leave out: multiplying those rows first keeps it busy. See ``pytorch.AHEAD``.
-        """
-        worth = self.products.rows_worth_a_look
-        if leaves_out and self.products.any_order and len(chunks) > 1 and 0 < worth <= max(chunks):
-            self.products.ahead = int(pytorch.AHEAD * worth)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
         """Return the positions of the rows where ``keep`` holds; None: of all rows, or of ``chunking.where``.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.lengths import Read
 from gspo_kernels.types import LogitRows, RowOptions, RowStats
 
 
@@ -44,12 +42,6 @@ class Chunk(NamedTuple):
             transform = transform._replace(kept=bits.part(transform.kept, first, last - first))
         options = self.options._replace(transform=transform, ignore_index=ignore_index)
         return self._replace(labels=self.labels.to(torch.int64) - label, options=options)
-
-    def part(self, span: slice) -> Chunk:
-        """Return a chunk of neighbouring rows, for a product."""
-        options = self.options._replace(transform=self.options.transform.rows(lambda each: each[:, span]))
-        hidden = self.hidden[span]
-        return Chunk(self.where, hidden, self.labels[:, span], options, hidden.shape[0])
 
     def select(self, keep: Tensor) -> Chunk:
         """Return a chunk of the rows with these indices."""
@@ -88,27 +80,19 @@ class Projected(NamedTuple):
         return Projected(values[: sources.numel()], stats, self.written, factors, rests)
 
 
-def compacted(
-    keep: Tensor, in_order: bool = False, meanwhile: Callable[[], None] | None = None
-) -> tuple[Tensor, Tensor] | None:
+def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | None:
     """Find how the k rows where ``keep`` [n] holds move to the front; None if it holds for all rows.
 
     By default few rows move: kept rows in front stay, those behind fill the gaps. With ``in_order`` the rows
     keep their order. Either way a row comes from behind all places that were filled before, so that rows can
-    move within the same memory, a few at a time. This reads the device once; ``meanwhile`` queues other work
-    before the host waits.
+    move within the same memory, a few at a time. This is one host-device sync.
 
     Returns:
         The index that each of the k rows comes from, [k], and the places into which another row moves.
     """
     before = keep.cumsum(0)
     # how many rows are kept, and how many of these are among the first ``count`` already
-    numbers = torch.cat([before[-1:], before.take(before[-1:] - 1)])
-    if meanwhile is not None:
-        read = Read(numbers)
-        meanwhile()
-        numbers = read.wait()
-    count, stay = numbers.tolist()
+    count, stay = torch.cat([before[-1:], before.take(before[-1:] - 1)]).tolist()
     if count == keep.numel():
         return None
     kept = keep.nonzero_static(size=count).squeeze(1)

@@ -91,10 +91,6 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups, ids: int) -> tu
     parts, count = groups.parts, sum(groups.row_counts)
     call.make_room(*(part.row_count for part in parts))
     rows = products.max_rows
-    chunks = [part.row_count for part in parts if part.schedule == "aligned"]
-    if parts and parts[0].schedule == "known" and plan.depends_on == "token":
-        ends = products.cut(count, rows)
-        chunks = ends[:1] * len(ends)
     scores, beside, with_row = products.statistics_bytes(rows), 0, 0
     if ids:
         before, beside, written, with_row = (ids * each for each in CENTERING_BYTES[plan.schedule])
@@ -103,8 +99,6 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups, ids: int) -> tu
         # a row's other ids are cut by a mask
         writing = beside + rows * (products.row_bytes + written + copied + products.vocabulary // 8)
         scores = max(before * call.labels.numel(), writing)
-    else:
-        call.look_ahead(plan.leaves_out, chunks)
     if not any(needs):
         return scores, 0
     # what a row has besides its logits: its hidden state, unless that is read in place; the same times its
@@ -130,8 +124,6 @@ def memory_of(call: Call, plan: Plan, groups: CoefficientGroups, ids: int) -> tu
         at_work = chunk + sum(kept) + longest * row + sums
         at_the_end = longest * (row - operand) + of_hidden + sums
     else:
-        if products.ahead:
-            chunk += products.ahead * products.row_bytes + (0 if in_place else rows * H * narrow)
         at_the_end = of_hidden + sums + (of_weight if of_weight < sums else 0)
         if any(part.schedule == "deferred" for part in parts):
             kept = [sums]  # those of one sequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,7 +103,6 @@ class Gradients:
         grad: Tensor,
         grad_entropy: Tensor | None,
         skip: bool,
-        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Add the gradients of a chunk, from its coefficients; overwrites its logits.
 
@@ -112,12 +110,11 @@ class Gradients:
             projected: the chunk's logits or rows, and its statistics.
             chunk: the rows.
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
-            skip: leave rows without gradient out of the products.
-            meanwhile: with ``skip``, queues other work before the host waits for how many rows these are.
+            skip: skip rows without gradient in the products, which takes a host-device sync.
         """
         active = is_active(grad, grad_entropy) if skip or grad_entropy is not None else None
         invariant = self.call.chunking.batch_invariant
-        kept = compacted(active, invariant, meanwhile) if active is not None and skip else None
+        kept = compacted(active, invariant) if active is not None and skip else None
         if active is not None and kept is not None:
             sources, gaps = kept
             if not sources.numel():

@@ -47,7 +47,7 @@ def linear_logprobs_backward(
     call = Call(operands, whole_logits=False)
     scores = Scores(call, False, stats)
     new_stats, where = False, call.projected
-    if skip and call.products.rows_worth_a_look <= call.labels.numel():
+    if skip and call.products.min_rows_to_sync <= call.labels.numel():
         keep = is_active(grad_logprobs, grad_entropy) & call.counted
         new_stats = call.products.varies and not torch.equal(keep, call.counted)
         where = call.index(keep)

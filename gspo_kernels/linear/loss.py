@@ -7,9 +7,7 @@ beforehand from masks and lengths alone.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -150,8 +148,8 @@ class Run:
 
     def __init__(self, call: Call, terms: Terms, plan: Plan):
         self.call, self.terms, self.plan = call, terms, plan
-        # from how many rows on those without gradient stay out of gradient products
-        self.leaves_out_from = call.products.rows_worth_a_look if plan.leaves_out else math.inf
+        # the least number of rows for which gradient products skip those without gradient
+        self.min_rows_to_skip = call.products.min_rows_to_sync if plan.leaves_out else math.inf
         # a ratio, which would show the last bits of the log-probs
         self.compared = terms.old_logprobs is not None or terms.ref_logprobs is not None
         # evaluate all tokens at once: other ranks have tokens of the same sequences, or sums over sequences
@@ -167,7 +165,9 @@ class Run:
         ``all_active``: no row is known to have no gradient. ``once``: dWeight is one product.
         """
         call = self.call
-        keeps = all_rows and all_active and call.tokens is None and self.leaves_out_from > call.labels.numel()
+        keeps = (
+            all_rows and all_active and call.tokens is None and self.min_rows_to_skip > call.labels.numel()
+        )
         self.scores = Scores(call, self.plan.entropy, all_rows=all_rows)
         self.gradients = Gradients(call, self.plan.requires_grad, True, all_rows=keeps, once=once)
 
@@ -181,7 +181,7 @@ class Run:
         self.start(isinstance(where, slice), True, row_count <= call.chunk_rows)
         if self.plan.depends_on == "nothing":
             grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
-            keep = call.index(grads[where] != 0) if self.leaves_out_from <= call.labels.numel() else None
+            keep = call.index(grads[where] != 0) if self.min_rows_to_skip <= call.labels.numel() else None
             if isinstance(keep, Tensor):
                 # the rows without gradient are only projected
                 index = as_index(where, keep.device)
@@ -198,21 +198,8 @@ class Run:
         in_one_launch = ratio_clip != NO_RATIO
         if in_one_launch:
             per_token, ratio_clip = sum_over_tokens(per_token, ratio_clip)
-        if call.labels.is_cuda:
-            ends = call.products.cut(row_count, call.products.max_rows)
-            call.look_ahead(self.plan.leaves_out, ends[:1] * len(ends))
-        chunks = call.chunks(where)
-        begun = list(itertools.islice(chunks, 1))
-
-        def begin() -> None:
-            for following in itertools.islice(chunks, 1):
-                begun.append(following)
-                call.products.begin(following, self.plan.entropy)
-
-        meanwhile = begin if call.products.ahead else None
-        while begun:
-            chunk = begun.pop()
-            skip = self.leaves_out_from <= chunk.size
+        for chunk in call.chunks(where):
+            skip = self.min_rows_to_skip <= chunk.size
             projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
             self.scores.keep(chunk, projected.stats)
             at, (logprobs, _, entropy) = chunk.where, projected.stats
@@ -227,9 +214,8 @@ class Run:
                 entropy = None if entropy is None else entropy.t()
                 step = evaluate(logprobs.t(), entropy, chunk_terms, want_metrics=False)
             grad_entropy = step.grad_entropy.flatten() if step.grad_entropy.numel() else None
-            self.gradients.add(projected, chunk, step.grad_logprobs.flatten(), grad_entropy, skip, meanwhile)
+            self.gradients.add(projected, chunk, step.grad_logprobs.flatten(), grad_entropy, skip)
             del projected
-            begun = begun or list(itertools.islice(chunks, 1))
 
     def by_parts(self) -> None:
         """Cut the batch into parts, and work through each by its schedule."""
@@ -250,23 +236,11 @@ class Run:
         sequence_sums = None
         if "deferred" in schedules:
             sequence_sums = HeadSums(call.products, plan.requires_grad, plan.backend)
-        if call.labels.is_cuda:
-            call.look_ahead(plan.leaves_out, [part.row_count for part in parts if part.schedule == "aligned"])
-        items, begun = list(groups.prepare(parts, self.terms, self.at_once)), list[Chunk]()
-        items.reverse()
-
-        def begin() -> None:
-            if items and items[-1][0].schedule == "aligned":
-                begun.append(call.chunk(*items[-1][1:3]))
-                call.products.begin(begun[0], plan.entropy)
-
-        meanwhile = begin if call.products.ahead else None
-        while items:
-            part, where, labels, terms = items.pop()
+        for part, where, labels, terms in groups.prepare(parts, self.terms, self.at_once):
             if part.schedule == "forward":
                 self.scores.forward(where)
             elif part.schedule == "aligned":
-                self.aligned(begun.pop() if begun else call.chunk(where, labels), terms, meanwhile)
+                self.aligned(call.chunk(where, labels), terms)
             elif sequence_sums is not None and part.schedule == "deferred":
                 self.deferred(where, terms, sequence_sums)
             elif part.schedule == "frozen":
@@ -274,16 +248,13 @@ class Run:
             else:
                 self.two_pass(where, terms)
 
-    def aligned(self, chunk: Chunk, terms: Terms, meanwhile: Callable[[], None] | None) -> None:
-        """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits.
-
-        ``meanwhile`` queues rows of the next chunk, before the host waits for this one.
-        """
-        skip = self.leaves_out_from <= chunk.size
+    def aligned(self, chunk: Chunk, terms: Terms) -> None:
+        """Serve a chunk of whole groups: log-probs, coefficients and gradient come from the same logits."""
+        skip = self.min_rows_to_skip <= chunk.size
         projected = self.call.products.project(chunk, self.plan.entropy, not skip, self.compared)
         self.scores.keep(chunk, projected.stats)
         grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
-        self.gradients.add(projected, chunk, grad, grad_entropy, skip, meanwhile)
+        self.gradients.add(projected, chunk, grad, grad_entropy, skip)
 
     def deferred(self, where: slice | Tensor, terms: Terms, sums: HeadSums) -> None:
         """Serve a sequence in chunks: its one coefficient multiplies the sequence's ``sums`` at its end."""
@@ -330,7 +301,7 @@ class Run:
         """Project all rows for their coefficients, and rows with a gradient once more."""
         self.scores.forward(where)
         grad, grad_entropy = self.coefficients(where, terms)
-        keep = self.call.index(is_active(grad, grad_entropy)) if self.leaves_out_from <= len(grad) else None
+        keep = self.call.index(is_active(grad, grad_entropy)) if self.min_rows_to_skip <= len(grad) else None
         chosen = keep if isinstance(keep, Tensor) else None
         if chosen is not None:
             where = as_index(where, chosen.device)[chosen]

@@ -37,7 +37,7 @@ def products_of(
     | weight | products |
     |---|---|
     | any, in a batch-invariant call | ``FixedProducts``: sums in a fixed order |
-    | bf16 on Hopper and B200, by Triton | ``ExponentialProducts``: no pass over logits |
+    | bf16 on Hopper and B200, if enabled | ``ExponentialProducts``: no pass over logits |
     | any other on CUDA | ``Products``: torch.mm, to fp32 from 16 bits |
     | on the CPU, bf16 with AVX-512, or large fp32 on AMD | ``BlockProducts``: the C++ backend's |
     | any other on the CPU | ``StreamedProducts``: torch.mm in slabs of fp32 or fp64 |
@@ -48,7 +48,8 @@ def products_of(
     are projected together: log-probs from an earlier call remain comparable. For the same reason
     ``ExponentialProducts`` serve losses and log-probs alike, but not ``whole_logits``, ``logits_dtype`` of
     "input", sampling masks, a vocabulary that ranks share, and adapters: their calls see logits. Compiled for
-    sm_80 the kernel spills registers with either of its tiles, and loads nothing ahead.
+    sm_80 the kernel spills registers with either of its tiles, and loads nothing ahead. No GPU has run it:
+    ``first_use.enable_tensor_maps`` enables it.
 
     Args:
         weight: [V, H], or the low-rank adapter's [V, r] where ``base`` [V, H] is the frozen weight.

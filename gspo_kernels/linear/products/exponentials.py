@@ -1,4 +1,4 @@
-"""A head's product on Hopper and B200 that writes exponentials in place of logits.
+"""A head's product on Hopper and B200 that writes exponentials in place of logits; off by default.
 
 Statistics need no pass over logits then, and the exponentials are the rows of the gradient products already,
 up to a factor for each row (``kernels.exponentials``). dHidden and dWeight are PyTorch's products. A row's
@@ -36,7 +36,6 @@ class ExponentialProducts(Products):
         self._stride = -(-self.vocabulary // ALIGNED) * ALIGNED
         self.row_bytes = self._stride * self.rows_dtype.itemsize
         self.block_dtype = self.rows_dtype
-        self._early: Any = None
         self._first = 0
 
     def statistics_rows(self, row_count: int) -> int:
@@ -52,39 +51,12 @@ class ExponentialProducts(Products):
         and ``add_entropy`` multiplies it.
         """
         if self.memory is None:
-            size = torch.Size((max(chunk.size, self.max_rows) + self.ahead, self._stride))
+            size = torch.Size((max(chunk.size, self.max_rows), self._stride))
             self.memory = used_memory(size, self.rows_dtype, self.weight.device)
-        if self.ahead:
-            out = self._place(self.memory, chunk.size)[:, : self.vocabulary]
-            stats, factors, rests = self._finish(chunk, out, entropy)
-        else:
-            out = self.memory[: chunk.size, : self.vocabulary]
-            stats, factors, rests = self._project(chunk, out, entropy)
+        out = self.memory[: chunk.size, : self.vocabulary]
+        stats, factors, rests = self._project(chunk, out, entropy)
         written = not (entropy and self.options.transform.softcap)
         return Projected(out, stats, written, factors, rests)
-
-    def begin(self, chunk: Chunk, entropy: bool) -> None:
-        """Queue the product of some rows, along with their statistics."""
-        rows = self._next(chunk.size)
-        assert self.memory is not None
-        out = self._place(self.memory, chunk.size)[:, : self.vocabulary]
-        self._early = self._project(chunk.part(rows), out[rows], entropy)
-
-    def _finish(self, chunk: Chunk, out: Tensor, entropy: bool) -> Any:
-        """Multiply the rows that ``begin`` has not, and return what the product gives for all."""
-        begun = self._begun
-        rest = self._rest(chunk.size)
-        if rest.start == rest.stop:
-            return self._early
-        late = self._project(chunk.part(rest), out[rest], entropy)
-        if not begun.stop:
-            return late
-        one, two = (late, self._early) if begun.start else (self._early, late)
-        stats: Any = [
-            None if each is None else torch.cat([each, more], 1)
-            for each, more in zip(one[0], two[0], strict=True)
-        ]
-        return RowStats(*stats), torch.cat([one[1], two[1]]), torch.cat([one[2], two[2]])
 
     def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
         from gspo_kernels.kernels.exponentials import exponentials

@@ -25,14 +25,10 @@ LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
 for dHidden. So logits are written in columns that stay in cache, with the same bits. With MKL on two AVX2
 cores this is a twentieth faster, and a quarter where a product has only 16 rows."""
 
-WORTH_A_LOOK = 1.75e12
-"""Rows times V times H from which on a look at the device may save time. Without it the host runs ahead by
-about a millisecond. With a tenth of rows left out, their two products save 0.4 rows V H operations: as long,
-at 700 TFLOP/s. On the CPU a look costs nothing."""
-AHEAD = 0.05
-"""How many rows of the next chunk are multiplied before a look, as a part of the rows that are worth one: for
-0.25 ms, in which the host reads two numbers and queues the next dozen launches. All rows of the next chunk
-would need twice the memory, or half the rows in a chunk and so another 8VH bytes for each."""
+MIN_SYNC_WORK = 1.75e12
+"""The least rows * V * H for which a host-device sync may save time. A sync costs about a millisecond, by
+which the host is otherwise ahead of the device. Skipping a tenth of the rows saves 0.4 * rows * V * H
+operations in two products, which take as long at 700 TFLOP/s. On the CPU a sync costs nothing."""
 
 
 class Products:
@@ -63,9 +59,8 @@ class Products:
         first_column: the first column of hidden states that ``trained`` multiplies.
         max_rows: how many rows of logits to make room for.
         memory: where these rows lie; None before the first.
-        rows_worth_a_look: from how many rows on it pays to look at the device, so that rows without gradient
-            stay out of gradient products. See ``WORTH_A_LOOK``.
-        ahead: how many rows of the next chunk ``begin`` multiplies; there is room for that many more.
+        min_rows_to_sync: the least number of rows for which a host-device sync pays, so that gradient
+            products can skip rows without gradient. See ``MIN_SYNC_WORK``.
     """
 
     name = "torch.mm"
@@ -98,10 +93,9 @@ class Products:
         self.row_bytes = self.vocabulary * (self.dtype.itemsize + extra)
         self.block_dtype = self.dtype
         self.operand_dtype, self.first_column = self.rows_dtype, 0
-        self.rows_worth_a_look = WORTH_A_LOOK / weight.numel() if weight.is_cuda else 0.0
-        self.max_rows = self.ahead = 0
+        self.min_rows_to_sync = MIN_SYNC_WORK / weight.numel() if weight.is_cuda else 0.0
+        self.max_rows = 0
         self.memory: Tensor | None = None
-        self._at_end, self._begun = False, slice(0, 0)
 
     def columns(self, first: int, last: int) -> Products:
         """Return the products of some columns of the logits: of a head with these rows of the weight."""
@@ -141,37 +135,9 @@ class Products:
     def logits_of(self, chunk: Chunk) -> Tensor:
         """Return logits [n, V], in memory that the next call of this method overwrites."""
         if self.memory is None:
-            size = torch.Size((max(chunk.size, self.max_rows) + self.ahead, self.vocabulary))
+            size = torch.Size((max(chunk.size, self.max_rows), self.vocabulary))
             self.memory = used_memory(size, self.dtype, self.weight.device)
-        if not self.ahead:
-            return self.logits(chunk.hidden, self.memory[: chunk.size])
-        out, rest = self._place(self.memory, chunk.size), self._rest(chunk.size)
-        if rest.start < rest.stop:
-            self.logits(chunk.hidden[rest], out[rest])
-        return out
-
-    def begin(self, chunk: Chunk, entropy: bool) -> None:
-        """Queue the product of the first or last rows of the chunk that is projected next."""
-        rows = self._next(chunk.size)
-        assert self.memory is not None
-        self.logits(chunk.hidden[rows], self._place(self.memory, chunk.size)[rows])
-
-    def _place(self, memory: Tensor, row_count: int) -> Tensor:
-        """Return where the current chunk lies. Chunks lie at the start and at the end of the memory by turns,
-        if rows of the next one are multiplied while the current one is needed.
-        """
-        return memory[len(memory) - row_count :] if self._at_end else memory[:row_count]
-
-    def _next(self, size: int) -> slice:
-        """Turn to the next chunk, of ``size`` rows; return those that don't overlap the current one."""
-        count, self._at_end = min(self.ahead, size), not self._at_end
-        self._begun = slice(size - count, size) if self._at_end else slice(0, count)
-        return self._begun
-
-    def _rest(self, size: int) -> slice:
-        """Return the rows of the current chunk that are not multiplied yet."""
-        begun, self._begun = self._begun, slice(0, 0)
-        return slice(0, begun.start) if begun.start else slice(begun.stop, size)
+        return self.logits(chunk.hidden, self.memory[: chunk.size])
 
     def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
         """Return the statistics of rows without a gradient. A product is free to write no logits."""
