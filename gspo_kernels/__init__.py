@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is public
     from gspo_kernels.centering import ScoreCentering as ScoreCentering
     from gspo_kernels.distillation import distillation_loss as distillation_loss
     from gspo_kernels.distillation import fused_linear_distillation_loss as fused_linear_distillation_loss
+    from gspo_kernels.first_use import enable_tensor_maps as enable_tensor_maps
     from gspo_kernels.invariance import is_batch_invariant as is_batch_invariant
     from gspo_kernels.invariance import set_batch_invariant as set_batch_invariant
     from gspo_kernels.lengths import prefetch as prefetch
@@ -49,6 +50,7 @@ _NAMES = {
     "aggregation": ["normalizer"],
     "centering": ["ScoreCentering"],
     "distillation": ["distillation_loss", "fused_linear_distillation_loss"],
+    "first_use": ["enable_tensor_maps"],
     "invariance": ["is_batch_invariant", "set_batch_invariant"],
     "lengths": ["prefetch"],
     "logprobs": ["linear_token_logprobs", "token_logprobs"],

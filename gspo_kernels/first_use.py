@@ -1,14 +1,64 @@
-"""Products that no GPU had run when they were written: a device's first use compares them with PyTorch's."""
+"""Products by tensor maps: off by default, as no GPU has run them; first uses are compared."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
 import torch
 
+from gspo_kernels import checks
+
 _LOGGER = logging.getLogger("gspo_kernels")
+
+VARIABLE = "GSPO_KERNELS_TENSOR_MAPS"
+DEFAULT = "0"
+"""The value of the variable if it is not set. It becomes "1" once a committed run of the campaign
+(``python -m benchmarks campaign``) shows these products right and faster."""
+
+_enabled: bool | None = None
+
+
+def enable_tensor_maps(enabled: bool) -> None:
+    """Enable or disable products by tensor maps on Hopper and B200, in all threads of the process.
+
+    These are the product of a bf16 head that writes exponentials in place of logits, and the batch-invariant
+    product of 16-bit operands. They are disabled by default, because no GPU has run them and an illegal
+    access would end the process. Without them ``torch.mm`` and passes over the logits serve a bf16 head, and
+    batch-invariant products load by pointers. If enabled, the first use of each product on a device compares
+    it with PyTorch's.
+
+    The environment variable ``GSPO_KERNELS_TENSOR_MAPS``, "0" or "1", does the same; this function overrides
+    it. The two ways differ in the last bits of their results, also in batch-invariant mode, so choose one
+    before the first call.
+
+    Args:
+        enabled: whether these products are enabled.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+    """
+    global _enabled
+    _enabled = checks.flag("enabled", enabled)
+
+
+def tensor_maps_enabled() -> bool:
+    """Return whether products by tensor maps are enabled.
+
+    Raises:
+        ValueError: the environment variable is neither "0" nor "1".
+    """
+    if _enabled is not None:
+        return _enabled
+    value = os.environ.get(VARIABLE, DEFAULT)
+    if value not in ("0", "1"):
+        raise ValueError(f"{VARIABLE}: got {value!r}, expected '0' or '1'")
+    return value == "1"
 
 
 class FirstUse:
@@ -32,6 +82,8 @@ class FirstUse:
         """
         if device.type != "cuda" or torch.version.hip is not None:
             return "it is for NVIDIA GPUs"
+        if not tensor_maps_enabled():
+            return f"it is for Hopper and B200, and off because no GPU has run it; {VARIABLE}=1 enables it"
         with self._lock:
             if device in self._found:
                 return self._found[device]

@@ -1,14 +1,16 @@
-"""Products by tensor maps: a device's first use compares them, and ``gspo doctor`` says what came of it."""
+"""Products by tensor maps: a switch enables them, and a device's first use compares them."""
 
 from threading import Thread
 
 import pytest
 import torch
 
-from gspo_kernels import doctor
-from gspo_kernels.first_use import FirstUse
+import gspo_kernels as gk
+from gspo_kernels import doctor, first_use
+from gspo_kernels.first_use import VARIABLE, FirstUse
 from gspo_kernels.linear.products import exponentials
 from gspo_kernels.ops import backends
+from tests.pretended import PretendedGpu
 
 GPU = torch.device("cuda", 5)
 OUTCOMES = {
@@ -33,8 +35,58 @@ def raised(result):
 
 
 def pretend(monkeypatch, capability=9):
+    gk.enable_tensor_maps(True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def switch(monkeypatch):
+    """Restore the default at the end; return the two ways to switch."""
+    monkeypatch.setattr(first_use, "_enabled", None)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    by_variable = lambda on: monkeypatch.setenv(VARIABLE, str(int(on)))  # noqa: E731
+    return {"variable": by_variable, "function": gk.enable_tensor_maps}
+
+
+@pytest.mark.parametrize("way", ["variable", "function"])
+def test_default_is_off_and_calls_follow_the_switch(way, switch, monkeypatch):
+    """On Hopper, also calls whose checks are recalled. Nothing is compared before it is on."""
+    pytest.importorskip("triton")
+    compared = []
+    monkeypatch.setattr(exponentials, "_FIRST_USE", FirstUse(lambda device: compared.append(device) or 0.5))
+    leaves = [torch.ones(size).bfloat16().requires_grad_() for size in ((1, 3, 16), (24, 16))]
+    given, options = (*leaves, torch.tensor([[1, 2, 3]]), None, torch.ones(1)), {"max_chunk_bytes": 2**12}
+    gpu = PretendedGpu(monkeypatch)
+    with gpu, monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        for count, on in enumerate((None, True, False, True)):
+            if on is not None:
+                switch[way](on)
+            multiplied_by = gk.explain_schedule(*given, **options).multiplied_by
+            gpu.kernels.clear()
+            gk.fused_linear_policy_loss(*given, **options).loss.backward()
+            assert (multiplied_by == "torch.mm") == ("exponentials_kernel" not in gpu.kernels) == (not on)
+            assert len(compared) == min(count, 1)
+
+
+def test_function_overrides_the_variable_and_bad_values_raise(switch, monkeypatch):
+    product = FirstUse(lambda device: 0.5)
+    for wrong in ("", "true", "2"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(ValueError, match=f"{VARIABLE}: got '{wrong}', expected '0' or '1'"):
+            product.why_not(GPU)
+    with pytest.raises(TypeError, match="enabled: got int, expected a bool"):
+        gk.enable_tensor_maps(1)
+    switch["variable"](True)
+    gk.enable_tensor_maps(False)
+    assert f"{VARIABLE}=1" in product.why_not(GPU)
+
+
+def test_doctor_says_that_products_are_off(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    assert all(f"{VARIABLE}=1 enables it" in line for line in doctor.own_products(GPU))
 
 
 @pytest.fixture(params=OUTCOMES)

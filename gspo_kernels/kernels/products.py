@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gspo_kernels.first_use import FirstUse
+from gspo_kernels.first_use import FirstUse, tensor_maps_enabled
 from gspo_kernels.kernels.launch import launch, platform, typed_kernel, without_spills
 from gspo_kernels.kernels.rows import narrowed
 from gspo_kernels.kernels.tiles import GROUP, ProductTile, add_product, tile_at
@@ -26,8 +26,8 @@ STEP = 64
 """Products may be cut along K at multiples of this: the most values that a tile takes at a time."""
 _VECTOR_BYTES = 16
 
-# Registers hold the sums of a tile. On Hopper and B200 tensor maps bring 16-bit operands to shared memory, if
-# they come in 16-byte pieces, and take no registers. Elsewhere each piece has an address. Operands that don't
+# Registers hold the sums of a tile. Where tensor maps serve, they bring 16-bit operands that come in 16-byte
+# pieces to shared memory, and take no registers. Elsewhere each piece has an address. Operands that don't
 # come in pieces have one for each element and pass through registers; masks at the end of K take some, too.
 _BULK = ProductTile(128, 256, 64, 32, 8, 4)
 _WIDE = {2: ProductTile(128, 128, 32, 32, 8, 4), 4: ProductTile(64, 64, 16, 32, 8, 3)}
@@ -319,5 +319,5 @@ TENSOR_MAPS = FirstUse(excess)
 
 
 def _has_tensor_maps(device: torch.device) -> bool:
-    """Return whether tensor maps bring the operands: where they serve, and in the interpreter."""
-    return platform() == "interpreter" or TENSOR_MAPS.why_not(device) is None
+    """Return whether tensor maps bring the operands. The interpreter needs no device that has them."""
+    return tensor_maps_enabled() if platform() == "interpreter" else TENSOR_MAPS.why_not(device) is None

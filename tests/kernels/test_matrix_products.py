@@ -13,6 +13,7 @@ import torch
 from gspo_kernels import cpp
 from gspo_kernels.cpp import products
 from gspo_kernels.cpp.products import INSTRUCTIONS, PIECE, has_instructions
+from gspo_kernels.first_use import VARIABLE, tensor_maps_enabled
 from gspo_kernels.ops.backends import why_not
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import device_of, generator
@@ -32,7 +33,9 @@ LARGE = (
 
 
 class Way:
-    """Triton's product, or C++'s with one instruction set; ``dtypes`` are what it can multiply here."""
+    """Triton's product, by pointers or by tensor maps, or C++'s with one instruction set; ``dtypes`` are what
+    it can multiply here.
+    """
 
     def __init__(self, name):
         self.name, self.device = name, device_of("triton" if name == "triton" else "cpp")
@@ -55,12 +58,14 @@ class Way:
         return products.multiply(a, b, out, instructions=self.name, **options)
 
 
-@pytest.fixture(params=("triton", *INSTRUCTIONS))
-def way(request):
-    backend = "triton" if request.param == "triton" else "cpp"
+@pytest.fixture(params=("triton", "triton by tensor maps", *INSTRUCTIONS))
+def way(request, monkeypatch):
+    name, _, by_tensor_maps = request.param.partition(" ")
+    monkeypatch.setenv(VARIABLE, str(int(bool(by_tensor_maps))))
+    backend = "triton" if name == "triton" else "cpp"
     if (reason := why_not(backend, device_of(backend))) is not None:
         pytest.skip(reason)
-    if not (found := Way(request.param)).dtypes:
+    if not (found := Way(name)).dtypes:
         pytest.skip("this processor has no such instructions")
     return found
 
@@ -164,7 +169,7 @@ def test_products_of_a_head(way, product):
 
 
 def test_the_first_use_of_tensor_maps_sees_one_wrong_sum(way, monkeypatch):
-    if way.name != "triton":
+    if not tensor_maps_enabled():
         pytest.skip("only Triton's products take tensor maps")
     from gspo_kernels.kernels import products as ours
 
