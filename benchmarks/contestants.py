@@ -15,6 +15,7 @@ import gspo_kernels as gk
 from benchmarks import problem as gspo
 from benchmarks.measure import Missing, contestant
 from benchmarks.problem import Problem
+from gspo_kernels.linear.products.exponentials import unavailable_on
 from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.ops import backends
 
@@ -64,10 +65,26 @@ def from_logprobs(name: str, *tasks: str, flat: bool = True, **about: Any) -> Ca
 # --- this package
 
 
+def tensor_maps_missing(device: torch.device, product: str) -> str | None:
+    """Enable products by tensor maps; return why one of them does not serve a device, or None."""
+    gk.enable_tensor_maps(True)
+    if device.type != "cuda":
+        return "its products need the tensor maps of a GPU"
+    if product == "exponentials":
+        return unavailable_on(device)
+    why_not: str | None = package("gspo_kernels.kernels.products", device).TENSOR_MAPS.why_not(device)
+    return why_not
+
+
 def _our_loss(
-    function: Callable[..., Any], name: str, task: str, about: dict[str, Any] | None = None, **options: Any
+    function: Callable[..., Any],
+    name: str,
+    task: str,
+    about: dict[str, Any] | None = None,
+    tensor_maps: str = "",
+    **options: Any,
 ) -> None:
-    """Register one of our losses with options."""
+    """Register one of our losses with options; ``tensor_maps`` names the product that takes them."""
 
     @contestant(f"ours, {name}", task, ours=True, **{"precision": "float32", **(about or {})})
     def load(device: torch.device) -> Call:
@@ -75,10 +92,13 @@ def _our_loss(
         reason = backends.why_not(backend, device)
         if reason is None and backend == "triton" and device.type == "cpu":
             reason = "under Triton's interpreter times mean nothing"
+        if reason is None and tensor_maps:
+            reason = tensor_maps_missing(device, tensor_maps)
         if reason is not None:
             raise Missing(reason)
 
         def call(problem: Problem, *leaves: Tensor) -> Tensor:
+            gk.enable_tensor_maps(bool(tensor_maps))  # until the next call, so also for this one's backward
             if problem.task == "scoring":
                 return function(*leaves, problem.labels, **options).logprobs
             packed = problem.cu_seqlens is not None
@@ -105,6 +125,8 @@ _our_hidden("auto, skip all", skip_inactive="all")
 _our_hidden("auto, skip none", skip_inactive="none")
 _our_hidden("auto, 16-bit logits", about=ROUNDED, logits_dtype="input")
 _our_hidden("auto, batch-invariant", batch_invariant=True)
+_our_hidden("auto, tensor maps", tensor_maps="exponentials")
+_our_hidden("auto, batch-invariant, tensor maps", tensor_maps="batch-invariant", batch_invariant=True)
 _our_hidden("auto, packed tokens", about={"layout": "packed"})
 _our_scores = functools.partial(_our_loss, gk.linear_token_logprobs, task="scoring")
 _our_scores("float32 logits")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import gspo_kernels as gk
 from benchmarks.measure import Missing, Options, peak_of, suite, time_probe
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.doctor import own_products
@@ -81,6 +82,12 @@ class Lines:
 # --- products in a fixed order
 
 
+def fixed_by(tensor_maps: bool, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """Multiply in a fixed order, on a GPU with or without tensor maps."""
+    gk.enable_tensor_maps(tensor_maps)
+    return fixed_product(a, b, out)
+
+
 @suite("fixed", "Products in a fixed order", everything=False)
 def fixed(options: Options) -> dict[str, Any]:
     """Compare 256 rows with fp64 and with the bits of these rows alone, then time next to ``torch.mm``."""
@@ -91,23 +98,25 @@ def fixed(options: Options) -> dict[str, Any]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).bfloat16()
 
+    ways = {"": False} | ({", tensor maps": True} if device.type == "cuda" else {})
     hidden, weight, rows = draw(N, H), draw(V, H), draw(N, V)
     for name, a, b in (
         ("logits", hidden, weight.t()), ("dHidden", rows, weight), ("dWeight", rows.t(), hidden)
     ):  # fmt: skip
         out, few = torch.empty(len(a), b.shape[1], device=device), a[:256]
         exact = few.double() @ b.double()
-        error, allowed = (
-            float(
-                (product(few, b, torch.empty_like(exact, dtype=torch.float32)) - exact).norm() / exact.norm()
+        calls: dict[str, Call] = {"mm": partial(mm, a, b, out)}
+        for way, tensor_maps in ways.items():
+            product = partial(fixed_by, tensor_maps)
+            error, allowed = (
+                float((each(few, b, torch.empty(exact.shape, device=device)) - exact).norm() / exact.norm())
+                for each in (product, mm)
             )
-            for product in (fixed_product, mm)
-        )
-        alone = fixed_product(few, b, torch.empty_like(exact, dtype=torch.float32))
-        same = torch.equal(fixed_product(a, b, out)[:256], alone)
-        reason = "" if same else "256 rows alone have other bits"
-        lines.add(f"{name}: right", reason, share=error / (2 * allowed + SINGLE))
-        calls = {"mm": partial(mm, a, b, out), "fixed": partial(fixed_product, a, b, out)}
+            alone = product(few, b, torch.empty(exact.shape, device=device))
+            same = torch.equal(product(a, b, out)[:256], alone)
+            reason = "" if same else "256 rows alone have other bits"
+            lines.add(f"{name}{way}: right", reason, share=error / (2 * allowed + SINGLE))
+            calls[f"fixed{way}"] = partial(product, a, b, out)
         lines.add_times(name, calls, 2.0 * N * V * H)
     return lines.finish()
 
@@ -185,6 +194,7 @@ def exponentials(options: Options) -> dict[str, Any]:
     except Missing as missing:
         lines.add("ours", f"skipped: {missing}")
         return lines.finish()
+    gk.enable_tensor_maps(True)
     for line in own_products(device):
         lines.add("gspo doctor", line.strip())
     reasons, shares = [], []

@@ -79,24 +79,31 @@ def logits(options: Options) -> dict[str, Any]:
 @suite("hidden", "Loss and gradients from hidden states")
 def hidden(options: Options) -> dict[str, Any]:
     """Every schedule; half of the sequences inactive; a tenth clipped; a frozen head; on-policy; bf16; a
-    larger vocabulary; a tiny shape.
+    larger vocabulary; a tiny shape. On a GPU each case is measured without and with products by tensor maps.
     """
     sizes = (4, 128, 32000, 512), (16, 1024, 151936, 4096), (2, 8, 300, 16)
     size, dtype, on_gpu = _choose(options, *sizes)
     schedules = r"ours, (auto|aligned|deferred|two_pass|least memory)(, 16-bit logits)?"
     of_20 = (20, max(2, size[0] * size[1] // 20), *size[2:])
+    maps = ", tensor maps" if options.device.type == "cuda" else ""
+
+    def wanted(*names: str, way: str = "") -> tuple[str, ...]:
+        return (*names, f"ours, auto{way}{maps}")
+
+    invariant = wanted(r"ours, auto(, batch-invariant)?", PLAIN, way=", batch-invariant")
+    frozen = wanted(r"ours, (auto|frozen|least memory)", PLAIN)
     cases = [
-        _from_hidden("all active", size, dtype, (OTHERS, schedules)),
-        _from_hidden("batch-invariant", size, dtype, (r"ours, auto(, batch-invariant)?", PLAIN)),
-        _from_hidden("half inactive", size, dtype, SKIP, "half inactive"),
-        _from_hidden("10% clipped", of_20, dtype, (r"ours, auto(, skip none)?", PLAIN), "10% clipped"),
-        _from_hidden("frozen head", size, dtype, (r"ours, (auto|frozen|least memory)", PLAIN), "frozen head"),
-        _from_hidden("on-policy", size, dtype, (r"ours, (auto|known)", PLAIN), "on-policy"),
+        _from_hidden("all active", size, dtype, wanted(OTHERS, schedules)),
+        _from_hidden("batch-invariant", size, dtype, invariant),
+        _from_hidden("half inactive", size, dtype, wanted(*SKIP), "half inactive"),
+        _from_hidden("10% clipped", of_20, dtype, wanted(r"ours, auto(, skip none)?", PLAIN), "10% clipped"),
+        _from_hidden("frozen head", size, dtype, frozen, "frozen head"),
+        _from_hidden("on-policy", size, dtype, wanted(r"ours, (auto|known)", PLAIN), "on-policy"),
     ]
     if on_gpu:
         shapes = {"H=2048": (16, 151936, 2048), "H=1024": (8, 151936, 1024), "V=248,320": (16, 248320, 2048)}
         for words, (B, V, H) in shapes.items():
-            every = (OTHERS, schedules)
+            every = wanted(OTHERS, schedules)
             cases.append(_from_hidden(f"all active, {words}", (B, size[1], V, H), dtype, every))
     elif dtype == "fp32":
         for words, V in (("large", 32000), ("small", 1000)):

@@ -43,7 +43,7 @@ REFERENCE = {
         "gspo_kernels.linear_token_logprobs gspo_kernels.token_logprobs gspo_kernels.TokenLogprobs "
         "gspo_kernels.selected_logprobs gspo_kernels.linear_selected_logprobs gspo_kernels.SelectedLogprobs "
         "gspo_kernels.LoRAHead gspo_kernels.kept_mask gspo_kernels.sampling_mask "
-        "gspo_kernels.set_batch_invariant gspo_kernels.is_batch_invariant",
+        "gspo_kernels.set_batch_invariant gspo_kernels.is_batch_invariant gspo_kernels.enable_tensor_maps",
     ),
     "advantages": (
         "Advantages and weights",

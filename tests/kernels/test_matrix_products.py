@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_kernels import cpp
+from gspo_kernels import cpp, first_use
 from gspo_kernels.cpp import products
 from gspo_kernels.cpp.products import INSTRUCTIONS, PIECE, has_instructions
-from gspo_kernels.first_use import VARIABLE, tensor_maps_enabled
+from gspo_kernels.first_use import tensor_maps_enabled
 from gspo_kernels.ops.backends import why_not
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import device_of, generator
@@ -61,7 +61,7 @@ class Way:
 @pytest.fixture(params=("triton", "triton by tensor maps", *INSTRUCTIONS))
 def way(request, monkeypatch):
     name, _, by_tensor_maps = request.param.partition(" ")
-    monkeypatch.setenv(VARIABLE, str(int(bool(by_tensor_maps))))
+    monkeypatch.setattr(first_use, "_enabled", bool(by_tensor_maps))
     backend = "triton" if name == "triton" else "cpp"
     if (reason := why_not(backend, device_of(backend))) is not None:
         pytest.skip(reason)
