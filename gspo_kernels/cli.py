@@ -59,13 +59,11 @@ def _exit_status(prog: str, command: Callable[[], None]) -> int:
         print(f"{prog}: error: {error}; pip install 'gspo_kernels[train]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
+        from gspo_kernels.models import IntegrationError
         from gspo_kernels.trainer.config import InputError
 
-        if not isinstance(error, InputError | OSError):
-            from gspo_kernels.integrations.errors import IntegrationError  # which imports torch
-
-            if not isinstance(error, IntegrationError):
-                raise
+        if not isinstance(error, InputError | IntegrationError | OSError):
+            raise
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0

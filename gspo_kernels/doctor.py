@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
-from gspo_kernels import integrations
 from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.exact import exact_dtype
 from gspo_kernels.integrations.errors import IntegrationError, declared_range, require_package
@@ -21,20 +18,14 @@ from gspo_kernels.ops import backends
 
 _PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets", "flash-attn")
 
-_FRAMEWORKS = (
-    ("transformers", "transformers", "pip install 'gspo_kernels[train]'"),
-    ("trl", "trl", "pip install 'gspo_kernels[trl]'"),
-    ("verl", "verl", "pip install 'gspo_kernels[verl]', in an environment of its own"),
-    ("skyrl", "skyrl", "pip install 'skyrl{range}', in an environment of its own"),
-    ("openrlhf", "openrlhf", "pip install 'openrlhf{range}'"),
-    ("nemo_rl", "nemo-rl", "from github.com/NVIDIA-NeMo/RL (pip has a placeholder of this name)"),
-    ("slime", "slime", "from github.com/THUDM/slime (pip has another project of this name)"),
-    ("vime", "vime", "from github.com/vllm-project/vime"),
-    ("prime_rl", "prime-rl", "from github.com/PrimeIntellect-ai/prime-rl"),
-    ("areal", "areal", "pip install 'areal{range}'"),
-    ("backends/torchtitan", "torchtitan", "pip install 'torchtitan{range}'"),
-)
-"""Frameworks with an adapter: the adapter's file in ``integrations``, pip's name, and how to install it."""
+_FRAMEWORKS = {
+    "transformers": "pip install 'gspo_kernels[train]'",
+    "trl": "pip install 'gspo_kernels[trl]'",
+    "verl": "pip install 'gspo_kernels[verl]', in an environment of its own",
+    "skyrl": "pip install 'gspo_kernels[skyrl]', in an environment of its own",
+    "torchtitan": "pip install 'gspo_kernels[torchtitan]', in an environment of its own",
+}
+"""Frameworks with an adapter, and how to install them. Their versions are those of this package's extras."""
 
 
 def _version(package: str) -> str:
@@ -44,30 +35,20 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def supported_versions(adapter: str, distribution: str) -> str:
-    """Return the version range that an adapter's file declares, or else this package's extras.
-
-    The text of the file is read, because importing an adapter may import its framework.
-    """
-    text = Path(next(iter(integrations.__path__)), f"{adapter}.py").read_text()
-    declared = re.search(r'^SUPPORTED = "(.+)"$', text, flags=re.MULTILINE)
-    return declared[1] if declared else declared_range(distribution)
-
-
 def _frameworks() -> list[str]:
     """Return a line per framework: its version, and whether the adapter serves it."""
     lines = []
-    for adapter, distribution, advice in _FRAMEWORKS:
-        installed, supported = _version(distribution), supported_versions(adapter, distribution)
+    for framework, advice in _FRAMEWORKS.items():
+        installed, supported = _version(framework), declared_range(framework)
         if installed == "not installed":
-            verdict = f"adapter for {supported or 'any version'}: {advice.format(range=supported)}"
+            verdict = f"adapter for {supported or 'any version'}: {advice}"
         else:
             try:
-                require_package(distribution, supported)
+                require_package(framework)
                 verdict = f"supported ({supported or 'any version'})"
             except IntegrationError:
-                verdict = f"not supported, the adapter needs {supported}: {advice.format(range=supported)}"
-        lines.append(f"  {distribution:<13} {installed:<14} {verdict}")
+                verdict = f"not supported, the adapter needs {supported}: {advice}"
+        lines.append(f"  {framework:<13} {installed:<14} {verdict}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The error that adapters raise for a setup that can't work, before any work, and checks of a framework."""
+"""Checks of a framework: whether it is installed, and whether its functions take what an adapter knows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from gspo_kernels.models import IntegrationError
 
-class IntegrationError(ValueError):
-    """A framework, model or option that an adapter can't serve exactly; the message says which, and why."""
+__all__ = ["IntegrationError", "check_signature", "declared_range", "require_package"]
 
 
 def declared_range(distribution: str) -> str:
@@ -28,24 +28,21 @@ def declared_range(distribution: str) -> str:
     return next((match[1].strip() for match in found if match), "")
 
 
-def require_package(distribution: str, specifier: str | None = None, *, optional: bool = False) -> None:
-    """Raise an error unless the installed version of ``distribution`` is in ``specifier``.
+def require_package(distribution: str) -> None:
+    """Raise an error unless a package is installed in a version that this package's extras allow.
+
+    The range has no upper bound: `check_signature` finds out whether a newer version fits.
 
     Args:
         distribution: its name as pip knows it, for example "transformers".
-        specifier: a version range as pip writes it, for example ">=0.3,<0.4"; None: that of this package's
-            extras, which has no upper bound: `check_signature` finds out whether a newer version fits.
-        optional: whether the package may be missing.
 
     Raises:
-        IntegrationError: the package is not installed, or its version is another.
+        IntegrationError: the package is not installed, or its version is older.
     """
-    specifier = declared_range(distribution) if specifier is None else specifier
+    specifier = declared_range(distribution)
     try:
         installed = version(distribution)
     except PackageNotFoundError:
-        if optional:
-            return
         raise IntegrationError(
             f"{distribution}: not installed, this adapter needs {distribution}{specifier}: "
             f'pip install "{distribution}{specifier}"'

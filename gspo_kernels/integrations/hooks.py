@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from torch import Tensor
 from gspo_kernels import checks, objectives
 from gspo_kernels.exact import exact
 from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.layout import layout_of, queued
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.off_policy import rollout_weights
 
 ROUNDING = 16
 """Equal advantages of a sequence may differ from their mean by this many roundings of their dtype."""
@@ -65,106 +62,34 @@ def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, .
     return objective
 
 
-def fitting_advantages(
-    objective: Objective,
-    advantages: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    average: bool = False,
-) -> Tensor:
+def fitting_advantages(objective: Objective, advantages: Tensor, mask: Tensor | None) -> Tensor:
     """Return per-token advantages unchanged, or one per sequence if the objective takes these.
 
     Args:
         objective: its ``takes_token_advantages`` says whether it takes one per token.
-        advantages: [B, T], or [N] with ``cu_seqlens``.
-        mask: the same shape, tokens that count; None: all.
-        cu_seqlens: [B + 1].
-        average: one advantage per sequence is the mean over its counted tokens. If False, a sequence's
-            advantages must be equal; this check waits for the device.
+        advantages: [B, T].
+        mask: [B, T], tokens that count; None: all.
 
     Returns:
         ``advantages``, or [B].
 
     Raises:
-        ValueError: advantages differ within a sequence, and the objective takes one per sequence.
+        ValueError: advantages differ within a sequence, and the objective takes one per sequence. This check
+            syncs with the device.
     """
     if objective.takes_token_advantages:
         return advantages
-    packed = cu_seqlens is not None
-    values = advantages.detach().unsqueeze(0) if packed else advantages.detach()
-    layout = layout_of(values, cu_seqlens)
-    counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
-    counts = queued(counted, values.device).view(values.shape)
+    values = advantages.detach()
+    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
     counted = torch.where(counts, exact(values), 0.0)
-    means = layout.sum(counted) / layout.sum(exact(counts)).clamp(min=1.0)
-    if not average:
-        deviations = torch.where(counts, counted - layout.expand(means), 0.0).abs()
-        if bool((deviations > ROUNDING * torch.finfo(advantages.dtype).eps * counted.abs().max()).any()):
-            raise ValueError(
-                f"advantages: differ within a sequence, but {type(objective).__name__} takes one per "
-                "sequence; keep a KL penalty out of the reward, or take one with token advantages, such as "
-                "GSPOToken()"
-            )
-    return means.to(advantages.dtype)
-
-
-def count(counted: str, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return how many "tokens", or "sequences" with a token, a mask counts; 0-d, fp64.
-
-    Args:
-        counted: "tokens" or "sequences".
-        mask: [B, T], or [N] with ``cu_seqlens``.
-        cu_seqlens: [B + 1].
-    """
-    tokens = exact(mask != 0)
-    if counted == "tokens":
-        return tokens.sum()
-    tokens = tokens if cu_seqlens is None else tokens.unsqueeze(0)
-    return exact((layout_of(tokens, cu_seqlens).sum(tokens) > 0).sum())
-
-
-@dataclass(frozen=True)
-class RolloutCorrection:
-    """Off-policy weights pi_old / mu from the log-probs of the engine that sampled: TIS, MIS, IcePop, ...
-
-    Args:
-        level, reduce, mode, low, high: as in ``gspo_kernels.rollout_weights``.
-
-    Raises:
-        TypeError, ValueError: a wrong option, named in the message.
-    """
-
-    level: str = "token"
-    reduce: str = "mean"
-    mode: str = "truncate"
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        zero = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
-        self.weights(zero, zero)
-
-    def weights(
-        self,
-        old_logprobs: Tensor,
-        rollout_logprobs: Tensor,
-        loss_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Return the weights that ``gspo_kernels.rollout_weights`` computes with these options."""
-        return rollout_weights(
-            old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, **vars(self)
+    means = counted.sum(1, keepdim=True) / exact(counts).sum(1, keepdim=True).clamp(min=1.0)
+    deviations = torch.where(counts, counted - means, 0.0).abs()
+    if bool((deviations > ROUNDING * torch.finfo(advantages.dtype).eps * counted.abs().max()).any()):
+        raise ValueError(
+            f"advantages: differ within a sequence, but {type(objective).__name__} takes one per sequence; "
+            "keep a KL penalty out of the reward, or take one with token advantages, such as GSPOToken()"
         )
-
-
-def check_correction(correction: RolloutCorrection | None) -> RolloutCorrection | None:
-    """Return ``correction`` if it is a RolloutCorrection or None."""
-    if correction is not None and not isinstance(correction, RolloutCorrection):
-        raise TypeError(
-            f"correction: got {type(correction).__name__}, expected a RolloutCorrection(...) or None"
-        )
-    return correction
+    return means.squeeze(1).to(advantages.dtype)
 
 
 # Objectives by name, with options from a framework's config.

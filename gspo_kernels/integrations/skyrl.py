@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +23,9 @@ from torch import Tensor
 
 from gspo_kernels import checks, objectives
 from gspo_kernels.integrations import hooks
-from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.errors import IntegrationError, check_signature, require_package
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives.base import Objective
-
-SUPPORTED = ">=0.3,<0.4"
 
 REDUCTIONS = {
     "token_mean": "token_mean",
@@ -126,7 +125,7 @@ class SkyRLPolicyLoss:
         before = old_log_probs
         if isinstance(objective, ANCHORED):
             before = _anchor(config, old_log_probs, rollout_logprobs)
-        weights, corrections = _correction(config, log_probs, old_log_probs, loss_mask, rollout_logprobs)
+        weights, corrections = _correction(config, old_log_probs, loss_mask, rollout_logprobs)
         output = policy_loss(
             log_probs,
             before,
@@ -180,11 +179,7 @@ def _anchor(config: Any, old_log_probs: Tensor, rollout_logprobs: Tensor | None)
 
 
 def _correction(
-    config: Any,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    loss_mask: Tensor | None,
-    rollout_logprobs: Tensor | None,
+    config: Any, old_log_probs: Tensor, loss_mask: Tensor | None, rollout_logprobs: Tensor | None
 ) -> tuple[Tensor | None, dict[str, float]]:
     """Return weights and metrics of SkyRL's off-policy correction; (None, {}) without a correction."""
     options = getattr(config, "off_policy_correction", None)
@@ -217,11 +212,20 @@ LOSSES, REFUSED = _losses()
 
 @functools.cache
 def _utilities(name: str) -> Any:
-    require_package("skyrl", SUPPORTED)
+    require_package("skyrl")
     return importlib.import_module(f"skyrl.backends.skyrl_train.utils.{name}")
 
 
 def _registry() -> Any:
+    """Return SkyRL's registry; raise IntegrationError if its functions have other parameters."""
+    loss = [*inspect.signature(SkyRLPolicyLoss.__call__).parameters][1:]
+    correction = ["loss", "old_log_probs", "rollout_logprobs", "loss_mask", "off_policy_correction"]
+    for module, function, names in (
+        ("ppo_utils", "ppo_policy_loss", loss),
+        ("off_policy_correction_utils", "apply_off_policy_correction", correction),
+    ):
+        theirs = getattr(_utilities(module), function, None)
+        check_signature("skyrl", f"backends.skyrl_train.utils.{module}.{function}", theirs, names)
     return _utilities("ppo_utils").PolicyLossRegistry
 
 
@@ -234,7 +238,8 @@ def register(name: str, objective: Objective) -> SkyRLPolicyLoss:
 
     Raises:
         TypeError: ``objective`` is not an instance of an objective.
-        IntegrationError: no SkyRL in ``SUPPORTED`` is installed, or SkyRL can't serve the objective.
+        IntegrationError: SkyRL is missing or too old, calls losses in another way, or can't serve the
+            objective.
     """
     loss = SkyRLPolicyLoss(name, checks.objective(objective, Objective))
     _registry().register(name, loss)
@@ -245,7 +250,7 @@ def register_all() -> None:
     """Register ``LOSSES`` (``gk_gspo``, ``gk_dapo``, ...). Names that are registered already are left alone.
 
     Raises:
-        IntegrationError: no SkyRL in ``SUPPORTED`` is installed.
+        IntegrationError: SkyRL is missing or too old, or calls losses in another way.
     """
     registry = _registry()
     registered = set(registry.list_available())

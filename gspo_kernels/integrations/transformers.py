@@ -22,22 +22,21 @@ from gspo_kernels import checks
 from gspo_kernels.exact import exact
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import warn_once
-from gspo_kernels.integrations.lm_head import (
+from gspo_kernels.layout import queued, segment_ids
+from gspo_kernels.lengths import prefetch
+from gspo_kernels.logprobs import linear_token_logprobs
+from gspo_kernels.losses import fused_linear_policy_loss
+from gspo_kernels.models.lm_head import (
     LMHead,
     causal_lm_of,
     check_causal,
     head_module,
     lm_head_of,
     replaced_product,
-    virtual_tokens_of,
     weight_of,
 )
-from gspo_kernels.integrations.rope import VaryingRope, own_frequencies, varying_ropes
-from gspo_kernels.integrations.rows import Row, Tokens, check_rows_of, plain_row
-from gspo_kernels.layout import queued, segment_ids
-from gspo_kernels.lengths import prefetch
-from gspo_kernels.logprobs import linear_token_logprobs
-from gspo_kernels.losses import fused_linear_policy_loss
+from gspo_kernels.models.rope import VaryingRope, own_frequencies, varying_ropes
+from gspo_kernels.models.rows import Row, Tokens, check_rows_of, plain_row
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.types import LoRAHead
@@ -120,9 +119,6 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     restart with every sequence, so transformers keeps the sequences apart; if missing, they are made here.
     Models with M-RoPE take them for each axis, too: [3, B, T], or [3, 1, N] with ``cu_seqlens``.
 
-    With PEFT's prompt learning pass ``shift_labels`` and padded rows. Labels and values per token belong to
-    the model's own tokens; the virtual tokens before these have none.
-
     Args:
         model: a transformers causal language model, adapters allowed (on the lm_head itself one
             plain LoRA without dropout).
@@ -145,7 +141,6 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         if forward in (None, fused.earlier) or getattr(forward, "__func__", None) is type(inner).forward:
             inner.forward = fused.patched  # somebody took the patch off
         fused.fp32_head = fp32_head
-        fused.virtual_tokens |= virtual_tokens_of(model)
         return model
     of_class = type(inner).forward
     taken = _FUSED & {*inspect.signature(of_class).parameters}
@@ -155,7 +150,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         )
     earlier = inner.__dict__.get("forward")
     inner.forward = bound_forward(inner, _forward)
-    inner._gspo_fused = _FusedState(earlier, inner.forward, fp32_head, virtual_tokens_of(model))
+    inner._gspo_fused = _FusedState(earlier, inner.forward, fp32_head)
     return model
 
 
@@ -214,7 +209,6 @@ class _FusedState:
         earlier: the ``forward`` that the instance itself had before, or None for its class's.
         patched: the ``forward`` that the instance has now.
         fp32_head: see ``fuse_lm_head``.
-        virtual_tokens: how many tokens each prompt-learning adapter puts before the model's own.
         checked_transform: the logit transform that was compared with the model's forward, or None.
         packing_checked: whether packed sequences were checked not to see each other.
     """
@@ -222,7 +216,6 @@ class _FusedState:
     earlier: Any
     patched: Any
     fp32_head: bool
-    virtual_tokens: set[int]
     checked_transform: tuple[float, float | None] | None = None
     packing_checked: bool = False
 
@@ -243,14 +236,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     parallel = options.get("parallel", Parallel())
     Parallel.check(parallel, "a fused call", ("cp_group",), options.get("batch_invariant"))
     shared = parallel.cp_group is not None  # other ranks have tokens of the same sequences
-    virtual = _virtual_tokens(state, options, kwargs)
     labels = _labels(options, kwargs, shared)
-    if virtual:
-        # virtual tokens don't count: pad the labels and every term per token on the left
-        for name, value in options.items():
-            if isinstance(value, Tensor) and value.shape == labels.shape:
-                options[name] = nn.functional.pad(value, (virtual, 0))
-        labels = nn.functional.pad(labels, (virtual, 0), value=options.get("ignore_index", -100))
     packed = options.get("cu_seqlens") is not None
     _complete_arguments(model, kwargs, packed, shared)
     ropes = varying_ropes(model)
@@ -267,8 +253,7 @@ def _forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         )
     state.checked_transform = transform
     for name in values.keys() & {"logprobs", "entropy"}:
-        per_token = values[name].unsqueeze(0) if packed else values[name]
-        values[name] = per_token[:, virtual:]
+        values[name] = values[name].unsqueeze(0) if packed else values[name]
     aux_loss = getattr(outputs, "aux_loss", None)
     if "loss" in values:
         values["loss"] = _with_aux_loss(model, values["loss"], aux_loss, aux_weight)
@@ -302,28 +287,6 @@ def _check_options(options: dict[str, Any], scoring: bool) -> None:
                 "wrapper rounds it (FSDP2: MixedPrecisionPolicy with output_dtype or cast_forward_inputs) "
                 "turn that off"
             )
-
-
-def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[str, Any]) -> int:
-    """Return how many positions PEFT's prompt learning has put before those of the labels."""
-    embeddings, shifted = kwargs.get("inputs_embeds"), kwargs.get("shift_labels")
-    prefixed = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
-    if not state.virtual_tokens or (embeddings is None and not prefixed):
-        return 0
-    if options.get("cu_seqlens") is not None:
-        raise IntegrationError(
-            "cu_seqlens: the virtual tokens of prompt learning come once for each row, so only the first of "
-            "the packed sequences would have them; pass padded rows"
-        )
-    if embeddings is None:  # prefix tuning: virtual tokens are in the cache
-        return 0
-    if not isinstance(shifted, Tensor) or shifted.ndim != 2:
-        raise IntegrationError(
-            "labels: PEFT puts virtual tokens before the prompt, and pads labels to match, but no other "
-            "argument that has a value per token; pass shift_labels"
-        )
-    more = embeddings.shape[1] - shifted.shape[1]
-    return more if more in state.virtual_tokens else 0
 
 
 def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Tensor:

@@ -32,8 +32,8 @@ require_package("trl")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
-from gspo_kernels.integrations.lm_head import causal_lm_of  # noqa: E402
 from gspo_kernels.integrations.transformers import bound_forward, fuse_lm_head, unrounded  # noqa: E402
+from gspo_kernels.models.lm_head import causal_lm_of  # noqa: E402
 
 _AGGREGATION = {
     "grpo": "sequence_mean",

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
-from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.layouts import offsets_of
-from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
-from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
-from gspo_kernels.integrations.rows import hidden_states, last_hidden_states, token_budget_batches
 from gspo_kernels.mismatch.measure import Comparison, mean
+from gspo_kernels.models import IntegrationError
+from gspo_kernels.models.lm_head import LMHead, lm_head_of
+from gspo_kernels.models.rope import own_frequencies, varying_ropes
+from gspo_kernels.models.rows import hidden_states, last_hidden_states, token_budget_batches
 from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import load_prompts

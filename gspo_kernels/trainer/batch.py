@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.centering import ScoreCentering
-from gspo_kernels.integrations.rows import offsets_on, ranges, token_budget_batches
 from gspo_kernels.layout import queued
+from gspo_kernels.models.rows import offsets_on, ranges, token_budget_batches
 from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.rewards import Rewards, differing
 from gspo_kernels.trainer.rollout import Completion

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 
-from gspo_kernels.integrations.rope import varying_ropes
+from gspo_kernels.models.rope import varying_ropes
 from gspo_kernels.trainer import data
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state

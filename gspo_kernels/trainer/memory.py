@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gspo_kernels.integrations.rows import Segment, attention_mask, last_hidden_states
+from gspo_kernels.models.rows import Segment, attention_mask, last_hidden_states
 from gspo_kernels.ops.memory import ALL_ROWS_BYTES, chunk_rows, host_memory
 from gspo_kernels.trainer.config import AUTO, InputError, TrainConfig, place_of, size
 from gspo_kernels.trainer.data import Rows, prepare_prompts

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import gspo_kernels as gk
-from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.lm_head import lm_head_of
-from gspo_kernels.integrations.rows import Tokens, check_rows_of, hidden_states, packed_row, tree_row
 from gspo_kernels.integrations.transformers import check_head
+from gspo_kernels.models import IntegrationError
+from gspo_kernels.models.lm_head import lm_head_of
+from gspo_kernels.models.rows import Tokens, check_rows_of, hidden_states, packed_row, tree_row
 from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path, reason
 from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo_kernels import bits
 from gspo_kernels.centering import ScoreCentering
 from gspo_kernels.exact import exact
-from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
+from gspo_kernels.models.rope import own_frequencies, varying_ropes
 from gspo_kernels.sampling import SamplingMask, sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
 

@@ -28,8 +28,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import gspo_kernels as gk
 from gspo_kernels.centering import require_weight
 from gspo_kernels.exact import exact
-from gspo_kernels.integrations.rows import offsets_on
 from gspo_kernels.layout import queued
+from gspo_kernels.models.rows import offsets_on
 from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches, size

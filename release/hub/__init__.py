@@ -16,7 +16,7 @@ from pathlib import Path
 from release.version import ROOT, stated, tomllib
 
 PACKAGE = "gspo_kernels"
-LEFT_OUT = ("cli.py", "doctor.py", "integrations", "mismatch", "rewards.py", "trainer")
+LEFT_OUT = ("cli.py", "doctor.py", "integrations", "mismatch", "models", "rewards.py", "trainer")
 """What stands above the losses: it needs frameworks, or an install."""
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.integrations import rows as rows_module
 from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.rows import (
+from gspo_kernels.models.rows import (
     RowMask,
     Segment,
     check_rows_of,

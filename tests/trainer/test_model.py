@@ -10,7 +10,7 @@ from transformers import AttentionInterface, FalconConfig, FalconForCausalLM
 from transformers.utils import logging
 
 from gspo_kernels.integrations import transformers as adapter
-from gspo_kernels.integrations.lm_head import lm_head_of
+from gspo_kernels.models.lm_head import lm_head_of
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import (
     Policy,

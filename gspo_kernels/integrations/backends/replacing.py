@@ -27,26 +27,24 @@ class Replacements:
 
     Args:
         framework: its distribution, as pip knows it; the import package has the same name.
-        versions: the versions whose functions are known, as pip writes them; None: those of this package's
-            extras.
         functions: our function for each of the framework's. It takes the same arguments, or raises
             NotServedError.
     """
 
-    def __init__(self, framework: str, versions: str | None, functions: dict[str, Callable[..., Any]]):
-        self.framework, self.versions, self.functions = framework, versions, functions
+    def __init__(self, framework: str, functions: dict[str, Callable[..., Any]]):
+        self.framework, self.functions = framework, functions
         self._undo: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
         """Replace the framework's functions, also in modules that have imported them already.
 
         Raises:
-            IntegrationError: the framework isn't installed, its version is not one of ``versions``, or one of
-                its functions takes other arguments; then nothing is replaced.
+            IntegrationError: the framework isn't installed or too old, or one of its functions takes other
+                arguments; then nothing is replaced.
         """
         if self._undo:
             return
-        require_package(self.framework, self.versions)
+        require_package(self.framework)
         found = []
         for path, ours in self.functions.items():
             module, _, name = path.partition(":")

@@ -21,7 +21,6 @@ def scores(
     keep: Tensor | None = None,
     entropy: bool = False,
     inplace: bool = False,
-    group: Any = None,
 ) -> gk.TokenLogprobs:
     """Return the log-probs, and the entropy, in fp32; both are 0 where ``keep`` is 0.
 
@@ -32,7 +31,6 @@ def scores(
         keep: the labels' shape; rows at 0 do not count; None: all count.
         entropy: also return the entropy.
         inplace: the backward may overwrite the logits with their gradient; never done with leaves.
-        group: the ranks that share the columns, equally many each; None: all are here.
 
     Raises:
         NotServedError: logits or labels that aren't plain tensors.
@@ -49,17 +47,11 @@ def scores(
         temperature=temperature,
         return_entropy=entropy,
         inplace_backward=overwrite and rows is logits,
-        parallel=sharing(group),
     )
     return gk.TokenLogprobs(
         scored.logprobs.view(labels.shape),
         None if scored.entropy is None else scored.entropy.view(labels.shape),
     )
-
-
-def sharing(group: Any, **options: Any) -> gk.Parallel:
-    """Return ``Parallel`` for the ranks of a group; for a group of one rank, or None, nothing is shared."""
-    return gk.Parallel() if group is None or group.size() == 1 else gk.Parallel(tp_group=group, **options)
 
 
 def entropy_of(logits: Tensor, chunk_size: int = 0) -> Tensor:

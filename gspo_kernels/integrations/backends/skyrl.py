@@ -13,8 +13,6 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import Replacements
 from gspo_kernels.integrations.backends.scoring import entropy_of, scores
 
-SUPPORTED = ">=0.3,<0.4"
-
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     # SkyRL may take the entropy of the same logits afterwards, so they must not be overwritten
@@ -36,7 +34,6 @@ def _chunked_entropy_from_logits(
 _UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
 REPLACEMENTS = Replacements(
     "skyrl",
-    SUPPORTED,
     {
         f"{_UTILS}:logprobs_from_logits": _logprobs_from_logits,
         f"{_UTILS}:chunked_entropy_from_logits": _chunked_entropy_from_logits,

@@ -13,8 +13,6 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import IGNORED, refuse_other_tensors, scores
 
-SUPPORTED = ">=0.3,<0.4"
-
 
 def _refuse_shards(logits: Tensor, labels: Tensor) -> None:
     """Raise NotServedError for shards, also for plain tensors if torchtitan's mesh has tensor parallelism."""
@@ -43,7 +41,6 @@ def _compute_logprobs(
 
 REPLACEMENTS = Replacements(
     "torchtitan",
-    SUPPORTED,
     {
         "torchtitan.components.loss:cross_entropy_loss": _cross_entropy_loss,
         "torchtitan.components.loss:compute_logprobs": _compute_logprobs,

@@ -101,7 +101,6 @@ def _chunked_divergence_loss(
 
 REPLACEMENTS = Replacements(
     "trl",
-    None,
     {
         "trl.trainer.utils:selective_log_softmax": _selective_log_softmax,
         "trl.trainer.utils:selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,

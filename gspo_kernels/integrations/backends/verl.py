@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+import gspo_kernels as gk
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
-from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores, sharing
+from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
 
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -36,14 +37,15 @@ def _linear_cross_entropy(
     if reduction != "none":
         raise NotServedError(f"reduction is {reduction!r}")
     # as in verl, a rank gets its own part of dHidden: where Megatron gathers hidden states, it sums the parts
-    parallel = sharing(dist_process_group, reduce_hidden_grad=False)
+    parallel = gk.Parallel()
+    if dist_process_group is not None and dist_process_group.size() > 1:
+        parallel = gk.Parallel(tp_group=dist_process_group, reduce_hidden_grad=False)
     scored = linear_scores(hidden, weight, labels.reshape(-1), temperature=temperature, parallel=parallel)
     return scored.logprobs, scored.entropy
 
 
 REPLACEMENTS = Replacements(
     "verl",
-    None,
     {
         "verl.utils.torch_functional:logprobs_from_logits": _logprobs_from_logits,
         "verl.utils.torch_functional:entropy_from_logits": entropy_of,

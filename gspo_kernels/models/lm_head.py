@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.models import IntegrationError
 from gspo_kernels.types import LoRAHead
 
 
@@ -57,11 +57,6 @@ def lm_head_of(model: Any) -> LMHead:
         IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, or it is
             quantized; or the model has PEFT's prompt learning.
     """
-    if virtual_tokens_of(model):
-        raise IntegrationError(
-            "model: PEFT's prompt learning puts virtual tokens before the prompt, which hidden states of its "
-            "backbone do not see; call the model itself after fuse_lm_head(model), or take LoRA"
-        )
     model = causal_lm_of(model)
     head = head_module(model)
     scale, softcap = _logit_transform(model.config.get_text_config())
@@ -69,18 +64,22 @@ def lm_head_of(model: Any) -> LMHead:
 
 
 def causal_lm_of(model: Any) -> Any:
-    """Return the transformers model inside PEFT and data-parallel wrappers."""
+    """Return the transformers model inside PEFT and data-parallel wrappers.
+
+    Raises:
+        IntegrationError: the model has PEFT's prompt learning, which puts virtual tokens before the prompt.
+    """
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    return model.get_base_model() if _is_peft(model) else model
-
-
-def virtual_tokens_of(model: Any) -> set[int]:
-    """Return the numbers of virtual tokens that a model's prompt-learning adapters put before the prompt."""
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    configs = model.peft_config.values() if _is_peft(model) else ()
-    return {c.num_virtual_tokens for c in configs if getattr(c, "is_prompt_learning", False)}
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return model
+    for config in model.peft_config.values():
+        if getattr(config, "is_prompt_learning", False):
+            raise IntegrationError(
+                f"model: {type(config).__name__} is prompt learning, which is not supported, because virtual "
+                "tokens have no labels; expected LoRA, or another adapter without them"
+            )
+    return model.get_base_model()
 
 
 def check_causal(model: Any) -> None:
@@ -105,10 +104,6 @@ def check_causal(model: Any) -> None:
             "those of a policy that samples token by token; expected a causal language model (in BERT's "
             "family one with is_decoder=True in its config)"
         )
-
-
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def head_module(model: Any) -> Any:

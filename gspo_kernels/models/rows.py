@@ -24,10 +24,10 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.exact import exact
-from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.lm_head import causal_lm_of, head_module, replaced_product
-from gspo_kernels.integrations.rope import own_frequencies, varying_ropes
 from gspo_kernels.layout import queued
+from gspo_kernels.models import IntegrationError
+from gspo_kernels.models.lm_head import causal_lm_of, head_module, replaced_product
+from gspo_kernels.models.rope import own_frequencies, varying_ropes
 
 _LOGGER = logging.getLogger("gspo_kernels")
 
@@ -274,8 +274,6 @@ def attention_of(model: Any) -> str:
     reason = None
     if "position_ids" not in inspect.signature(causal.forward).parameters:
         reason = "its forward takes no position_ids"
-    elif getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        reason = "its adapter puts tokens before every row"
     elif unknown or getattr(causal, "_is_stateful", False):
         reason = f"no mask is known that keeps them apart in its layers ({', '.join(unknown) or 'recurrent'})"
     elif name != "sdpa" and "flash" not in name:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.integrations.lm_head import causal_lm_of
+from gspo_kernels.models.lm_head import causal_lm_of
 
 
 class VaryingRope(NamedTuple):
