@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.integrations import openrlhf
-from gspo_kernels.integrations.hooks import RolloutCorrection
 from tests.cases import KIND, forward, generator, make_case
 from tests.objectives.sample_batches import coefficients, examples, make_batch, name_of
 
@@ -56,7 +54,6 @@ def other_functions():
     rng = generator(0)
     z, t, h, w = (torch.randn(*size, generator=rng) for size in ((2, 5, 9), (2, 5, 9), (2, 5, 4), (9, 4)))
     old, mask, ids = -z[..., 0].abs(), z[..., 1] > -1, z.argsort(-1)[..., :3]
-    corrected = openrlhf.PolicyLoss(gk.GRPO(), correction=RolloutCorrection(high=1.1))
     rewards, pairs, both = z[..., 2].flatten().round(), torch.arange(10) // 5, (z, t)
     found = {
         name_of(each): lambda each=each, batch=batch: [coefficients(batch, each)]
@@ -80,7 +77,6 @@ def other_functions():
         "by ids": lambda: [gk.advantages.group_normalized(rewards, group_ids=pairs, scale="batch")],
         "off_policy_mask": lambda: [gk.off_policy_mask(old, old, z[:, 0, 0], delta=0.1)],
         "normalizer": lambda: [gk.normalizer(gk.DAPO(), mask)],
-        "OpenRLHF": lambda: [*corrected(old, old, z[..., 4], mask, old - z[..., 3].abs())],
     }
     return found
 

@@ -10,7 +10,6 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import lengths
-from gspo_kernels.integrations import hooks
 from gspo_kernels.linear.products import products_of, pytorch
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.ops import memory
@@ -496,7 +495,6 @@ def with_terms(**terms):
     yield gk.fused_linear_distillation_loss(leaf, weight, hidden * 2, weight, **chunk, **terms).loss
     yield gk.normalizer(gk.GSPO(), old != 0, cu_seqlens=offsets)
     yield gk.rollout_weights(old, old + 0.1, high=2.0, level="sequence", **terms)
-    yield hooks.fitting_advantages(gk.GSPO(), old, mask, offsets, average=True)
     yield gk.advantages.reverse_kl(old, old - 0.1, loss_mask=mask)
     gk.prefetch(labels, advantages=advantages, **terms)
     yield gk.fused_linear_policy_loss(leaf, weight, labels, *given, **chunk, **terms).loss

@@ -106,8 +106,9 @@ gk.token_logprobs(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.int64))
 heavy = {"triton", "transformers", "accelerate", "datasets", "matplotlib", "gspo_kernels.kernels",
          "gspo_kernels.trainer"}
 print(took, sorted((heavy - before) & set(sys.modules)))
-from gspo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, slime, transformers
-frameworks = {"transformers", "accelerate", "peft", "trl", "verl", "skyrl", "nemo_rl"}
+from gspo_kernels.integrations import skyrl, transformers
+from gspo_kernels.models import rows
+frameworks = {"transformers", "accelerate", "peft", "trl", "skyrl"}
 print(sorted(frameworks & set(sys.modules)))
 """
 

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from gspo_kernels.integrations import errors
-from gspo_kernels.integrations.backends import replacing, skyrl, slime, torchtitan, verl
+from gspo_kernels.integrations.backends import replacing, skyrl, torchtitan, verl
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
 from tests.forks import in_processes
-from tests.integrations import peers
 
 SHAPE, VOCABULARY, WIDTH = (3, 7), 61, 16
 
@@ -368,10 +367,9 @@ def test_functions_compute_their_formulas_without_their_packages(monkeypatch):
 
 
 def over_ranks(rank):
-    """Megatron's heads in verl and slime: each rank has half of the vocabulary; dHidden is a rank's part."""
+    """Megatron's head in verl: each rank has half of the vocabulary; dHidden is a rank's part."""
     dist.init_process_group("gloo")
     verls = verl.REPLACEMENTS.functions["verl.utils.kernel.linear_cross_entropy:linear_cross_entropy"]
-    (slimes,) = slime.REPLACEMENTS.functions.values()
     (hidden, weight, _), labels, weights = draw(linear=True)
     weight, alone = weight[:60], dist.new_group([0])  # on rank 1 no member, which has nothing to share with
     place, labels = slice(rank * 30, rank * 30 + 30), (labels % 60).flatten()
@@ -381,7 +379,7 @@ def over_ranks(rank):
     chosen, entropy = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
     want = torch.stack([chosen, entropy])
     total = (want * weights.flatten(1)).sum()
-    of_hidden, of_weight, of_logits = torch.autograd.grad(total, [*exact, logits])
+    of_hidden, of_weight = torch.autograd.grad(total, exact)
 
     own = [exact[0].detach().requires_grad_(), weight[place].detach().requires_grad_()]
     got = torch.stack(verls(*own, labels, 0.7, dist_process_group=dist.group.WORLD))
@@ -390,39 +388,13 @@ def over_ranks(rank):
     dist.all_reduce(part)
     torch.testing.assert_close((part, gradient), (of_hidden, of_weight[place]), rtol=1e-9, atol=1e-12)
 
-    leaf = logits[:, place].detach().requires_grad_()
-    logprobs, got = slimes(leaf, labels, dist.group.WORLD, with_entropy=True)
-    assert logprobs.shape == (len(labels), 1)
-    got = torch.stack([logprobs.squeeze(-1), got])
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-    (gradient,) = torch.autograd.grad((got * weights.flatten(1)).sum(), leaf)
-    torch.testing.assert_close(gradient, of_logits[:, place], rtol=1e-9, atol=1e-12)
-    logprobs, got = slimes(leaf, labels, dist.group.WORLD, with_entropy=True, with_entropy_grad=False)
-    assert logprobs.requires_grad and not got.requires_grad
     if rank == 0:  # a group of one rank shares nothing
         got = torch.stack(verls(*exact, labels, 0.7, dist_process_group=alone))
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-        with pytest.raises(NotServedError, match="a sampling mask"):
-            slimes(leaf, labels, alone, log_prob_keep_mask=leaf > 0)
 
 
 def test_heads_that_ranks_share():
     in_processes(2, over_ranks)
-
-
-def test_slime_s_own_function_has_the_same_values():
-    """That of its source (624b824), in one process and fp32."""
-    file = peers.source("slime", "slime/utils/ppo_utils.py")
-    theirs = peers.extract(file, "calculate_log_probs_and_entropy", dist=dist)
-    (slimes,) = slime.REPLACEMENTS.functions.values()
-    (logits,), labels, weights = draw()
-    rows, found = logits.flatten(0, 1).float(), []
-    for function in (theirs["calculate_log_probs_and_entropy"], slimes):
-        leaf = rows.clone().requires_grad_()
-        logprobs, entropy = function(leaf, labels.flatten(), None, with_entropy=True)
-        total = (torch.stack([logprobs.squeeze(-1), entropy]) * weights.flatten(1)).sum()
-        found.append((logprobs.detach(), entropy.detach(), *torch.autograd.grad(total, leaf)))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch, lines):
@@ -441,7 +413,7 @@ def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch,
             raise NotServedError("x is negative")
         return 2 * x
 
-    both = Replacements("some_framework", None, {"some_framework:double": ours})
+    both = Replacements("some_framework", {"some_framework:double": ours})
     for _ in range(2):
         both.install()
     assert framework.double(3) == user.imported(3) == 6 and user.imported(-3) == -3
@@ -460,5 +432,5 @@ def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch,
     ):
         both = {"some_framework:double": ours, f"some_{path}": ours}
         with pytest.raises(IntegrationError, match=f"{path.replace(':', '.')} .* in version 99.0, expected"):
-            Replacements("some_framework", None, both).install()
+            Replacements("some_framework", both).install()
         assert framework.double is theirs

@@ -29,7 +29,7 @@ from tests.trainer.conftest import (
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-IGNORED, T, PROMPT, VIRTUAL = -100, 10, 4, 3
+IGNORED, T, PROMPT = -100, 10, 4
 TEMPERATURE, SCORE = 0.7, {"return_logprobs": True}
 
 
@@ -90,28 +90,15 @@ def gradients(model, loss):
     }
 
 
-def adapted(model, kind, **options):
-    """Return the model with an adapter of PEFT."""
+def adapted(model, **options):
+    """Return the model with a LoRA of PEFT."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(shifted_seed(1))
-    if kind == "Lora":
-        options = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], **options}
-        return peft.get_peft_model(model, peft.LoraConfig(**options))
-    options |= {"task_type": "CAUSAL_LM", "num_virtual_tokens": VIRTUAL}
-    model = peft.get_peft_model(model, getattr(peft, f"{kind}Config")(**options))
-    with torch.no_grad():  # so that virtual tokens have an effect
-        for parameter in model.prompt_encoder.parameters():
-            parameter.add_(torch.randn(parameter.shape))
-    return model.eval()
+    options = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
-ADAPTERS = {
-    "LoRA, frozen head": ("Lora", {}),
-    "LoRA, trained head": ("Lora", {"modules_to_save": ["lm_head"]}),
-    "prompt tuning": ("PromptTuning", {}),
-    "p-tuning": ("PromptEncoder", {"encoder_hidden_size": 16}),
-    "prefix tuning": ("PrefixTuning", {}),
-}
+ADAPTERS = {"LoRA, frozen head": {}, "LoRA, trained head": {"modules_to_save": ["lm_head"]}}
 
 
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTERS])
@@ -123,8 +110,7 @@ def test_scores_loss_and_all_gradients_equal_the_logits_path(name):
 
     model = tiny("Qwen3" if name in ADAPTERS else name)
     if name in ADAPTERS:
-        kind, options = ADAPTERS[name]
-        model = adapted(model, kind, **options)
+        model = adapted(model, **ADAPTERS[name])
     if name == "Qwen3-MoE":
         model.set_experts_implementation("eager")  # the grouped product has no fp64
     model.double()
@@ -150,15 +136,13 @@ def test_scores_loss_and_all_gradients_equal_the_logits_path(name):
             close(gradients(model, separate), want)
 
 
-@pytest.mark.parametrize("name", list(ADAPTERS)[1:])
-def test_without_the_adapter_the_model_is_the_original_one(name):
+def test_without_the_adapter_the_model_is_the_original_one():
     inputs, labels = batch()
-    base, (kind, options) = tiny(), ADAPTERS[name]
+    base = tiny()
     with torch.no_grad():
         want, _ = scores_of(base(**inputs).logits, shifted(labels))
-        model = fuse_lm_head(adapted(base, kind, **options))
-        if kind == "Lora":
-            model.get_output_embeddings().weight.normal_()
+        model = fuse_lm_head(adapted(base, modules_to_save=["lm_head"]))
+        model.get_output_embeddings().weight.normal_()
         call = {
             **inputs,
             "shift_labels": shifted(labels),
@@ -571,8 +555,8 @@ def test_heads_that_are_not_understood_are_refused(monkeypatch):
         fuse_lm_head(quantized)
     dora = {"target_modules": ["lm_head"], "use_dora": True}
     with pytest.raises(IntegrationError, match="lm_head carries a variant of LoRA"):
-        fuse_lm_head(adapted(tiny(), "Lora", **dora))
-    model = adapted(fuse_lm_head(tiny()), "Lora", **dora)  # the adapter is added after fusing
+        fuse_lm_head(adapted(tiny(), **dora))
+    model = adapted(fuse_lm_head(tiny()), **dora)  # the adapter is added after fusing
     with pytest.raises(IntegrationError, match="lm_head carries a variant of LoRA"):
         model(IDS, labels=IDS, **SCORE)
     for name in ("Gemma2, softcap", "Granite, divides", "Cohere, multiplies"):
@@ -583,20 +567,15 @@ def test_heads_that_are_not_understood_are_refused(monkeypatch):
                 model(IDS, labels=IDS, **SCORE)
 
 
-@pytest.mark.parametrize("name", list(ADAPTERS)[2:])
-def test_virtual_tokens_that_cannot_be_placed_are_refused(name):
-    kind, options = ADAPTERS[name]
-    plain = fuse_lm_head(tiny())
-    model = fuse_lm_head(adapted(plain, kind, **options))  # the adapter is added after fusing
-    assert model(input_ids=IDS, shift_labels=IDS, **SCORE).logprobs.shape == IDS.shape
-    packed = {"input_ids": PACKED["input_ids"], "shift_labels": PACKED["labels"]}
-    with pytest.raises(IntegrationError, match="cu_seqlens: the virtual tokens of prompt learning"):
-        model(**packed, cu_seqlens=PACKED["cu_seqlens"], **SCORE)
-    if kind != "PrefixTuning":  # PEFT does not extend labels for prefix tuning
-        with pytest.raises(IntegrationError, match="labels: PEFT puts virtual tokens before the prompt"):
-            model(input_ids=IDS, labels=IDS, **SCORE)
-        with pytest.raises((TypeError, ValueError), match="labels"):  # not PEFT's number of tokens
-            model(input_ids=IDS, shift_labels=IDS[:, 1:], **SCORE)
+def test_prompt_learning_is_refused():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    for kind in ("PromptTuning", "PromptEncoder", "PrefixTuning"):
+        config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        for plain in (tiny(), fuse_lm_head(tiny())):
+            model = peft.get_peft_model(plain, config)
+            for function in (fuse_lm_head, transformers.lm_head_of):
+                with pytest.raises(IntegrationError, match=f"model: {kind}Config is prompt learning"):
+                    function(model)
 
 
 def test_models_that_are_no_causal_language_models_are_refused():

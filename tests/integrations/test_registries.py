@@ -500,6 +500,42 @@ def test_registering_in_verl(installed, vanilla, reason, monkeypatch):
     assert importlib.import_module(entry_point()[1]) is verl
 
 
+def skyrl_loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+    """What SkyRL 0.3 passes to a loss."""
+
+
+def skyrl_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
+    """What SkyRL 0.3 takes for its correction."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction", "reason"),
+    [
+        (None, skyrl_correction, "ppo_utils.ppo_policy_loss does not exist in version 9.0"),
+        (lambda log_probs, *, config: None, skyrl_correction, r"takes \(log_probs, config\) in version 9.0"),
+        (skyrl_loss, lambda loss: None, r"apply_off_policy_correction takes \(loss\) in version 9.0"),
+        (skyrl_loss, skyrl_correction, None),
+    ],
+)
+def test_registering_in_skyrl(loss, correction, reason, monkeypatch):
+    """A newer SkyRL is accepted, unless a function that the adapter knows has other parameters."""
+    registered = {}
+    registry = SimpleNamespace(list_available=lambda: ["gk_grpo"], register=registered.setdefault)
+    utilities = SimpleNamespace(
+        ppo_policy_loss=loss, apply_off_policy_correction=correction, PolicyLossRegistry=registry
+    )
+    monkeypatch.setattr(errors, "version", lambda name: "9.0")
+    monkeypatch.setattr(skyrl, "_utilities", lambda name: utilities)
+    if reason is None:
+        skyrl.register_all()
+        assert set(registered) == {*skyrl.LOSSES} - {"gk_grpo"}
+        return
+    for register in (skyrl.register_all, lambda: skyrl.register("mine", gk.GSPO())):
+        with pytest.raises(IntegrationError, match=reason):
+            register()
+    assert not registered
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [((gk.GSPO, "yes"), "follow_config: got str"), ((int,), "objective: got <class 'int'>")],
@@ -808,3 +844,60 @@ def test_skyrl_s_registry():
         assert there == PolicyLossRegistry.get("mine")
     finally:
         PolicyLossRegistry.unregister("mine")
+
+
+class Table(torch.nn.Module):
+    """A bigram model with the call of SkyRL's ``HFModelWrapper``, which needs flash-attn."""
+
+    def __init__(self, vocabulary=11):
+        super().__init__()
+        self.logits = torch.nn.Embedding(vocabulary, vocabulary, dtype=torch.float64)
+
+    def forward(self, sequences, num_actions, **options):
+        logprobs = self.logits(sequences).log_softmax(-1)
+        chosen = logprobs[:, :-1].gather(-1, sequences[:, 1:, None]).squeeze(-1)
+        return chosen[:, -num_actions:], {"entropy": -(logprobs.exp() * logprobs).sum(-1)}
+
+
+@needs("skyrl")
+@pytest.mark.parametrize(("ours", "theirs"), [("gk_gspo_token", "gspo"), ("gk_grpo", "regular")])
+def test_a_step_of_skyrl_s_worker(ours, theirs, monkeypatch):
+    """Gradients and metrics of its micro-batches, with KL, equal those of its own loss."""
+    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+    from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
+    from skyrl.train.config import TrainerConfig
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    start, old, advantages, _, rollout = batch()
+    prompts = torch.ones(len(LENGTHS), 2, dtype=torch.int64)
+    rng = torch.Generator().manual_seed(shifted_seed(3))
+    sequences = torch.cat([prompts, torch.randint(11, MASK.shape, generator=rng)], 1)
+    table, results = Table(), []
+    for name in (ours, theirs):
+        config = TrainerConfig(micro_train_batch_size_per_gpu=4)
+        config.algorithm = algorithm_config(name, eps_clip_low=0.5, eps_clip_high=0.5)
+        config.algorithm.use_kl_loss = True
+        model, worker = table, PolicyWorkerBase.__new__(PolicyWorkerBase)
+        optimizer = torch.optim.SGD(model.parameters())
+        model.zero_grad()
+        vars(worker).update(
+            cfg=config, model=model, optimizer=optimizer, policy_loss_fn=skyrls(name),
+            scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer), mesh_rank=SimpleNamespace(dp_size=1),
+            device_mesh=SimpleNamespace(get_group=lambda name: None),
+            strategy=SimpleNamespace(
+                backward=lambda loss, *_: loss.backward(), all_reduce=lambda values, *_, **__: values
+            ),
+        )  # fmt: skip
+        data = TrainingInputBatch({
+            "sequences": sequences, "attention_mask": torch.ones_like(sequences), "loss_mask": MASK.long(),
+            "response_mask": MASK.long(), "action_log_probs": old - 2, "base_action_log_probs": start - 2,
+            "advantages": scale(advantages, "sequence_mean"), "values": None, "returns": None,
+            "rollout_logprobs": rollout - 2,
+        })  # fmt: skip
+        data.metadata = {"response_length": MASK.shape[1]}
+        metrics = worker.forward_backward(data).metrics
+        results.append((metrics, model.logits.weight.grad.clone()))
+    (got, gradient), (want, expected) = results
+    assert_equal(gradient, expected, 1e-6)
+    assert want["policy_kl"] > 0 and 0 < want["loss_metrics/clip_ratio"] < 1
+    assert got == pytest.approx({**got, **want}, rel=1e-5, abs=1e-6)

@@ -346,7 +346,6 @@ RUNS = {
     # Tool tokens mask first tokens: with equal contexts in a group, the last bit of entropies would decide.
     "high entropy tokens": GSPO | HIGH_ENTROPY | BONUS | {"tool_tokens": True},
     "LoRA, reference by disabled adapter": GSPO | {"adapter": "LoRA", "beta": 0.1, "learning_rate": 0.5},
-    "prompt tuning": GSPO | {"adapter": "prompt tuning", "beta": 0.1, "epsilon": 0.02, "learning_rate": 1.0},
 }
 
 
@@ -356,14 +355,10 @@ def train(kind, model_path, folder, *, adapter=None, sharded=False, steps=8, **o
     Return the trained weights before and after, and the log.
     """
     if adapter is not None:
-        from peft import LoraConfig, PromptTuningConfig
+        from peft import LoraConfig
 
         torch.manual_seed(shifted_seed(7))
-        adapter = (
-            LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-            if adapter == "LoRA"
-            else PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        )
+        adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     trainer = make_trainer(kind, model_path, folder, peft_config=adapter, max_steps=steps, **options)
     before = whole(trainer.model.parameters())
     if sharded:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from gspo_kernels.integrations import rows as rows_module
+from gspo_kernels.models import rows as rows_module
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.models.rows import (
     RowMask,
@@ -238,7 +238,7 @@ def test_a_model_that_cannot_be_packed_is_refused():
         check_rows_of(model)
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(IntegrationError, match="puts tokens before every row"):
+    with pytest.raises(IntegrationError, match="prompt learning"):
         check_rows_of(peft.get_peft_model(build("qwen3"), config))
 
 
