@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Another version of torch, or all else as pinned: make test VENV=.venv-2.11 TORCH=2.11.0
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help demo real test quick verl lint bench campaign docs docs-serve clean
+.PHONY: help demo real test quick verl skyrl lint bench campaign docs docs-serve clean
 .PHONY: dist version dist-build dist-check dist-install wheels hub
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make bench  our losses and others': checked, then timed, in tables and plots (under ten minutes, CPU)"
 	@echo "make quick  environment, install, the quick tests (one minute)"
 	@echo "make verl   the tests that need verl, in an environment of its own"
+	@echo "make skyrl  the tests that need SkyRL or torchtitan, in an environment of their own (Python 3.12)"
 	@echo "make campaign  tests and benchmarks on a GPU"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make dist   what is published: built, checked, installed into bare environments and used there"
@@ -61,6 +62,23 @@ $(VERL)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 verl: $(VERL)/.ready
 	$(VERL)/bin/python -m pytest tests/integrations/test_registries.py tests/integrations/test_backends.py \
 	    tests/objectives/test_verl.py tests/examples/test_verl.py
+
+# SkyRL and torchtitan need older versions of transformers, PEFT and datasets than ours. Without their dependencies, many of
+# which are for GPUs alone, they import what the tests run.
+SKYRL ?= .venv-skyrl
+$(SKYRL)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	python3.12 -m venv $(SKYRL)
+	sed '/^transformers/d; /^peft/d; s/^torch==.*/torch==$(TORCH)/' constraints.txt > $(SKYRL)/constraints.txt
+	$(SKYRL)/bin/python -m pip install --quiet --upgrade pip setuptools wheel ninja
+	$(SKYRL)/bin/python -m pip install --quiet --constraint $(SKYRL)/constraints.txt torch numpy
+	$(SKYRL)/bin/python -m pip install --quiet --constraint $(SKYRL)/constraints.txt --no-build-isolation --editable '.[train]' \
+	    'transformers<=5.8.0' peft==0.18.1 ray jaxtyping loguru omegaconf hydra-core tensordict s3fs func_timeout torchdata \
+	    polars cloudpathlib einops pytest pytest-xdist hypothesis
+	$(SKYRL)/bin/python -m pip install --quiet --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 torchtitan==0.3.0 spmd_types==0.2.3
+	@touch $@
+
+skyrl: $(SKYRL)/.ready
+	$(SKYRL)/bin/python -m pytest tests/integrations/test_registries.py tests/integrations/test_backends.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

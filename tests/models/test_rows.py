@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from gspo_kernels.models import rows as rows_module
 from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.models import rows as rows_module
 from gspo_kernels.models.rows import (
     RowMask,
     Segment,
