@@ -46,7 +46,7 @@ def objective_of(
     if sapo is not None:
         return gk.SAPO(tau_positive=sapo[0], tau_negative=sapo[1], aggregation=aggregation)
     if use_cispo_loss:
-        return gk.CISPO(1.0 - eps_clip, 1.0 + high, aggregation=aggregation)
+        return gk.CISPO(max(1.0 - eps_clip, 0.0), 1.0 + high, aggregation=aggregation)
     return gk.GRPO(eps_clip, high, dual_clip=c_clip, aggregation=aggregation)
 
 

@@ -70,7 +70,7 @@ class ClippedPGLossFn:
         mean = {"aggregation": "token_mean" if self.by_token else "sequence_mean"}
         low, high = cfg.ratio_clip_min, cfg.ratio_clip_max
         if cfg.use_cispo:
-            self.objective: Any = gk.CISPO(1.0 - low, 1.0 + high, **mean)
+            self.objective: Any = gk.CISPO(max(1.0 - low, 0.0), 1.0 + high, **mean)
         else:
             kind = gk.GSPO if sequences else gk.GRPO
             self.objective = kind(low, high, dual_clip=cfg.ratio_clip_c, **mean)

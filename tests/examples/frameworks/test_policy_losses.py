@@ -640,6 +640,29 @@ def test_nemo_rl_metrics_add_up():
         loss_fn(given.logprobs, nemo_data(given) | {"curr_logprobs_unfiltered": given.logprobs}, one, one)
 
 
+def test_openrlhf_metrics():
+    """Both of the tokens' far-off sequences are bounded, of six; one sequence's ratio is clipped."""
+    given = problem()
+    given.old = given.logprobs - torch.tensor([0.3, 0.0, 0.0, 0.0, 0.0, 0.0]).unsqueeze(1)
+    far = torch.tensor([0.3, -0.3, 0.05, -0.05, 0.1, 0.0]).unsqueeze(1)
+    rows = (given.logprobs, given.old, given.token_advantages, given.mask, given.old - far)
+    of_tokens = (given.mask[:2].sum() / given.mask.sum()).item()
+    for options, share in (
+        ({"is_correction_level": "token"}, of_tokens),
+        ({"is_correction_level": "token", "is_correction_mode": "clip"}, of_tokens),
+        ({"is_correction_level": "seq"}, 2 / 6),
+    ):
+        loss_fn = openrlhf.PolicyLoss(**options, is_correction_threshold=[0.9, 1.2])
+        _, clipped, ppo_kl, vllm_kl, filtered = (each.item() for each in loss_fn(*rows))
+        own = (given.mask[0].sum() / given.mask.sum()).item()
+        assert (clipped, ppo_kl) == pytest.approx((own * (ADVANTAGES[0] > 0), -0.3 * own))
+        assert vllm_kl == pytest.approx(-(far * given.mask).sum().item() / given.mask.sum().item())
+        assert filtered == pytest.approx(share)
+    loss, *_, vllm_kl, filtered = openrlhf.PolicyLoss()(*rows[:4], dp_size=4)  # the micro-batch is all
+    assert vllm_kl is filtered is None
+    assert_same(loss, formula(given, low=0.2, high=0.2)[0])
+
+
 WEIGHTS = torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
 
 
