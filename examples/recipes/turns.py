@@ -31,7 +31,7 @@ from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
 from gspo_kernels.trainer.data import Prompts, columns_of, encode_prompt
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.processes import on_main
-from gspo_kernels.trainer.rewards import Rewards, load_reward
+from gspo_kernels.trainer.rewards import Rewards, load_reward, own_copies, restored_globals
 from gspo_kernels.trainer.rollout import Sampling
 
 
@@ -159,7 +159,9 @@ class Turns(GSPOTrainer):
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         what, count = f"recipe.feedback {self.config.recipe.feedback}", len(arguments["completions"])
         try:
-            texts = self.feedback(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
+            taken = {k: v for k, v in arguments.items() if takes_all or k in parameters}
+            with restored_globals():
+                texts = self.feedback(**own_copies(taken))
         except Exception as error:
             raise InputError(f"{what} raised {error!r}") from error
         if not isinstance(texts, list) or len(texts) != count or not all(isinstance(t, str) for t in texts):

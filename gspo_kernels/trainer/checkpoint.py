@@ -34,7 +34,7 @@ class RunDirectory:
     """The directory of a run: its paths, checkpoints, and lock, which leaving the context releases."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a reward may change the working directory
         self.marker = self.path / ".gspo_run"
         self._lock: IO[str] | None = None
         self.config = self.path / "config.yaml"
@@ -118,7 +118,9 @@ class RunDirectory:
         changed = on_main(accelerator, prepare) or []
         checkpoint = self.latest_checkpoint() if resume else None
         step = 0 if checkpoint is None else int(checkpoint.name[5:])
-        if step >= config.update.steps and self.model.exists() and self.plot.exists():
+        if step > config.update.steps:
+            raise InputError(f"update.steps: got {config.update.steps}, expected at least the {step} taken")
+        if step == config.update.steps and self.model.exists() and self.plot.exists():
             finished = f"the run in {self.path} is finished ({step} steps)"
             raise InputError(f"{finished}; raise update.steps to train on")
         return checkpoint, changed

@@ -162,6 +162,11 @@ class EngineConfig(Section):
             self.require(is_address, "url", "local, or an address as http://localhost:8000 without a path")
         return self
 
+    @field_validator("weights")
+    @classmethod
+    def _absolute(cls, path: str | None) -> str | None:
+        return path if path in (None, "nccl") else str(Path(path).absolute())
+
 
 class UpdateConfig(Section):
     """How the weights move. A step is one rollout and one optimizer update for each of its minibatches."""
@@ -277,6 +282,13 @@ class TrainConfig(Section):
     lora: LoraConfig = LoraConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @field_validator("model", "dataset", "eval_dataset", "output")
+    @classmethod
+    def _absolute(cls, path: str | None, info: Any) -> str | None:
+        """Make local paths absolute, as a reward may change the working directory."""
+        local = path and (info.field_name == "output" or Path(path).exists())
+        return str(Path(path).absolute()) if path and local else path
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

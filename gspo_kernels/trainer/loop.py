@@ -23,8 +23,8 @@ from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_st
 from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
 from gspo_kernels.trainer.memory import SAMPLING, UPDATE, explained_memory, plan_memory
 from gspo_kernels.trainer.model import Policy, export_model, load_tokenizer, make_policies, weights_digest
-from gspo_kernels.trainer.processes import map_shares, seed_everything, set_up
-from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
+from gspo_kernels.trainer.processes import map_shares, on_main, seed_everything, set_up
+from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output, read_metrics
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import (
     PAGE,
@@ -75,6 +75,7 @@ class GSPOTrainer:
             data.check_rows(held_out, "the eval dataset")
         self.rewards.check(data.column_names(dataset))
         self.directory = RunDirectory(config.output)
+        config = config.model_copy(update={"output": str(self.directory.path)})
         self.accelerator, config = set_up(config, self.directory.trackers, accelerator)
         self.config = config
         self.report = Report(config, self.accelerator, self.directory)
@@ -105,6 +106,7 @@ class GSPOTrainer:
         self.step, self.prompts_used, self.sizes = 0, 0, dict[str, int]()
 
     @lenient_output()
+    @torch.enable_grad()
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
@@ -124,9 +126,16 @@ class GSPOTrainer:
             with self.report, defer_signals() as signals:
                 if checkpoint is None:
                     self.report.step(0, self.evaluate())
+                elif self.step == self.config.update.steps and not on_main(self.accelerator, self.evaluated):
+                    self.report.step(self.step, self.evaluate())
                 while self.step < self.config.update.steps:
                     self.take_step(signals)
             return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
+
+    def evaluated(self) -> bool:
+        """Return whether the last step in the metrics has an evaluation, if there is one at all."""
+        records = read_metrics(self.directory.metrics)
+        return self.eval_prompts is None or any(key.startswith("eval/") for key in (records or [{}])[-1])
 
     def plan_memory(self, saved: Mapping[str, int]) -> None:
         """Print what the run needs of memory, and replace sizes that are ``auto``, by saved ones first."""
@@ -215,7 +224,7 @@ class GSPOTrainer:
 
         def complete(share: list[int]) -> list[Sample]:
             each = [place for place in share for _ in range(size)]
-            completions = self.engine.generate([inputs[place] for place in each], sampling)
+            completions = self.engine.generate([list(inputs[place]) for place in each], sampling)
             if sampling.return_mask and any(completion.mask is None for completion in completions):
                 name = type(self.engine).__name__
                 raise InputError(f"rollout.keep_sampling_mask: {name} gives completions without a mask")

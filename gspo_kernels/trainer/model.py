@@ -196,13 +196,20 @@ def make_policies(
     Returns the transformers model, with adapters if configured; the policy around it; and the reference if
     one is needed: a frozen copy, or a function that calls the policy with its adapters off.
     """
+    from transformers import PreTrainedModel
+
     adapted, attention = config.lora.rank > 0, config.attn_implementation
     if isinstance(model, str | Path):
         half = adapted and config.update.precision == "bf16"
         model = load_model(str(model), half=half, attention=attention, accelerator=accelerator)
     elif attention is not None:
         raise InputError(f"attn_implementation: got {attention!r} with a loaded model; expected None")
-    elif not adapted:
+    has_adapters = hasattr(model, "peft_config")  # peft leaves it in models that it changes in place
+    if has_adapters or not isinstance(model, PreTrainedModel):
+        got = f"{type(model).__name__}{' with adapters' if has_adapters else ''}"
+        instead = "merge_and_unload() of peft merges adapters, and lora.rank trains new ones"
+        raise InputError(f"model: got {got}, expected a plain PreTrainedModel; {instead}")
+    if not adapted:
         model = model.float()
     rows, padding = model.get_input_embeddings().weight.shape[0], padding_token_id(tokenizer)
     if padding >= rows:
@@ -215,7 +222,10 @@ def make_policies(
             one = "the model's embedding and head are one weight, and vLLM cannot load them as two"
             raise InputError(f"lora.target_modules: got {config.lora.target_modules!r} and engine.url; {one}")
     elif not any(p.requires_grad for p in model.parameters()):
-        raise InputError(f"{type(model).__name__} has no weights that require gradients: all are frozen")
+        raise InputError(
+            f"{type(model).__name__} has no weights that require gradients: all are frozen; "
+            "model.requires_grad_(True) trains them"
+        )
     elif needs_reference:
         reference = _prepared(copy.deepcopy(model), config, accelerator, frozen=True)
     policy = _prepared(model, config, accelerator)

@@ -40,17 +40,19 @@ def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tu
             # under torchrun without GPUs, accelerate would otherwise set each process up as the only one
             cpu=True if started > 1 and not torch.accelerator.is_available() else None,
         )
-    except (ValueError, RuntimeError) as error:  # the latter of FSDP on a CPU
-        option = "trackers" if "logging" in str(error) else "update.precision or FSDP"
+    except (ValueError, RuntimeError, ImportError) as error:  # of FSDP on a CPU; of DeepSpeed and Megatron
+        option = "trackers" if "logging" in str(error) else "update.precision, or accelerate's environment"
         raise InputError(f"{option}: {error}") from error
     installed = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     for name in config.trackers:  # accelerate silently leaves out trackers that are not installed
         if name not in installed:
             raise InputError(f"trackers: {name} is not installed")
     check_processes(accelerator)
+    used = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
+    if config.update.precision not in ("auto", used):
+        raise InputError(f"update.precision: got {config.update.precision} and an Accelerator with {used}")
     if config.update.precision == "auto":
-        precision = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
-        config = replaced(config, "update", precision=precision)
+        config = replaced(config, "update", precision=used)
     return accelerator, config
 
 
@@ -65,19 +67,28 @@ def check_processes(accelerator: Any) -> None:
         )
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not accelerator.is_fsdp2:
         raise InputError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
-    if (mixed := accelerator.mixed_precision) not in ("no", "bf16"):
-        raise InputError(f"accelerate's mixed_precision: got {mixed}, expected no or bf16")
+    sharded, mixed = kind == "FSDP", accelerator.mixed_precision
+    plugin: Any = accelerator.state.fsdp_plugin if sharded else None
     parallel = getattr(accelerator, "parallelism_config", None)
-    if any(getattr(parallel, f"{name}_size", 1) > 1 for name in ("tp", "cp", "sp")):
-        raise InputError("accelerate's ParallelismConfig: this trainer splits data and shards, not layers")
-    if kind != "FSDP":
-        return
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.activation_checkpointing:
-        raise InputError("FSDP's activation checkpointing: use update.gradient_checkpointing instead")
-    if accelerator.state.dynamo_plugin.backend.value != "NO":
-        raise InputError("accelerate's dynamo_backend under FSDP is not supported; launch without it")
-    if mixed != "no":
+    micro_batches = "gradient_accumulation_steps (update.micro_batch_tokens cuts minibatches)"
+    checkpointing = "activation_checkpointing (update.gradient_checkpointing does it)"
+    for name, value, *expected in (  # others would change numbers, or the names in checkpoints
+        ("mixed_precision", mixed, "no", "bf16"),
+        (micro_batches, accelerator.gradient_accumulation_steps, 1),
+        ("dynamo_backend", accelerator.state.dynamo_plugin.backend.value, "NO"),
+        *((f"{axis}_size", getattr(parallel, f"{axis}_size", 1), 1) for axis in ("tp", "cp", "sp")),
+        (checkpointing, getattr(plugin, "activation_checkpointing", False), False),
+        ("ignored_modules", getattr(plugin, "ignored_modules", None), None),
+        (
+            "mixed_precision_policy",
+            mixed == "no" and getattr(plugin, "mixed_precision_policy", None),
+            None,
+            False,
+        ),
+    ):
+        if value not in expected:
+            raise InputError(f"accelerate's {name}: got {value}, expected {' or '.join(map(str, expected))}")
+    if sharded and mixed != "no":
         # By default FSDP would round the policy's inputs (advantages) and outputs (log-probs) as well.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False

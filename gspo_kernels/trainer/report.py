@@ -247,6 +247,8 @@ class _LenientStream:
     def flush(self) -> None:
         self._try(self.stream.flush)
 
+    close = flush  # a reward may close what the run still writes to
+
     def _try(self, method: Callable[..., object], *arguments: str) -> None:
         try:
             method(*arguments)

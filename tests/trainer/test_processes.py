@@ -6,6 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -324,8 +328,49 @@ def test_processes_that_were_not_set_up_are_refused(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
             getattr(patch, change[0])(*change[1:])
             check_processes(accelerator)
-    sharded = fsdp2(make_accelerator())
-    check_processes(sharded)
-    sharded.state.fsdp_plugin.activation_checkpointing = True
-    with pytest.raises(InputError, match=r"use update\.gradient_checkpointing"):
+    for name, value in (
+        ("activation_checkpointing", True),
+        ("ignored_modules", "lm_head"),
+        ("mixed_precision_policy", MixedPrecisionPolicy(torch.bfloat16)),
+    ):
+        sharded = fsdp2(make_accelerator())
         check_processes(sharded)
+        setattr(sharded.state.fsdp_plugin, name, value)
+        with pytest.raises(InputError, match=name):
+            check_processes(sharded)
+
+
+OPTIONS = {
+    "accumulation": {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4)},
+    "dynamo": {"dynamo_backend": "eager"},
+    "bf16": {"mixed_precision": "bf16"},
+    "loaders": {
+        "dataloader_config": DataLoaderConfiguration(split_batches=True, even_batches=False),
+        "step_scheduler_with_optimizer": False,
+    },
+}
+ENVIRONMENT = (
+    "GRADIENT_ACCUMULATION_STEPS=4 DYNAMO_BACKEND=EAGER USE_DEEPSPEED=true USE_MEGATRON_LM=true "
+    "USE_FSDP=true MIXED_PRECISION=fp16 MIXED_PRECISION=bf16 USE_CPU=true GRADIENT_CLIPPING=0.01"
+)
+
+
+@pytest.mark.parametrize("setting", [*OPTIONS, *ENVIRONMENT.split()])
+def test_accelerates_settings_change_no_update(tmp_path, tokenizer, monkeypatch, setting):
+    """A setting of accelerate's, in its environment or an `Accelerator`, changes nothing or is refused."""
+    config = small_config(tmp_path, update={"precision": "fp32"})
+
+    def update(accelerator):
+        trainer = make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator)
+        return trainer.updater.update(batch_of(trainer)), whole(trainer.updater.tensors())
+
+    metrics, tensors = update(make_accelerator())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if setting not in OPTIONS:
+        monkeypatch.setenv(*f"ACCELERATE_{setting}".split("="))
+    try:
+        found = update(Accelerator(**OPTIONS[setting]) if setting in OPTIONS else None)
+    except InputError as error:
+        assert "accelerat" in str(error).lower()
+    else:
+        assert found[0] == metrics and same(found[1], tensors)

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import json
 import math
+import os
 import pickle
 import re
 import signal
@@ -255,6 +257,62 @@ def test_other_threads_that_set_signal_handlers_are_named():
 
     with pytest.warns(UserWarning, match="rewards may be wrong: .*: pool_0, reward function waits"):
         assert RewardSet([pooled, waits])(*ARGUMENTS).total.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_each_call_gets_its_own_copies(timeout):
+    """Completions of one prompt share the dataset's row, and functions share their arguments."""
+    seen = []
+
+    def spoils(prompts, completions, completion_ids, answer):
+        for prompt, text, ids, right in zip(prompts, completions, completion_ids, answer, strict=True):
+            seen.append((len(prompt), text, len(ids), right["values"].tolist()))
+            prompt.append({"role": "assistant", "content": text})
+            prompt[0]["content"] = ids.clear()
+            right["values"][:] = 0.0
+        completions.sort(reverse=True)
+        return [0.0] * len(prompts)
+
+    async def spoils_later(prompts, completions, completion_ids, answer):
+        return spoils(prompts, completions, completion_ids, answer)
+
+    prompt, right = [{"role": "user", "content": "p"}], {"values": np.ones(2)}
+    given = ([prompt] * 2, ["x", "yy"], [[1], [2, 2]], {"answer": [right] * 2})
+    before = copy.deepcopy(given)
+    RewardSet([spoils_later, spoils, spoils], timeout=timeout)(*given)
+    assert sorted(seen) == [(1, "x", 1, [1.0, 1.0])] * 3 + [(1, "yy", 2, [1.0, 1.0])] * 3
+    assert given[:3] == before[:3] and right["values"].tolist() == [1.0, 1.0]
+
+
+KEPT = []
+CHANGES = {
+    "grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "inference mode": (
+        lambda: (KEPT.append(torch.inference_mode()), KEPT[-1].__enter__()),
+        torch.is_inference_mode_enabled,
+    ),
+    "seed": (lambda: torch.manual_seed(7), lambda: torch.get_rng_state().tolist()),
+    "stdout": (lambda: setattr(sys, "stdout", None), lambda: sys.stdout),
+    "a sandbox": (lambda: [setattr(os, n, None) for n in ("kill", "rename")], lambda: (os.kill, os.rename)),
+    "signals": (
+        lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+        lambda: signal.getsignal(signal.SIGTERM),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_run_depends_on_is_restored(what):
+    change, state = CHANGES[what]
+
+    def changes(completions):
+        change()
+        raise LookupError
+
+    before = state()
+    with pytest.raises(InputError, match="changes raised LookupError"):
+        RewardSet([changes])(*ARGUMENTS)
+    assert state() == before
 
 
 POOLED = """
