@@ -119,7 +119,8 @@ class RunDirectory:
         checkpoint = self.latest_checkpoint() if resume else None
         step = 0 if checkpoint is None else int(checkpoint.name[5:])
         if step > config.update.steps:
-            raise InputError(f"update.steps: got {config.update.steps}, expected at least the {step} taken")
+            taken = f"expected at least {step}, which the run has taken"
+            raise InputError(f"update.steps: got {config.update.steps}, {taken}")
         if step == config.update.steps and self.model.exists() and self.plot.exists():
             finished = f"the run in {self.path} is finished ({step} steps)"
             raise InputError(f"{finished}; raise update.steps to train on")

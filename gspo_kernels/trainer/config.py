@@ -286,9 +286,9 @@ class TrainConfig(Section):
     @field_validator("model", "dataset", "eval_dataset", "output")
     @classmethod
     def _absolute(cls, path: str | None, info: Any) -> str | None:
-        """Make local paths absolute, as a reward may change the working directory."""
+        """Make local paths absolute, because a reward may change the working directory."""
         local = path and (info.field_name == "output" or Path(path).exists())
-        return str(Path(path).absolute()) if path and local else path
+        return str(Path(path or "").absolute()) if local else path
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

@@ -222,10 +222,8 @@ def make_policies(
             one = "the model's embedding and head are one weight, and vLLM cannot load them as two"
             raise InputError(f"lora.target_modules: got {config.lora.target_modules!r} and engine.url; {one}")
     elif not any(p.requires_grad for p in model.parameters()):
-        raise InputError(
-            f"{type(model).__name__} has no weights that require gradients: all are frozen; "
-            "model.requires_grad_(True) trains them"
-        )
+        none = f"{type(model).__name__} has no weights that require gradients: all are frozen"
+        raise InputError(f"{none}; model.requires_grad_(True) trains them")
     elif needs_reference:
         reference = _prepared(copy.deepcopy(model), config, accelerator, frozen=True)
     policy = _prepared(model, config, accelerator)

@@ -40,7 +40,7 @@ def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tu
             # under torchrun without GPUs, accelerate would otherwise set each process up as the only one
             cpu=True if started > 1 and not torch.accelerator.is_available() else None,
         )
-    except (ValueError, RuntimeError, ImportError) as error:  # of FSDP on a CPU; of DeepSpeed and Megatron
+    except (ValueError, RuntimeError, ImportError) as error:
         option = "trackers" if "logging" in str(error) else "update.precision, or accelerate's environment"
         raise InputError(f"{option}: {error}") from error
     installed = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
@@ -50,10 +50,10 @@ def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tu
     check_processes(accelerator)
     used = "bf16" if accelerator.mixed_precision == "bf16" else "fp32"
     if config.update.precision not in ("auto", used):
-        raise InputError(f"update.precision: got {config.update.precision} and an Accelerator with {used}")
-    if config.update.precision == "auto":
-        config = replaced(config, "update", precision=used)
-    return accelerator, config
+        raise InputError(
+            f"update.precision: got {config.update.precision}, expected the Accelerator's {used}"
+        )
+    return accelerator, replaced(config, "update", precision=used)
 
 
 def check_processes(accelerator: Any) -> None:
@@ -70,6 +70,7 @@ def check_processes(accelerator: Any) -> None:
     sharded, mixed = kind == "FSDP", accelerator.mixed_precision
     plugin: Any = accelerator.state.fsdp_plugin if sharded else None
     parallel = getattr(accelerator, "parallelism_config", None)
+    policy = getattr(plugin, "mixed_precision_policy", None) if mixed == "no" else None  # else accelerate's
     micro_batches = "gradient_accumulation_steps (update.micro_batch_tokens cuts minibatches)"
     checkpointing = "activation_checkpointing (update.gradient_checkpointing does it)"
     for name, value, *expected in (  # others would change numbers, or the names in checkpoints
@@ -79,12 +80,7 @@ def check_processes(accelerator: Any) -> None:
         *((f"{axis}_size", getattr(parallel, f"{axis}_size", 1), 1) for axis in ("tp", "cp", "sp")),
         (checkpointing, getattr(plugin, "activation_checkpointing", False), False),
         ("ignored_modules", getattr(plugin, "ignored_modules", None), None),
-        (
-            "mixed_precision_policy",
-            mixed == "no" and getattr(plugin, "mixed_precision_policy", None),
-            None,
-            False,
-        ),
+        ("mixed_precision_policy", policy, None),
     ):
         if value not in expected:
             raise InputError(f"accelerate's {name}: got {value}, expected {' or '.join(map(str, expected))}")

@@ -247,7 +247,7 @@ class _LenientStream:
     def flush(self) -> None:
         self._try(self.stream.flush)
 
-    close = flush  # a reward may close what the run still writes to
+    close = flush  # so that no reward closes it
 
     def _try(self, method: Callable[..., object], *arguments: str) -> None:
         try:

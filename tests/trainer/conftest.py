@@ -140,8 +140,9 @@ def make_trainer(own_tokenizer, rows, reward, config, **changes):
     """Return a trainer of a tiny model. A third of the vocabulary ends a completion, so lengths differ."""
     from gspo_kernels.trainer import GSPOTrainer
 
+    model = changes.pop("model", None)
     arguments = {
-        "model": changes.pop("model", None) or tiny_qwen3(own_tokenizer),
+        "model": tiny_qwen3(own_tokenizer) if model is None else model,
         "tokenizer": own_tokenizer,
         "rewards": reward,
         "dataset": rows,

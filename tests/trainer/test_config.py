@@ -105,7 +105,8 @@ def test_text_becomes_what_an_option_is(tmp_path):
 
 def test_saved_configuration_reads_back_equal():
     objective = {"name": "GRPO", "clip_low": 0.1}
-    config = from_mapping({"model": "m", "reward": ["a:f"], "reward_weights": 2, "objective": objective})
+    values = {"model": "m", "output": "runs", "reward": ["a:f"], "reward_weights": 2, "objective": objective}
+    config = from_mapping(values)
     for each in (config, TrainConfig(output="runs")):
         assert from_mapping(each.model_dump(mode="json")) == each
 

@@ -293,7 +293,10 @@ CHANGES = {
     ),
     "seed": (lambda: torch.manual_seed(7), lambda: torch.get_rng_state().tolist()),
     "stdout": (lambda: setattr(sys, "stdout", None), lambda: sys.stdout),
-    "a sandbox": (lambda: [setattr(os, n, None) for n in ("kill", "rename")], lambda: (os.kill, os.rename)),
+    "a sandbox": (
+        lambda: [setattr(os, n, None) for n in ("renames", "removedirs")],
+        lambda: (os.renames, os.removedirs),
+    ),
     "signals": (
         lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
         lambda: signal.getsignal(signal.SIGTERM),

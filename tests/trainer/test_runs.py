@@ -3,21 +3,24 @@
 import copy
 import json
 import math
+import os
 import random
 import shutil
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import peft
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
-from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,6 +40,7 @@ from tests.trainer.conftest import (
     odd_share,
     same,
     small_config,
+    tiny_model,
     tiny_qwen3,
     weights,
 )
@@ -212,6 +216,61 @@ def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tok
     assert same(weights(trainer.model), weights(straight.model))
 
 
+def test_paths_and_prompts_survive_rewards_and_engines(tmp_path, tokenizer, monkeypatch, straight):
+    """Relative paths are those of the start, also for the checkpoint that an error leaves."""
+    for each in (tiny_qwen3(tokenizer), tokenizer):
+        each.save_pretrained(tmp_path / "base")
+    rows = copy.deepcopy(ROWS)
+
+    def moves(completion_ids):
+        torch.set_grad_enabled(False)
+        os.chdir(tmp_path)
+        shutil.rmtree("gone", ignore_errors=True)
+        Path("gone").mkdir()
+        os.chdir("gone")
+        return [1.0] if fails and trainer.step == 3 else some(completion_ids)
+
+    def generate(prompts, sampling):
+        completions = inner(prompts, sampling)
+        for prompt in prompts:
+            prompt.clear()
+        return completions
+
+    for fails in (True, False):
+        monkeypatch.chdir(tmp_path)
+        config = small_config("run", model="base", checkpoint={"every": 100})
+        trainer = make_trainer(tokenizer, rows, moves, config, model="base")
+        tokens, inner = copy.deepcopy(trainer.train_prompts.tokens), trainer.engine.generate
+        trainer.engine.generate = generate
+        with torch.enable_grad(), pytest.raises(InputError) if fails else nullcontext():
+            trainer.train(resume=not fails)
+        assert trainer.directory.latest_checkpoint().name == f"step_{2 if fails else 4:06d}"
+        assert trainer.train_prompts.tokens == tokens and rows == ROWS
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert same(weights(saved), weights(straight.model))
+
+
+def test_a_run_resumes_with_no_fewer_steps(tmp_path, tokenizer):
+    """Its last evaluation is that of its last step, although the run was meant to be longer."""
+
+    def train(steps, fails=False, **flags):
+        def odd(completion_ids):
+            return [] if fails and trainer.step == 4 else odd_share(completion_ids)
+
+        config = small_config(tmp_path, update={"steps": steps})
+        trainer = make_trainer(tokenizer, ROWS, odd, config)
+        return trainer.train(**flags)
+
+    with pytest.raises(InputError, match="returned 0 values"):
+        train(6, fails=True)
+    before = (tmp_path / "config.yaml").read_text(), (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(InputError, match=r"update\.steps: got 2, expected at least 3"):
+        train(2, resume=True, force=True)
+    assert before == ((tmp_path / "config.yaml").read_text(), (tmp_path / "metrics.jsonl").read_text())
+    last = train(3, resume=True)
+    assert last["step"] == 3 and last["eval/greedy/odd"] >= 0
+
+
 def test_a_run_goes_on_longer_or_with_other_settings_by_force(tmp_path, tokenizer, straight, capsys):
     path = shutil.copytree(straight.directory.path, tmp_path / "run")
     finished = (path / "metrics.jsonl").read_text()
@@ -317,29 +376,59 @@ def test_an_optimizer_in_8_bit_needs_torchao_and_a_compiler(tmp_path, tokenizer,
         made()
 
 
-@pytest.mark.parametrize("targets", ["lm_head,q_proj", "embed_tokens", "q_proj"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_adapters_on_embedding_and_head_are_in_what_is_saved(tmp_path, tokenizer, targets, tied):
-    """What is saved and exported computes the trained log-probs; a head that has its own weight is untied."""
-    base = tiny_qwen3(tokenizer, tie_word_embeddings=tied)
+MERGED = "a merged PeftModel"
+GIVEN = ["a directory", "a name", "a model", "a 16-bit model", MERGED, "a model, partly frozen"]
+TARGETS = ["lm_head,q_proj", "embed_tokens", "q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("given", "family", "targets", "tied"),
+    [
+        *((given, "qwen3", None, number % 2 == 0) for number, given in enumerate(GIVEN)),
+        *(("a directory", "qwen3", targets, tied) for targets in TARGETS for tied in (True, False)),
+        *((given, "qwen3", "q_proj", True) for given in ("a model", "a 16-bit model", MERGED)),
+        ("a directory", "qwen3_moe", None, True),
+        ("a directory", "gemma3_text", "lm_head", True),
+    ],
+)
+def test_each_export_loads_as_what_was_trained(
+    tmp_path, tokenizer, monkeypatch, given, family, targets, tied
+):
+    """A head that has its own weight is untied; adapters alone are those that were trained."""
+    base = tiny_model(family, tokenizer, tie_word_embeddings=tied)
     for each in (base, tokenizer):
-        each.save_pretrained(tmp_path / "base")
-    sections = {"model": str(tmp_path / "base"), "lora": {"rank": 2, "target_modules": targets}}
-    config = small_config(tmp_path / "run", update={"steps": 1, "learning_rate": 0.1}, **sections)
-    trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=config.model)
+        each.save_pretrained(tmp_path / "a" / "base")
+    monkeypatch.chdir(tmp_path)
+    model = {"a directory": Path("a/base").absolute(), "a name": "a/base"}.get(given) or copy.deepcopy(base)
+    if given == "a 16-bit model":
+        base, model = base.bfloat16(), model.bfloat16()
+    if given == MERGED:
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
+        model = peft.PeftModel(model, model.peft_config["default"]).merge_and_unload()
+        base = copy.deepcopy(model.requires_grad_(True))
+    if given == "a model, partly frozen":
+        model.get_input_embeddings().requires_grad_(False)
+    sections = {"model": "a/base"} | ({"lora": {"rank": 2, "target_modules": targets}} if targets else {})
+    config = small_config("run", update={"steps": 1, "learning_rate": 0.1}, **sections)
+    trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=model)
     trainer.train()
-    export_checkpoint(tmp_path / "run", tmp_path / "exported")
+    folders = [tmp_path / "run" / "model"]
+    if given in GIVEN[:2]:
+        monkeypatch.chdir(tmp_path / "a")
+        export_checkpoint(tmp_path / "run", tmp_path / "exported")
+        folders.append(tmp_path / "exported")
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
-        before, trained = (model(ids).logits.log_softmax(-1) for model in (base, trainer.model))
+        before, trained = (model(ids).logits.float().log_softmax(-1) for model in (base, trainer.model))
         moved = (trained - before).abs().max()
-        for path in (tmp_path / "run" / "model", tmp_path / "exported"):
+        for path in folders:
             saved = AutoModelForCausalLM.from_pretrained(path)
-            off = (saved(ids).logits.log_softmax(-1) - trained).abs().max()
-            assert off < 1e-3 * moved and moved > 0.1
-            assert saved.config.tie_word_embeddings == (tied and targets == "q_proj")
-            adapted = PeftModel.from_pretrained(copy.deepcopy(base), path / "adapter")
-            assert torch.equal(adapted(ids).logits.log_softmax(-1), trained)
+            off = (saved(ids).logits.float().log_softmax(-1) - trained).abs().max()
+            assert off < (0.1 if saved.dtype == torch.bfloat16 else 1e-3) * moved and moved > 0.1
+            assert saved.config.tie_word_embeddings == (tied and targets in (None, "q_proj"))
+            if targets:
+                adapted = peft.PeftModel.from_pretrained(copy.deepcopy(base), path / "adapter")
+                assert torch.equal(adapted(ids).logits.float().log_softmax(-1), trained)
 
 
 def test_what_reaches_the_update(tmp_path, tokenizer):
@@ -441,6 +530,11 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
     larger.add_tokens(["one more"])
     padded = copy.deepcopy(larger)
     padded.pad_token = "one more"
+    prompts = peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)
+    prompts, adapted = (
+        peft.get_peft_model(tiny_qwen3(tokenizer), kind)
+        for kind in (prompts, peft.LoraConfig(target_modules=["q_proj"]))
+    )
     unknown = [*ROWS, ROWS[0] | {"prompt": "say one more"}]
     embeds = f"row {len(unknown)}: the prompt has token 258, but the model embeds only 258"
     for words, changes in (
@@ -450,6 +544,9 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
         ("tokenizer", {"tokenizer": None}),
         ("not finite", {"model": broken}),
         ("all are frozen", {"model": frozen}),
+        *(("model: got PeftModel.* with adapters", {"model": each}) for each in (adapted, prompts)),
+        ("model: got Qwen3ForCausalLM with adapters", {"model": adapted.get_base_model()}),
+        ("model: got OptimizedModule", {"model": torch.compile(tiny_qwen3(tokenizer))}),
         (embeds, {"tokenizer": larger, "dataset": unknown}),
         ("padding token is 258", {"tokenizer": padded}),
     ):
