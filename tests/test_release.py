@@ -1,16 +1,10 @@
 """The parts of ``make dist``: versions that agree, honest wheels, bare environments."""
 
-import itertools
-import re
 import subprocess
-import sys
 import zipfile
-from importlib.metadata import distribution
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 
 import gspo_kernels as gk
@@ -24,12 +18,8 @@ EXTENSION = "gspo_kernels/_C.abi3.so"
 
 
 def test_version_tag_and_changelog_agree_in_this_tree(capsys):
-    """No second place states the version."""
     assert version.disagreements(tag=f"v{version.stated()}") == []
     assert gk.__version__ == version.stated()
-    stated = re.compile(rf"""["']v?{re.escape(version.stated())}["']""")
-    for path in (*(ROOT / "gspo_kernels").rglob("*.py"), ROOT / "setup.py", *(ROOT / "release").glob("*.py")):
-        assert not stated.search(path.read_text()), path
     assert main(["version"]) == 0 and capsys.readouterr().out.strip() == version.stated()
     assert main(["version", "--tag", "v0.0.0"]) == 1
     assert "'v0.0.0'" in capsys.readouterr().out
@@ -53,31 +43,10 @@ def test_disagreements_are_named(tmp_path, sections, tag, message):
     assert len(found) == (message is not None) and all(message in line for line in found)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Record commands instead of running them."""
-    found = []
-    monkeypatch.setattr(build, "run", lambda *command, **_: found.append([str(part) for part in command]))
-    monkeypatch.setattr(build, "stated", lambda: "1.2.3")
-    return found
-
-
 def wheel(folder, name, *files):
     with zipfile.ZipFile(folder / name, "w") as archive:
         for file in ("gspo_kernels/__init__.py", "gspo_kernels-1.2.3.dist-info/WHEEL", *files):
             archive.writestr(file, "")
-
-
-def test_check_runs_the_checkers(tmp_path, calls):
-    wheel(tmp_path, COMPILED, EXTENSION)
-    wheel(tmp_path, PURE, "gspo_kernels/_C.unavailable")
-    (tmp_path / "gspo_kernels-1.2.3.tar.gz").touch()
-    build.check(tmp_path)
-    by_tool = {call[2]: call for call in calls}
-    assert set(by_tool) == {"twine", "abi3audit", "auditwheel"}
-    assert [Path(name).name for name in by_tool["twine"][5:]] == [COMPILED, PURE, "gspo_kernels-1.2.3.tar.gz"]
-    assert by_tool["abi3audit"][-1].endswith(COMPILED) and "--strict" in by_tool["abi3audit"]
-    assert install.fits(Path(PURE)) and not install.fits(Path(COMPILED.replace("x86_64", "s390x")))
 
 
 @pytest.mark.parametrize(
@@ -92,29 +61,13 @@ def test_check_runs_the_checkers(tmp_path, calls):
     ],
     ids=["empty", "version", "strangers", "platform", "no extension", "extension"],
 )
-def test_check_refuses(tmp_path, calls, name, inside, said):
+def test_check_refuses(tmp_path, monkeypatch, name, inside, said):
+    monkeypatch.setattr(build, "run", lambda *command, **_: None)
+    monkeypatch.setattr(build, "stated", lambda: "1.2.3")
     if name is not None:
         wheel(tmp_path, name, *inside)
     with pytest.raises(RuntimeError, match=said):
         build.check(tmp_path)
-
-
-def test_the_repair_is_that_of_the_containers(tmp_path, calls):
-    """Each library that ``--exclude`` names lies in torch's folder, where importing torch finds it."""
-    build.repair(tmp_path / "some.whl", tmp_path / "out")
-    (call,) = calls
-    assert call[:4] == [sys.executable, "-m", "auditwheel", "repair"]
-    assert call[-3:] == ["--wheel-dir", str(tmp_path / "out"), str(tmp_path / "some.whl")]
-    left_out = {option for before, option in itertools.pairwise(call) if before == "--exclude"}
-    assert left_out and left_out <= {path.name for path in (Path(torch.__file__).parent / "lib").iterdir()}
-
-
-def test_tools_run_with_their_neighbours_on_the_path(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    program = "import os, sys; sys.exit(os.environ['PATH'].split(os.pathsep)[0] != sys.argv[1])"
-    build.run(sys.executable, "-c", program, Path(sys.executable).parent)
-    with pytest.raises(subprocess.CalledProcessError):
-        build.run(sys.executable, "-c", program, "elsewhere")
 
 
 def test_a_bare_environment_has_no_compiler_and_no_checkout(tmp_path, monkeypatch):
@@ -140,19 +93,6 @@ def test_the_user_believes_the_doctor_only_if_it_fits_the_wheel(monkeypatch, kin
     else:
         with pytest.raises(SystemExit, match="gspo doctor"):
             user.use_doctor(kind)
-
-
-def test_the_user_refuses_a_checkout_and_runs_the_page_of_the_package(monkeypatch, tmp_path):
-    assert user.PURE in (ROOT / "setup.py").read_text()  # the reason that the user expects is the build's
-    monkeypatch.setattr(user.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(SystemExit, match="imported from"):
-        user.use_import()
-    for page, error in (("no code", SystemExit), ("```python\nraise KeyError\n```\n", KeyError)):
-        monkeypatch.setattr(user, "metadata", lambda _, page=page: SimpleNamespace(get_payload=lambda: page))
-        with pytest.raises(error):
-            user.use_readme()
-    about = distribution("gspo_kernels").metadata
-    assert "```python" in str(about.get_payload() or about["Description"])
 
 
 def test_the_groups_are_pinned():
