@@ -14,8 +14,8 @@ from gspo_kernels.ops.backends import why_not
 from gspo_kernels.types import LogitTransform, RowOptions, Shard
 from tests import test_infinities
 from tests.cases import generator, make_case, run
+from tests.fake_gpu import FakeGpu
 from tests.judging import assert_equals_oracle
-from tests.pretended import PretendedGpu
 
 BF16 = torch.bfloat16
 
@@ -239,7 +239,7 @@ def test_peak_memory_is_what_the_plan_says(schedule, rows, monkeypatch):
     hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
     leaves, budget = [hidden.requires_grad_(), weight.requires_grad_()], 2 * 2048 * (rows or 64)
     options = {"schedule": schedule, "skip_inactive": "none", "max_chunk_bytes": budget}
-    gpu = PretendedGpu(monkeypatch)
+    gpu = FakeGpu(monkeypatch)
     with gpu:
         plan = gk.explain_schedule(*leaves, labels, None, advantages, **options)
         gk.fused_linear_policy_loss(*leaves, labels, None, advantages, **options).loss.backward()
@@ -250,7 +250,7 @@ def test_a_frozen_head_takes_two_products_and_no_memory_of_its_size(monkeypatch)
     """Each chunk is projected once, and its exponentials are multiplied once."""
     monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
     hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
-    gpu = PretendedGpu(monkeypatch)
+    gpu = FakeGpu(monkeypatch)
     with gpu:
         out = gk.fused_linear_policy_loss(
             hidden.requires_grad_(), weight, labels, None, advantages,
@@ -269,7 +269,7 @@ def test_the_host_does_not_wait_for_rows_that_are_computed_again(monkeypatch, si
     looks, results = [], []
     for reason in (None, "not now"):
         leaves = [(hidden * size).requires_grad_(), weight.clone().requires_grad_()]
-        gpu = PretendedGpu(monkeypatch)
+        gpu = FakeGpu(monkeypatch)
         with monkeypatch.context() as patch, gpu:
             patch.setattr(exponentials, "unavailable_on", lambda device, reason=reason: reason)
             out = gk.fused_linear_policy_loss(

@@ -410,7 +410,7 @@ def test_explained_products_are_those_that_run(products, schedule, skip_inactive
 
 
 def test_memory_of_the_plan():
-    """What it is by measure, ``tests.test_memory`` and ``tests.test_pretended_gpu`` show."""
+    """What it is by measure, ``tests.test_memory`` and ``tests.test_fake_gpu`` show."""
     plan = explain(make_case("linear", "packed", "holes"))
     assert plan.reason in str(plan) and "3.00 matrix products over the counted tokens (aligned" in str(plan)
     case = make_case("linear", lengths=(40,), width=8, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A pretended device without fp64, such as Apple's MPS: any fp64 tensor raises an error."""
+"""A fake device without fp64, such as Apple's MPS: any fp64 tensor raises an error."""
 
 import pytest
 import torch

@@ -186,7 +186,7 @@ def model(tmp_path):
 
 @pytest.mark.slow
 def test_two_updates_on_two_nodes_equal_those_of_verl_s_loss(model, tmp_path, monkeypatch):
-    """Ray's two nodes are on this machine, each with a pretended GPU, and so one worker of the actor."""
+    """Ray's two nodes are on this machine, each with a fake GPU, and so one worker of the actor."""
     import ray
     from ray.cluster_utils import Cluster
     from verl.trainer.main_ppo import run_ppo

@@ -17,8 +17,8 @@ from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head, unfuse_
 from gspo_kernels.parallel.groups import Parallel
 from tests import oracle
 from tests.draws import shifted_seed
+from tests.fake_gpu import FakeGpu
 from tests.integrations.tiny_models import MODELS, largest_allocation, tiny
-from tests.pretended import PretendedGpu
 from tests.trainer.conftest import (
     LIMIT,
     ROPES,
@@ -356,10 +356,10 @@ def test_packed_rows_equal_padded_ones(name, attention):
         torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is pretended where there is none")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
 def test_a_packed_row_s_mask_and_offsets_may_lie_on_the_host(monkeypatch):
     pytest.importorskip("triton")
-    gpu, model = PretendedGpu(monkeypatch), fuse_lm_head(tiny("Qwen3"))
+    gpu, model = FakeGpu(monkeypatch), fuse_lm_head(tiny("Qwen3"))
     ids, cu_seqlens, *_ = packed_batch()
     given = {"loss_mask": (ids % 3 != 0).float(), "cu_seqlens": cu_seqlens}
     terms = {"old_logprobs": None, "advantages": torch.tensor([1.0, -0.7, 0.5, -1.2])}

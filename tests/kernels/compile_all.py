@@ -1,19 +1,43 @@
-"""Compile the kernels as they ship, with no GPU, and print a report as JSON. Run as a script."""
+"""Compile the kernels as they ship, for GPUs that need not be present, and print a report as JSON. A script.
+
+The launchers themselves decide what is compiled. Their ``launch`` is replaced by one that records the
+arguments, and Triton's own binder turns these into the specialisation that a launch on the target would ask
+for. Run it without TRITON_INTERPRET.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import exponentials, one_pass, products, tiles
+from gspo_kernels.kernels import (
+    clipped_ratios,
+    divergences,
+    exponentials,
+    gradients,
+    logprobs,
+    masks,
+    one_pass,
+    products,
+    row_scaling,
+    scale,
+    sequence_ratio,
+    tiles,
+)
 from gspo_kernels.types import (
     KLPenalty,
     LogitRows,
@@ -26,26 +50,108 @@ from gspo_kernels.types import (
     RowStats,
     stats_dtype,
 )
-from tests.kernels.machine_code import (
-    BLOCKS,
-    TARGETS,
-    Recorder,
-    compiled,
-    counts,
-    disassemble,
-    held_row,
-    instructions,
-    name_of,
-    resources,
-    sass,
-    specialisation,
-)
 
+LAUNCHING = (
+    clipped_ratios, divergences, exponentials, gradients, logprobs, masks, one_pass, products, row_scaling,
+    scale, sequence_ratio,
+)  # fmt: skip
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+BLOCKS = {"sm_80": 1, "sm_90": 16, "sm_100": 16, "sm_120": 8, "gfx942": 1}
+"""How many blocks of threads may share a program on a target, with a Triton that compiles clusters."""
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 FORM = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 BENT = LogitTransform(0.5, 30.0, 0.7)
 WARM = LogitTransform(1.0, 0.0, 0.7)
+
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A recorded launch: kernel, arguments, and constants with options."""
+
+
+class Recorder:
+    """Records calls of ``launch``. Up to ``blocks`` blocks of threads hold a row; with 0 no rows are held."""
+
+    def __init__(self, blocks: int = 0) -> None:
+        self.calls: list[Call] = []
+        one_pass.max_blocks = lambda device: blocks
+        for module in LAUNCHING:
+            module.launch = self  # type: ignore[assignment]
+
+    def __call__(
+        self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
+    ) -> None:
+        self.calls.append((kernel, args, constants | tile.options()))
+
+
+def _on_platform(name: str, value: Any, platform: str) -> Any:
+    """Return a constant as a launch on the platform would have it."""
+    if hasattr(value, "PLATFORM"):
+        return value._replace(PLATFORM=platform)
+    return platform if name == "PLATFORM" else value
+
+
+def constants_of(call: Call) -> dict[str, Any]:
+    """Return a call's constants by name, named tuples as their fields. Of equal names the first counts."""
+    found: dict[str, Any] = {}
+    for name, value in call[2].items():
+        fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
+        found = fields | found
+    return found
+
+
+def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
+    """Return the cache key of a call's launch, and the source and the options of its compilation."""
+    kernel, args, keywords = call
+    keywords = {name: _on_platform(name, value, target.backend) for name, value in keywords.items()}
+    if target.backend != "cuda":
+        keywords = {key: value for key, value in keywords.items() if key != "maxnreg"}
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, special, rest = binder(*args, **keywords)
+    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, special, rest)
+    return str(special) + str(rest), ASTSource(kernel, signature, constants, attributes), options
+
+
+def name_of(call: Call) -> str:
+    """Return a readable name of a call: kernel, dtypes of logits and gradient, flags, missing arguments.
+
+    A missing sampling mask is not mentioned.
+    """
+    kernel, args, _ = call
+    keywords = constants_of(call)
+    names = list(kernel.signature.parameters)
+    rows = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
+    tensors = [each for each in rows if each.is_floating_point()] or args[:1]
+    dtypes = "->".join(str(getattr(it, "base", it).dtype).removeprefix("torch.") for it in tensors)
+    known = (
+        "SCALED",
+        "SOFTCAP",
+        "PER_TOKEN",
+        "SHARDED",
+        "A_ALONG_K",
+        "B_ALONG_K",
+        "WHOLE",
+        "ACCUMULATE",
+    )
+    flags = [key.lower() for key in known if keywords.get(key)]
+    vectors = [key for key in ("A_VECTOR", "B_VECTOR") if keywords.get(key, 1) > 1]
+    flags += [key.lower() for key in vectors]
+    flags += ["aligned"] if keywords.get("ALIGNED") else []
+    flags += [keywords[key] for key in ("ESTIMATOR", "KIND", "PASS") if keywords.get(key)]
+    flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
+    given = dict(zip(names, args, strict=False))
+    if "PIECES" in keywords:
+        flags += [f"{keywords['PIECES']} pieces of {keywords['num_ctas']} blocks"]
+    flags += ["kept"] if given.get("kept_ptr") is not None else []
+    missing = [f"no {name}" for name, arg in given.items() if arg is None and name != "kept_ptr"]
+    return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
 
 
 def call_all(
@@ -222,6 +328,46 @@ def keys(kind: str) -> dict[str, int]:
     return {name: len(specialisations) for name, specialisations in found.items()}
 
 
+def resources(kernel: Any) -> dict[str, int]:
+    """Return registers, and bytes of stack and local memory (used only by spills)."""
+    if "cubin" in kernel.asm:
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [tool, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    names = {"REG": "vgpr_count", "STACK": "private_segment_fixed_size", "LOCAL": "vgpr_spill_count"}
+    found = kernel.asm["amdgcn"]
+    return {key: int(re.findall(rf"\.{name}: +(\d+)", found)[0]) for key, name in names.items()}
+
+
+def accesses(code: str) -> dict[str, Any]:
+    """Return how many loads and stores of global memory in PTX move how many bits, and the barriers."""
+    found: dict[str, Any] = {}
+    for word in ("ld", "st"):
+        words = re.findall(rf"\b{word}\.\S*global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", code)
+        found[word] = Counter(int(count or 1) * int(bits) for count, bits in words)
+    return found | {"barriers": len(re.findall(r"\bbar(?:rier)?\.sync", code))}
+
+
+def loops(ptx: str) -> list[dict[str, Any]]:
+    """Return the accesses of the innermost loops that access global memory, in order."""
+    lines, labels, ends = ptx.splitlines(), {}, {}
+    for place, line in enumerate(lines):
+        if label := re.match(r"(\$L__BB\w+):", line):
+            labels[label[1]] = place
+        elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)", line)) and jump[1] in labels:
+            ends[labels[jump[1]]] = place
+    found = [
+        accesses("\n".join(lines[start:end]))
+        for start, end in ends.items()
+        if not any(start < other and last < end for other, last in ends.items())
+    ]
+    return [loop for loop in found if loop["ld"] or loop["st"]]
+
+
 def order_of_cluster(kernel: Any) -> list[str]:
     """Return the accesses to global and shared memory and the barriers of a cluster, in the PTX's order."""
     return re.findall(r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))", kernel.asm["ptx"])
@@ -243,49 +389,26 @@ def matrix_instructions(kernel: Any) -> list[str]:
     return sorted(set(re.findall(r"\bv_mfma_\S+", kernel.asm["amdgcn"])))
 
 
-def is_read(name: str) -> bool:
-    """Return whether a test reads the machine code of a kernel. With a temperature per row, the code divides
-    in fp64 by calling a subroutine, and the search for the shortest way does not follow calls.
-    """
-    rows = name.startswith(("logprobs_", "on_chip_row", "sequence_ratio", "divergence"))
-    own = rows and "no row_temperature_ptr" not in name
-    return not own and not name.startswith(
-        (
-            *("ratio_step", "divide", "merge_mask", "lengths", "scale_", "sum_unit", "fixed_product"),
-            *("exponentials_kernel", "label_offsets", "row_statistics", "entropy_rows"),
-            *("known_rows", "label_elements"),
-        )
-    )
-
-
 def compile_calls(calls: list[Any], target: str) -> list[dict[str, Any]]:
     """Compile calls for a target, each specialisation once, and return a report of the machine code."""
     report = []
     asked = {(name_of(call), specialisation(call, TARGETS[target])[0]): call for call in calls}
-    programs = {key: compiled(call, target) for key, call in asked.items()}
-    disassemble(kernel for (name, _), kernel in programs.items() if is_read(name) and "cubin" in kernel.asm)
-    for (name, special), call in asked.items():
-        kernel = programs[name, special]
+    for (name, _), call in asked.items():
+        _, source, options = specialisation(call, TARGETS[target])
+        kernel = triton.compile(source, target=TARGETS[target], options=options.__dict__)
         entry: dict[str, Any] = {"target": target, "kernel": name, "warps": call[2]["num_warps"]}
         entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
         entry |= resources(kernel)
-        names = call[0].signature.parameters
-        given = [name for name in call[2] if name in names]
-        entry["constants_follow_in_order"] = [*names][len(call[1]) :] == given
-        if name.startswith("exponentials_kernel") and " first no bias_ptr no powers_ptr" in name:
-            disassemble([kernel])
-            entry["way"] = Counter(one.opcode.split(".")[0] for one in held_row(instructions(kernel)))
         if name.startswith(("ratio_step", "sequence_ratio")):
             entry["order"] = order_of_memory(kernel)
         if name.startswith("fixed_product_kernel"):
             entry["matrix_instructions"] = matrix_instructions(kernel)
         if call[2]["num_ctas"] > 1:
             entry["cluster"] = order_of_cluster(kernel)
-        if is_read(name) and "logits_ptr" in names:
-            entry["counts"] = counts(call, kernel)
-        if is_read(name) and "cubin" in kernel.asm:
-            for field, words in (("wide_loads", "LDG"), ("wide_stores", "STG")):
-                entry[field] = len(re.findall(rf"\b{words}\.E\S*\.128", sass(kernel)))
+        if "ptx" in kernel.asm:
+            entry |= {"all": accesses(kernel.asm["ptx"]), "loops": loops(kernel.asm["ptx"])}
+        else:
+            entry["wide_loads"] = len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", kernel.asm["amdgcn"]))
         report.append(entry)
     return report
 

@@ -21,12 +21,12 @@ def coefficients(log_ratios, advantages, objective):
     return gk.policy_coefficients(logprobs, logprobs - log_ratios, advantages, objective=objective)
 
 
-def test_vespo_clamps_each_log_ratio_before_they_add_up():
+def test_vespo_clamps_each_log_ratio():
     got = coefficients(fp64([1e4, -19.0]), fp64(1.0), gk.VESPO())
     assert got[0, 0].item() == pytest.approx(-math.exp(2 + 3 - 3 * math.exp(1)) / 2, rel=1e-12)
 
 
-def test_real_has_its_full_gradient_where_a_ratio_is_infinite():
+def test_real_has_its_full_gradient_at_infinite_ratios():
     """``w_i / (tau |y_i|)`` with ``w_i`` = 1, which infinitely wrong sequences of one group share."""
     infinite, logprobs = float("inf"), torch.full((6, 2), -20.0, dtype=torch.float64)
     wrong = fp64([-infinite, 0.0], [0.0, 0.0], [0.0, 0.0], [infinite, 0.0], [0.0, infinite], [0.0, 0.0])
@@ -47,7 +47,7 @@ def test_m2po_leaves_out_all_of_equal_tokens_or_none():
     assert got.tolist() == [[0.0, 0.0, pytest.approx(-math.exp(0.1) / 3, rel=1e-12)]]
 
 
-def test_clip_cov_draws_by_its_seed_and_between_its_bounds():
+def test_clip_cov_draws_by_seed_and_between_bounds():
     """Covariances 0.5, -0.5, -0.5, 0.5: two candidates, one is drawn; the fourth has no gradient to lose."""
     logprobs, advantages = fp64([-1.0, -3.0], [-1.0, -3.0]), fp64(1.0, 0.0)
 
@@ -67,7 +67,7 @@ def test_clip_cov_draws_by_its_seed_and_between_its_bounds():
 
 
 @pytest.mark.parametrize("objective", [gk.GSPO(), gk.GSPOToken(), gk.GRPO()], ids=lambda o: type(o).__name__)
-def test_as_many_packed_tokens_as_sequences_are_one_advantage_and_weight_per_sequence(objective):
+def test_as_many_packed_tokens_as_sequences(objective):
     """With three tokens in three sequences, one of them empty, every function reads [3] as [B]."""
     rng, ends = generator(0), offsets((2, 0, 1))
     hidden, weight, logits = (torch.randn(*size, generator=rng).double() for size in ((3, 5), (7, 5), (3, 7)))

@@ -14,7 +14,7 @@ from tests.objectives.sample_batches import close, coefficients, every, from_hid
 
 @every
 @pytest.mark.parametrize("seed", range(3))
-def test_order_padding_and_micro_batches_change_nothing(objective, seed):
+def test_order_padding_and_micro_batches_are_neutral(objective, seed):
     batch = make_batch(objective, seed=seed, length=(7, 1, 4)[seed], everything=seed == 2)
     rng, whole = generator(seed), coefficients(batch, objective)
     order = torch.randperm(len(whole), generator=rng)
@@ -72,7 +72,7 @@ BOUNDED = ("ABCGRPO", "CISPO", "DPPO", "TOPR", "VESPO", "SAPO", "GPG", "DRO", "P
 
 
 @every
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_gradients_far_off_policy(objective, seed):
     """Gradients are never NaN. Where an fp64 gradient fits into fp32, the fp32 one is finite and equal."""
     batch = far_off(make_batch(objective, seed=seed), generator(seed))
@@ -206,7 +206,7 @@ class ReplacesTheLoss(gk.GSPOToken):
 
 
 @pytest.mark.parametrize("cls", [DeclaresNothing, ReplacesTheLoss])
-def test_an_objective_that_declares_nothing_has_the_gradient_of_its_loss(cls):
+def test_objectives_that_declare_nothing(cls):
     """Neither what it leaves out nor what its base class says of another loss makes a promise."""
     objective = cls()
     gk.objectives.check(objective)
@@ -225,7 +225,7 @@ def test_an_objective_that_declares_nothing_has_the_gradient_of_its_loss(cls):
         run(case, "fused_linear_policy_loss", objective, skip_inactive="all")
 
 
-def test_a_rollout_weight_of_zero_leaves_a_penalty_of_the_objectives_own():
+def test_nan_is_refused_where_rollout_weights_are_0():
     """NaN among old log-probs used to take the gradient of all sequences whose rollout weight is 0."""
     batch = make_batch(objective := gk.ESPO())
     old = batch.old_logprobs.clone()

@@ -26,7 +26,7 @@ from gspo_kernels.trainer.update import (
     trainable_objectives,
 )
 from tests.draws import shifted_seed
-from tests.pretended import PretendedGpu
+from tests.fake_gpu import FakeGpu
 from tests.trainer.conftest import (
     make_accelerator,
     merged_config,
@@ -385,13 +385,13 @@ def test_the_entropy_is_over_all_scored_tokens_and_null_without_any(tokenizer):
     assert math.isnan(metrics["entropy"]) and math.isnan(metrics["minibatch_2/entropy"])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is pretended where there is none")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
 def test_the_host_waits_for_the_device_once_for_each_optimizer_step(tokenizer, monkeypatch):
     """Beyond that: for loss mask and advantages at the start, and for what the sampler's gap is, at the end.
-    clip_grad_norm_ moves the norm to the device on which it is, which a pretended GPU counts.
+    clip_grad_norm_ moves the norm to the device on which it is, which a fake GPU counts.
     """
     pytest.importorskip("triton")
-    updater, gpu = make_updater(tokenizer, make_config()), PretendedGpu(monkeypatch)
+    updater, gpu = make_updater(tokenizer, make_config()), FakeGpu(monkeypatch)
     batch, properties = make_batch(), SimpleNamespace(total_memory=2**33)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with gpu:

@@ -1,4 +1,4 @@
-"""A pretended GPU: tensors say that they are on one, and what they would ask of it is recorded.
+"""A fake GPU: tensors say that they are on one, and what they would ask of it is recorded.
 
 So any machine takes the branches and calls the products of a GPU, and computes their results. Launches, waits
 of the host and the bytes alive at once are recorded. Times are not.
@@ -39,7 +39,7 @@ MEMORY_ALONE = {
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
 
 
-class PretendedGpu:
+class FakeGpu:
     """A context in which every tensor says that it is on the GPU, unless made without a device.
 
     Attributes:
@@ -60,7 +60,7 @@ class PretendedGpu:
         self.alive = self.peak = 0
         self._monkeypatch, self._storages = monkeypatch, {}
 
-    def __enter__(self) -> PretendedGpu:
+    def __enter__(self) -> FakeGpu:
         self._context = self._monkeypatch.context()
         context = self._context.__enter__()
         # an operator runs as plain calls, which are seen, instead of as one opaque call
@@ -146,7 +146,7 @@ def _tensors(*values: Any) -> list[Tensor]:
 class _Asked(TorchFunctionMode):
     """Calls of torch from Python: where tensors are made, and what the host reads."""
 
-    def __init__(self, gpu: PretendedGpu):
+    def __init__(self, gpu: FakeGpu):
         super().__init__()
         self.gpu = gpu
 
@@ -204,7 +204,7 @@ class _Asked(TorchFunctionMode):
 class _Launched(TorchDispatchMode):
     """Operations that reach the device."""
 
-    def __init__(self, gpu: PretendedGpu):
+    def __init__(self, gpu: FakeGpu):
         super().__init__()
         self.gpu = gpu
 
