@@ -61,16 +61,6 @@ def test_the_readme_does_what_it_says():
     assert float(names["out"].metrics["ratio/max"]) == 1.0
 
 
-def test_figures_of_the_readme_s_summary_are_in_its_table_of_measurements():
-    text = text_of("README.md")
-    summary = re.search(r"\*\*How much\?\*\*(.*?)\*\*Not measured", text, re.DOTALL).group(1)
-    measured = text[text.index("<!-- measured -->") :]
-    figures = re.findall(r"(?<![\w,])\d+(?:\.\d+)?(?![\w,.]*\d)", summary)
-    assert len(figures) >= 6
-    for figure in figures:
-        assert re.search(rf"(?<![\d.]){figure}\b", measured), figure
-
-
 @pytest.mark.parametrize("page", PAGES[1:])
 def test_every_page_runs(page):
     if page == "docs/integrations/trl.md":
@@ -87,8 +77,7 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_page_opens_with_a_snippet_and_its_links_lead_somewhere():
-    """The snippet is on the first screen; index and benchmarks need none. The index links all pages."""
+def test_links_lead_somewhere_and_the_index_has_all():
     linked = {}
     for page in PAGES:
         path = ROOT / page
@@ -98,9 +87,6 @@ def test_every_page_opens_with_a_snippet_and_its_links_lead_somewhere():
                 assert found.exists(), (page, target)
                 assert not anchor or anchor in anchors(found), f"{page}: {target}#{anchor}"
                 linked.setdefault(page, set()).add(found)
-        first = "\n".join(text_of(page).splitlines()[:40])
-        index = page in ("docs/README.md", "docs/benchmarks.md")
-        assert index or re.search(r"^```(python|bash)$", first, re.MULTILINE), page
     assert {ROOT / page for page in PAGES[1:]} - {DOCS / "README.md"} <= linked["docs/README.md"]
 
 
@@ -326,15 +312,6 @@ def test_commands_of_pages_run(command, folder, monkeypatch):
         assert exit_code(forked(partial(copy, words))) == 0, log.read_text()[-3000:]
 
 
-def test_what_is_not_run_says_why():
-    """Every pattern of NOT_RUN matches a command; commands of all kinds are run."""
-    assert all(any(re.search(pattern, command) for command in EVERY) for pattern in NOT_RUN)
-    ran = "\n".join(RUN)
-    for name in ("train", "ask", "eval", "export", "plot", "mismatch", "doctor", "demo"):
-        assert f"gspo {name}" in ran, name
-    assert all(name in ran for name in ("examples.recipes", "torchrun", "accelerate launch"))
-
-
 # --- what scripts write into docs/
 
 
@@ -353,7 +330,6 @@ def test_pages_are_up_to_date():
     for page in OBJECTIVES.PAGES:
         text = page.read_text()
         assert text == OBJECTIVES.numbered(text), f"{page}: run `python docs/generate_objectives.py`"
-    assert f"{len(gk.objectives.__all__)} objectives" in (ROOT / "README.md").read_text()
     text = SCALING.PAGE.read_text()
     assert text == SCALING.page(text), "run `python docs/generate_scaling.py`"
 
@@ -371,22 +347,7 @@ def test_the_plot_shows_coefficients():
     assert push(gk.KLCov(), ratios, -1.0) == pytest.approx([-0.5, -1.0, -1.5])
 
 
-def test_models_are_counted_and_fit_as_the_page_says():
-    """Qwen2.5-7B's card: 7.61 billion parameters, 6.53 of them outside of the embeddings."""
-    shape = SCALING.shape_of(SCALING.qwen2_5_7b())
-    assert shape.parameters == 7_615_616_512
-    assert shape.parameters - shape.rest == pytest.approx(6.53e9, rel=1e-3)
-    sums = []
-    for parameters, layers, mlp in ((14.8, 48, 13824), (32.8, 64, 27648)):
-        sizes = {"num_hidden_layers": layers, "intermediate_size": mlp, "hidden_size": 5120}
-        heads = {"num_attention_heads": 40, "num_key_value_heads": 8}
-        shape = SCALING.shape_of(SCALING.qwen2_5_7b(**sizes, **heads))
-        assert round(shape.parameters / 1e9, 1) == parameters
-        sums.append(sum(value for _, value in SCALING.training(shape, 8).values()))
-    assert sums[0] < 0.9 * SCALING.GPU < SCALING.GPU < sums[1]
-
-
-def test_weights_gradients_and_moments_are_those_of_a_run(tmp_path):
+def test_the_page_s_memory_of_a_run(tmp_path):
     """They take 16 bytes for each parameter, all in fp32. Adam's counters are not included."""
     config = small_config(tmp_path, update={"precision": "bf16"})
     trainer = make_trainer(make_tokenizer(), ROWS, odd_share, config, eval_dataset=None)
@@ -402,7 +363,7 @@ def test_weights_gradients_and_moments_are_those_of_a_run(tmp_path):
     assert table["gradients"][1] == sum(gradients.values())
 
 
-def test_a_layer_keeps_what_the_formula_counts():
+def test_the_page_s_memory_of_a_layer():
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     T = 192
@@ -423,15 +384,6 @@ def test_a_layer_keeps_what_the_formula_counts():
         model.model.layers[0](hidden, position_embeddings=rotation, attention_mask=None)
     counted = sum(storage.nbytes() for place, storage in kept.items() if place not in own)
     assert SCALING.recomputed_layer(SCALING.shape_of(config), T) == pytest.approx(counted, rel=0.01)
-
-
-def test_the_table_is_about_the_example():
-    from gspo_kernels.trainer.config import load_config
-
-    config = load_config(ROOT / "examples" / "seven_billion.yaml")
-    assert config.update.micro_batch_tokens == SCALING.TOKENS
-    assert config.rollout.batch_size == SCALING.AT_ONCE
-    assert config.rollout.max_new_tokens <= SCALING.LENGTH
 
 
 # --- the site
@@ -479,23 +431,7 @@ def test_links_are_turned_to_the_site(place, written, shown):
     assert SITE.turned(written, place) == (shown or written)
 
 
-def test_the_hooks_turn_pages_and_leave_the_reference():
-    """Links to files that are no pages lead into the repository, if the site has its address."""
-    written = "[results](../benchmarks/results)"
-    shown = SITE.turned(written, "benchmarks.md", "https://host/repository/")
-    assert shown == "[results](https://host/repository/blob/HEAD/benchmarks/results)"
-
-    def page(place):
-        return SimpleNamespace(file=SimpleNamespace(src_uri=place), meta={})
-
-    config, start = SimpleNamespace(repo_url=None), page("index.md")
-    assert SITE.on_page_markdown("[a](docs/losses.md)", start, config, None) == "[a](losses.md)"
-    assert start.meta["hide"] == ["navigation"]
-    text = SITE.reference_page("losses")
-    assert SITE.on_page_markdown(text, page("reference/losses.md"), config, None) == text
-
-
-def test_the_reference_has_every_public_name_with_a_docstring():
+def test_the_reference_has_every_public_name():
     """The first line of an argument or an error names it before a colon, or the site can't be built."""
     shown = [name for _, names in SITE.REFERENCE.values() for name in names.split()]
     for each in map(pkgutil.resolve_name, shown):
