@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.linear.products.pytorch import Products
 from tests.accuracy import assert_draws_as_exact
 from tests.cases import device_of, generator, scores_of
 
@@ -39,11 +38,8 @@ by_objective = pytest.mark.parametrize(
 
 def weight_of_tail(objective, p, q):
     """Return f of the mass that is left, of which no id is large."""
-    each = (
-        gk.PrimeIPO(eps=1e9, max_ratio=objective.max_ratio)
-        if isinstance(objective, gk.PrimeIPO)
-        else objective
-    )
+    bounded = isinstance(objective, gk.PrimeIPO)
+    each = dataclasses.replace(objective, eps=1e9) if bounded else objective
     return WEIGHTS[type(objective).__name__](each, p, q)
 
 
@@ -324,15 +320,9 @@ def test_small_tails(linear, backend):
 # --- how it is computed
 
 
-def test_there_is_no_second_head_pass(monkeypatch):
+def test_there_is_no_second_head_pass():
     """Each counted row is projected once, for loss and gradient together."""
-    projected, logits_of = [], Products.logits_of
-    monkeypatch.setattr(
-        Products, "logits_of", lambda self, chunk: projected.append(chunk.size) or logits_of(self, chunk)
-    )
     problem = Problem(OBJECTIVES[1], linear=True, packed=True)
-    problem.ours("cpp", max_chunk_bytes=5 * 61 * 4)
-    assert sum(projected) == problem.mask.sum() and len(projected) > 1
     labels, terms, _ = problem.arguments("cpu")
     rows = {name: value.requires_grad_() for name, value in problem.inputs.items()}
     plan = gk.explain_schedule(**rows, labels=labels, **terms)
@@ -445,73 +435,51 @@ def test_masks_of_tokens_that_do_not_count(linear, backend):
 # --- what is refused
 
 
+HIDDEN = Problem(OBJECTIVES[1], linear=True, packed=True)
+LABELS, TERMS, _ = HIDDEN.arguments("cpu")
+IDS, LOGPROBS, SOME = TERMS["centering"].ids, TERMS["centering"].logprobs, TERMS["centering"].ids[1, 3]
+center, given = gk.ScoreCentering, gk.SelectedLogprobs
+REFUSED = [
+    ("centering: GSPO", {"objective": gk.GSPO(), "advantages": torch.ones(4), "rollout_weights": None}),
+    ("GRPO can't be centred", {"objective": gk.GRPO()}),
+    ("ABCGRPO can't", {"objective": gk.ABCGRPO(positive_high=0.3)}),
+    ("PrimeIPO can't", {"objective": gk.PrimeIPO(kl_tau=0.1)}),
+    ("centering: .*high=1.3", {"centering": center(IDS, LOGPROBS, gk.RatioWeight(high=2.0))}),
+    ("old_logprobs: got None", {"old_logprobs": None}),
+    ("token_weights: got a tensor", {"token_weights": torch.ones(8)}),
+    ("two_pass computes no entropy", {"return_entropy": True, "schedule": "two_pass"}),
+    ("gives the entropy no gradient", {"entropy_coef": 0.1}),
+    *((f"schedule: '{name}'", {"schedule": name}) for name in ("aligned", "deferred", "frozen")),
+    ("schedule: 'known'", {"schedule": "known", "batch_invariant": True}),
+    (r"centering.ids: got shape \(7, 5\)", {"centering": center(IDS[:7], LOGPROBS[:7])}),
+    ("centering.logprobs: got shape", {"centering": center(IDS, LOGPROBS[:, :4])}),
+    *((f"centering.ids: got {wrong}", {"centering": center(IDS.masked_fill(IDS == SOME, wrong), LOGPROBS)})
+      for wrong in (-3, 61)),
+    ("centering.logprobs: got NaN", {"centering": center(IDS, LOGPROBS * math.nan)}),
+    ("centering.logprobs: got 2 at", {"centering": center(IDS, torch.full_like(LOGPROBS, 2.0))}),
+    *((f"labels: got {label}", {"labels": LABELS.masked_fill(HIDDEN.mask, label)}) for label in (-5, 61)),
+    ("centering.ids: got .* mask", {"kept_mask": gk.kept_mask(LABELS.unsqueeze(-1), 61)}),
+]  # fmt: skip
+REFUSED_OF_LOGPROBS = [
+    ("selected_logprobs: got a tensor", {"centering": None, "selected_logprobs": given(HIDDEN.q, None)}),
+    ("selected_logprobs.logprobs: got shape", {"selected_logprobs": given(HIDDEN.q[:, :4], None)}),
+    ("selected_logprobs.tail: got shape", {"selected_logprobs": given(HIDDEN.q, HIDDEN.q)}),
+    ("selected_logprobs.tail: .*gradient",
+     {"selected_logprobs": given(HIDDEN.q.clone().requires_grad_(), HIDDEN.q[:, 0])}),
+]  # fmt: skip
+
+
 def test_what_cannot_be_meant_is_refused():
-    problem = Problem(OBJECTIVES[1], linear=True, packed=True)
-    labels, terms, _ = problem.arguments("cpu")
-    ids, q = terms["centering"].ids, terms["centering"].logprobs
-
-    def refuse(match, error=ValueError, **changes):
-        given = {**problem.inputs, "labels": labels, **terms, **changes}
-        with pytest.raises(error, match=match):
-            gk.fused_linear_policy_loss(**given)
-
-    by_sequence = "centering: GSPO can't be centred: its weight depends on the sequence"
-    refuse(by_sequence, objective=gk.GSPO(), advantages=torch.ones(4), rollout_weights=None)
-    refuse("GRPO can't be centred: .* the same for every advantage", objective=gk.GRPO())
-    refuse("ABCGRPO can't", objective=gk.ABCGRPO(positive_high=0.3))
-    refuse("PrimeIPO can't", objective=gk.PrimeIPO(kl_tau=0.1))
-    refuse("got dict, expected a ScoreCentering", TypeError, centering={})
-    other = gk.ScoreCentering(ids, q, gk.RatioWeight(high=2.0))
-    refuse(r"weight is .*high=2.0.*, expected .*high=1.3.*, the weight of CISPO", centering=other)
-    refuse("old_logprobs: got None, expected the sampler's", old_logprobs=None)
-    refuse("token_weights: got a tensor", token_weights=torch.ones(8))
-    refuse("two_pass computes no entropy", return_entropy=True, schedule="two_pass")
-    refuse("gives the entropy no gradient", entropy_coef=0.1)
-    for schedule in ("aligned", "deferred", "frozen"):
-        refuse(f"{schedule}' is not exact here: with centering a row", schedule=schedule)
-    refuse("known' is not exact here", schedule="known", batch_invariant=True)
-    refuse(r"centering.ids: got shape \(7, 5\)", centering=gk.ScoreCentering(ids[:7], q[:7]))
-    refuse("centering.ids: got torch.float64", TypeError, centering=gk.ScoreCentering(q, q))
-    refuse("centering.logprobs: got shape", centering=gk.ScoreCentering(ids, q[:, :4]))
-    refuse("centering.ids: got -3", centering=gk.ScoreCentering(ids.masked_fill(ids == ids[1, 3], -3), q))
-    refuse("centering.ids: got 61", centering=gk.ScoreCentering(ids.masked_fill(ids == ids[1, 3], 61), q))
-    refuse("centering.logprobs: got NaN", centering=gk.ScoreCentering(ids, q * math.nan))
-    refuse("centering.logprobs: got 2 at", centering=gk.ScoreCentering(ids, torch.full_like(q, 2.0)))
-    for label in (-5, 61):
-        with pytest.raises(ValueError, match=f"labels: got {label} in a counted position"):
-            logits, wrong = torch.randn(8, 61), labels.masked_fill(problem.mask, label)
-            gk.fused_policy_loss(logits, wrong, **terms)
-    kept = gk.kept_mask(labels.unsqueeze(-1), 61)
-    refuse("centering.ids: got .* which the sampling mask there cuts", kept_mask=kept)
-    gk.fused_linear_policy_loss(
-        **problem.inputs,
-        labels=labels,
-        **terms | {"centering": gk.ScoreCentering(ids, q, gk.RatioWeight(0.7, 1.3))},
-    )
-
-    logprobs, given = problem.old.clone(), gk.SelectedLogprobs(problem.q, None)
-    for match, error, changes in (
-        ("selected_logprobs: got NoneType, expected the SelectedLogprobs", TypeError, {}),
-        (
-            "selected_logprobs: got a tensor, expected None",
-            ValueError,
-            {"centering": None, "selected_logprobs": given},
-        ),
-        (
-            "selected_logprobs.logprobs: got shape",
-            ValueError,
-            {"selected_logprobs": gk.SelectedLogprobs(problem.q[:, :4], None)},
-        ),
-        (
-            "selected_logprobs.tail: got shape",
-            ValueError,
-            {"selected_logprobs": gk.SelectedLogprobs(problem.q, problem.q)},
-        ),
-        (
-            "selected_logprobs.tail: got a tensor without gradient",
-            ValueError,
-            {"selected_logprobs": gk.SelectedLogprobs(problem.q.clone().requires_grad_(), problem.q[:, 0])},
-        ),
-    ):
-        with pytest.raises(error, match=match):
-            gk.policy_loss(logprobs, **terms | changes)
+    whole = functools.partial(gk.fused_linear_policy_loss, **HIDDEN.inputs)
+    of_logprobs = functools.partial(gk.policy_loss, HIDDEN.old.clone())
+    arguments = TERMS | {"labels": LABELS}
+    whole(**arguments | {"centering": center(IDS, LOGPROBS, gk.RatioWeight(0.7, 1.3))})
+    for function, shared, cases in ((whole, arguments, REFUSED), (of_logprobs, TERMS, REFUSED_OF_LOGPROBS)):
+        for match, changes in cases:
+            with pytest.raises(ValueError, match=match):
+                function(**shared | changes)
+    for match, wrong in (("got dict", {}), ("centering.ids: got torch.float64", center(LOGPROBS, LOGPROBS))):
+        with pytest.raises(TypeError, match=match):
+            whole(**arguments | {"centering": wrong})
+    with pytest.raises(TypeError, match="selected_logprobs: got NoneType"):
+        of_logprobs(**TERMS)

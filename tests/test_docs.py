@@ -206,7 +206,12 @@ def shortened(command):
 
 
 EVERY = dict.fromkeys(each for page in (*PAGES, "CONTRIBUTING.md") for each in commands(page))
-RUN = [command for command in EVERY if not any(re.search(pattern, command) for pattern in NOT_RUN)]
+RUN = {
+    shortened(command): command
+    for command in EVERY
+    if not any(re.search(pattern, command) for pattern in NOT_RUN)
+}
+"""Commands of pages by what is run of them; some are the same once they are short."""
 CONFIG = """\
 model: DIR
 dataset: FILE.jsonl
@@ -279,7 +284,7 @@ def execute(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("command", RUN.values())
 def test_commands_of_pages_run(command, folder, monkeypatch):
     from torch.distributed.run import get_args_parser as torchrun
 
