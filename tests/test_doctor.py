@@ -34,7 +34,6 @@ def test_versions_are_judged_by_the_extras(monkeypatch):
     for line in lines(monkeypatch).values():
         assert re.match(r"not installed +adapter for [><=.,0-9]+: pip ", line), line
     found = lines(monkeypatch, transformers="99.0", trl="1.15.0", verl="99.0", skyrl="0.5.0")
-    assert found["transformers"].split(maxsplit=1) == ["99.0", "supported (>=5.1)"]
-    assert "not supported, the adapter needs >=1.16: pip install 'gspo_kernels[trl]'" in found["trl"]
-    assert found["verl"].split(maxsplit=1) == ["99.0", "supported (>=0.9.1)"]
-    assert found["skyrl"].split(maxsplit=1) == ["0.5.0", "supported (>=0.3)"]
+    for name, served in (("transformers", True), ("verl", True), ("trl", False), ("skyrl", True)):
+        assert ("not supported" in found[name]) != served, found[name]
+    assert "pip install 'gspo_kernels[trl]'" in found["trl"]

@@ -152,28 +152,15 @@ def test_other_threads_wait_for_the_comparison(monkeypatch):
     assert reason is not None and answers == [reason]
 
 
-def test_doctor_compares_and_says_what_came_of_it(outcome, monkeypatch):
-    pytest.importorskip("triton")
-    from gspo_kernels.kernels import products
-
-    planted, _, reason = outcome
-    monkeypatch.setattr(backends, "why_not", lambda *_: None)
-    of_device = reason if reason and reason.startswith("it needs") else None
-    names = ("Triton's product with exponentials", "Triton's product by tensor maps")
-    for reasons in ((reason, of_device), (of_device, reason)):
-        uses = [planted()[0] if why else FirstUse(lambda _: 0.5) for why in reasons]
-        monkeypatch.setattr(exponentials, "_FIRST_USE", uses[0])
-        monkeypatch.setattr(products, "TENSOR_MAPS", uses[1])
-        for line, name, why in zip(doctor.own_products(GPU), names, reasons, strict=True):
-            equal = f" by {name}: compared here with PyTorch's, it differs by roundings alone"
-            assert line.endswith(equal if why is None else f", not by {name}: {why}")
-
-
-def test_doctor_survives_a_comparison_that_fails(monkeypatch):
+def test_doctor_says_what_came_of_a_comparison(monkeypatch):
     products = pytest.importorskip("gspo_kernels.kernels.products")
     pretend(monkeypatch)
     monkeypatch.setattr(backends, "why_not", lambda *_: None)
-    full = FirstUse(lambda _: raised(torch.OutOfMemoryError("the GPU is full")))
-    monkeypatch.setattr(exponentials, "_FIRST_USE", full)
-    monkeypatch.setattr(products, "TENSOR_MAPS", full)
-    assert all(line.endswith("the GPU is full") for line in doctor.own_products(GPU))
+    for result, said in (
+        (0.5, "roundings alone"),
+        (2.0, "off by 2 times"),
+        (torch.OutOfMemoryError("full"), "full"),
+    ):
+        for module, name in ((exponentials, "_FIRST_USE"), (products, "TENSOR_MAPS")):
+            monkeypatch.setattr(module, name, FirstUse(lambda _, result=result: raised(result)))
+        assert all(said in line for line in doctor.own_products(GPU))

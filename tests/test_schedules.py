@@ -129,9 +129,7 @@ def test_every_backend(schedule, backend):
         (torch.float16, "entropy_tensor", "kept and the rest"),
     ],
 )
-def test_two_passes_over_16_bit_weights_take_some_columns_of_all_rows(
-    dtype, terms, logit_options, backend, monkeypatch
-):
+def test_two_passes_over_16_bit_weights(dtype, terms, logit_options, backend, monkeypatch):
     """Each block of dWeight is one product of all active rows, and is rounded once."""
     monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 24, "cuda": 24})
     blocks, add = [], HeadSums.add
@@ -195,7 +193,7 @@ KL = {"terms": "kl_tensor"}
         ("float16", "auto", 2, 192, KL, {"two_pass": 4, "aligned": 5}, False),
     ],
 )
-def test_dweight_that_is_one_product_has_no_sum_in_fp32(
+def test_dweight_of_one_product_has_no_sum_in_fp32(
     dtype, schedule, rows, joins, terms, parts, rounded, monkeypatch
 ):
     """Few sequences that fit in a chunk join those that don't, where this spares the sum. fp16 keeps it, as
@@ -313,7 +311,7 @@ def explain(case, **options):
     )  # fmt: skip
 
 
-def test_the_rule_takes_the_first_schedule_that_is_exact():
+def test_the_first_schedule_that_is_exact_is_taken():
     """Each line of the rule is shown with a call that no earlier line serves."""
     case = make_case("linear")
     two_rows = {"max_chunk_bytes": 2 * ROW}
@@ -366,14 +364,20 @@ def test_rows_in_products(products, schedule, skip_inactive, rows, forward, grad
     assert sum(products["weight"]) == gradient or schedule == "frozen"
 
 
-def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
-    """Sequences without gradient fill the rest of the last chunk."""
-    case = make_case("linear", lengths=(2,) * 15, advantages=(1.0,) * 15)
-    run(case, ENTRY, GSPO, schedule="aligned", max_chunk_bytes=20 * ROW)
-    assert products["forward"] == [16, 14]
-    products["forward"].clear()
-    run(make_case("linear", **WORK), ENTRY, GSPO, schedule="aligned", max_chunk_bytes=21 * ROW)
-    assert products["forward"] == [21]
+CHUNKS = {
+    "equal sizes": ({"lengths": (2,) * 15, "advantages": (1.0,) * 15}, 20, "aligned", [16, 14]),
+    "inactive ones fill the last": (WORK, 21, "aligned", [21]),
+    # 18 rows twice, and 6
+    "longer ones between": ({"lengths": (3, 9, 3, 9), "advantages": (1.0,) * 4}, 6, "auto", [6] * 7),
+}
+"""Arguments of a case, rows of a chunk, a schedule, and the rows of the chunks."""
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_sequences_that_fit_share_chunks(products, name):
+    arguments, rows, schedule, chunks = CHUNKS[name]
+    run(make_case("linear", **arguments), ENTRY, GSPO, schedule=schedule, max_chunk_bytes=rows * ROW)
+    assert products["forward"] == chunks
 
 
 def test_later_chunks_keep_to_the_memory_of_the_first(products):
@@ -383,12 +387,6 @@ def test_later_chunks_keep_to_the_memory_of_the_first(products):
     advantages[2:4] = 0
     run(replace(case, advantages=advantages), ENTRY, TOKEN, max_chunk_bytes=8 * ROW)
     assert products["forward"] == [4, 5, 3, 4, 2]
-
-
-def test_sequences_that_fit_share_a_chunk_also_where_longer_ones_lie_between_them(products):
-    case = make_case("linear", lengths=(3, 9, 3, 9), advantages=(1.0,) * 4)
-    run(case, ENTRY, GSPO, max_chunk_bytes=6 * ROW)
-    assert products["forward"] == [6, 6, 6, 6, 6, 6, 6]  # 18 rows twice, and 6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -423,7 +421,7 @@ def test_memory_of_the_plan():
     assert peaks["auto"] < peaks["deferred"]  # two_pass, as the sequence is short
 
 
-def test_the_default_chunk_is_a_function_of_shapes_and_memory():
+def test_the_default_chunk():
     for vocabulary, gib, device, *all_rows, expected in (
         (151936, 80, "cuda", 4096 * 4 * 151936),
         (151936, 24, "cpu", 1024 * 4 * 151936),
