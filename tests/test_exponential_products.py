@@ -159,7 +159,9 @@ def test_log_probs_and_their_gradient_equal_the_oracle(here, terms):
 @pytest.mark.parametrize("entry", ["linear_token_logprobs", "fused_linear_policy_loss"])
 @pytest.mark.parametrize("line", test_infinities.MAKERS)
 def test_rows_with_infinities_and_nan_do_what_the_page_says(here, line, entry):
-    test_infinities.assert_row_of_a_product(line, entry, BF16, "triton")
+    for maker in test_infinities.MAKERS[line] if "NaN" in line else test_infinities.MAKERS[line][:1]:
+        row = test_infinities.make_row(*maker, 37, BF16)
+        test_infinities.assert_row_of_a_product(line, row, entry, BF16, "triton")
 
 
 def drawn(B=4, T=12, V=90, H=32, seed=0):
