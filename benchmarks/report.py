@@ -34,7 +34,7 @@ YARDSTICK = "naive PyTorch"
 """The contestant whose time divides the others' in a case without bare operations."""
 Record = dict[str, Any]
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
-TRAINER = ("s per step", "s of rollout", "s of update", "tokens per s", "GiB", "GiB predicted")
+TRAINER = ("s per step", "s of rollout", "s of update", "tokens per s", "GiB")
 """What tests/gpu/test_trainer.py measures."""
 _AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
 

@@ -112,7 +112,7 @@ FLAGS = {
     "resume": "continue from the last checkpoint in --output",
     "force": "with --resume: continue although settings or data were changed",
     "overwrite": "replace the run in --output",
-    "dry_run": "print what the run needs of memory, and read no weights",
+    "dry_run": "check configuration, data, rewards and tokenizer; print the first prompt; load no weights",
 }
 
 
@@ -341,12 +341,11 @@ def _run(
 
     rewards = [load_reward(spec) for spec in config.reward]
     _quiet_transformers()
-    if dry_run:
-        from gspo_kernels.trainer.memory import dry_run as table_of
+    from gspo_kernels.trainer import loop
 
-        return print(table_of(config, dataset, eval_dataset))
-    if trainer is None:
-        from gspo_kernels.trainer.loop import GSPOTrainer as trainer
+    trainer = trainer or loop.GSPOTrainer
+    if dry_run:
+        return loop.dry_run(trainer, rewards, dataset, eval_dataset, config)
     made = trainer(config.model, None, rewards, dataset, eval_dataset, config)
     try:
         made.train(resume=resume, overwrite=overwrite, force=force)

@@ -124,7 +124,12 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
         "reward": "gspo_kernels.demo:exact",
         "output": str(directory),
         "seed": seed,
-        "rollout": {"prompts_per_rollout": 128, "group_size": 4, "max_new_tokens": DIGITS + 1},
+        "rollout": {
+            "prompts_per_rollout": 128,
+            "group_size": 4,
+            "max_new_tokens": DIGITS + 1,
+            "batch_size": 256,
+        },
         "update": {"steps": steps, "learning_rate": 5e-4, "learning_rate_decay": "linear"},
         "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
         "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS},

@@ -12,11 +12,12 @@ import torch
 
 from gspo_kernels.trainer import data
 from gspo_kernels.trainer.checkpoint import RunDirectory, load_checkpoint, saved_config
-from gspo_kernels.trainer.config import InputError, RolloutConfig, TrainConfig, load_config, size
+from gspo_kernels.trainer.config import InputError, RolloutConfig, TrainConfig, load_config
 from gspo_kernels.trainer.model import end_token_ids, load_model, load_tokenizer, padding_token_id
 from gspo_kernels.trainer.processes import seed_everything, set_up
 from gspo_kernels.trainer.rewards import RewardSet, load_reward
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, sampling_of
+from gspo_kernels.trainer.sizes import Size
 
 
 class TrainedModel:
@@ -40,11 +41,8 @@ class TrainedModel:
         prompts = data.prepare_prompts(
             tokenizer, rows, name, longest=longest, embedded=embedded, options=config.data
         )
-        rules = (
-            end_token_ids(model, tokenizer),
-            padding_token_id(tokenizer),
-            size(config.rollout, "batch_size"),
-        )
+        batch_size = Size.of(config, "rollout.batch_size", self.accelerator).value
+        rules = end_token_ids(model, tokenizer), padding_token_id(tokenizer), batch_size
         with self.accelerator.autocast():
             completions = ModelEngine(model, *rules).generate(prompts.tokens, sampling)
         ids = [completion.ids.tolist() for completion in completions]

@@ -26,7 +26,7 @@ from torch import Tensor
 import gspo_kernels as gk
 from gspo_kernels.cli import run
 from gspo_kernels.trainer.batch import Batch, Rollout
-from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option, size
+from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.model import frozen_policy, load_tokenizer
 from gspo_kernels.trainer.processes import map_shares
@@ -114,7 +114,7 @@ class Distillation(GSPOTrainer):
         sequences = [p.tolist() + c.tolist() for p, c in zip(batch.prompts, batch.completions, strict=True)]
 
         def share(rows: list[int]) -> list[Tensor]:
-            with ThreadPoolExecutor(size(self.config.rollout, "batch_size")) as pool:
+            with ThreadPoolExecutor(self.batch_size.value) as pool:
                 scored = list(pool.map(self.ask, (sequences[row] for row in rows)))
             return [each[-len(batch.completions[row]) :] for row, each in zip(rows, scored, strict=True)]
 

@@ -111,9 +111,7 @@ def tree_row(model: Any, prompts: Tokens, completions: Tokens) -> Row:
     completions, is in the row once. Prefixes with other frequencies of RoPE are others.
     """
     if "flash" in (name := attention_of(model)):
-        raise IntegrationError(
-            f"tree_row (update.shared_prefix): {name} takes no mask; load the model with sdpa"
-        )
+        raise IntegrationError(f"tree_row: {name} takes no mask; load the model with sdpa")
     pairs, ropes = list(zip(prompts, completions, strict=True)), varying_ropes(model)
     left = iter(torch.cat([part for p, c in pairs for part in (p, c[:-1])]).tolist())
     place_of: dict[tuple[Any, int], int] = {}  # the place of a token, by its predecessor's place

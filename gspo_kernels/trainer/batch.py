@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +84,11 @@ class Batch:
         return [len(completion) for completion in self.completions]
 
     @cached_property
+    def groups_on_host(self) -> list[int]:
+        """The group of each row."""
+        return list(self.group_ids.tolist())
+
+    @cached_property
     def masks_on_host(self) -> tuple[Tensor, ...]:
         """Each row's part of the loss mask, on the CPU."""
         return self.loss_mask.to("cpu").split(self.lengths)
@@ -154,13 +158,21 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
 
 
 def micro_batches(batch: Batch, rows: Tensor, grouped: bool, budget: int, accelerator: Any) -> list[Tensor]:
-    """Return this process's micro-batches, cut by a token budget: as many as others', some empty."""
+    """Return this process's micro-batches, cut by a token budget: as many as others', some empty.
+
+    If ``grouped``, prompts are once in a micro-batch, so that completions of one stay together if they fit.
+    """
     rank, world = accelerator.process_index, accelerator.num_processes
-    units = [[row] for row in rows.tolist()]
-    if grouped:  # completions of one prompt stay together
-        group_of = batch.group_ids.tolist().__getitem__
-        units = [list(group) for _, group in groupby(sorted(rows.tolist()), group_of)]
-    lengths = [len(batch.prompts[unit[0]]) + sum(batch.lengths[row] - 1 for row in unit) for unit in units]
+    units, lengths = list[list[int]](), list[int]()
+    for row in sorted(rows.tolist()) if grouped else rows.tolist():
+        more = batch.lengths[row] - 1
+        same = grouped and units and batch.groups_on_host[units[-1][0]] == batch.groups_on_host[row]
+        if same and lengths[-1] + more <= budget:
+            units[-1].append(row)
+            lengths[-1] += more
+        else:
+            units.append([row])
+            lengths.append(len(batch.prompts[row]) + more)
     shares = token_budget_batches(lengths, max(sum(lengths), 1), count=world)
     parts = [[lengths[unit] for unit in share] for share in shares]
     count = max(len(token_budget_batches(part, budget)) for part in parts)

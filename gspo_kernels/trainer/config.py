@@ -84,15 +84,7 @@ class Section(BaseModel):
             raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
 
-AUTO = {"micro_batch_tokens": 16384, "batch_size": 256}
-"""The sizes that ``auto`` stands for where memory is enough for them."""
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
-
-
-def size(section: Any, name: str) -> int:
-    """Return an option of `AUTO`'s as a number."""
-    value = getattr(section, name)
-    return AUTO[name] if value == "auto" else int(value)
 
 
 class DataConfig(Section):
@@ -127,18 +119,14 @@ class RolloutConfig(Section):
     temperature: float = option(1.0, "of sampling; training log-probs use the same one", gt=0)
     top_p: float = option(1.0, "nucleus sampling; see keep_sampling_mask", gt=0, le=1)
     top_k: int = option(0, "sample among the k most likely tokens; 0: all", ge=0)
-    min_p: float = option(0.0, "sample tokens with this share of the top probability; 0: all", ge=0, lt=1)
     keep_sampling_mask: bool = option(False, "train on log-probs among the tokens that could be drawn")
-    batch_size: Size = option("auto", "completions that a process generates at once; auto: 256 that fit")
-    sampler: Literal["auto", "loop", "continuous"] = option(
-        "auto", "of the model itself; auto: continuous batching on GPUs with flash attention, else loop"
-    )
+    batch_size: Size = option("auto", "completions generated at once; auto: 256, 64 on CPUs, fewer if needed")
     truncated: Literal["keep", "mask"] = option("keep", "completions without an end token; mask: no loss")
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:
-        if self.top_p == 1 and self.top_k == 0 and self.min_p == 0:
-            plain = "false where top_p, top_k and min_p cut no token off"
+        if self.top_p == 1 and self.top_k == 0:
+            plain = "false where top_p and top_k cut no token off"
             self.require(not self.keep_sampling_mask, "keep_sampling_mask", plain)
         return self
 
@@ -176,16 +164,14 @@ class UpdateConfig(Section):
         4, "parts of a rollout, an update each; the first has ratios of exactly 1", ge=1
     )
     epochs: int = option(1, "passes over a rollout", ge=1)
-    micro_batch_tokens: Size = option("auto", "tokens per forward pass, for memory and speed; auto: 16384")
-    shared_prefix: bool = option(False, "encode a prompt once for all of its completions; not with flash")
+    micro_batch_tokens: Size = option(
+        "auto", "tokens per forward pass; auto: 16384, 4096 on CPUs, fewer if needed"
+    )
     precision: Literal["auto", "fp32", "bf16"] = option(
         "auto", "of products: bf16 on GPUs that have it, else fp32; weights and logits stay in fp32"
     )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third slower")
     entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
-    optimizer: Literal["adamw", "adamw_8bit"] = option(
-        "adamw", "adamw_8bit: torchao's, whose state takes 2 bytes per weight, not 8; not with FSDP2"
-    )
     learning_rate: float = option(1e-6, "AdamW's learning rate after the warmup", gt=0)
     warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0", ge=0)
     learning_rate_decay: Literal["none", "linear", "cosine"] = option("none", "to 0 at the last step")
@@ -206,14 +192,12 @@ class KLConfig(Section):
     """A penalty on the distance to the reference policy: the model as it was before training."""
 
     beta: float = option(0.0, "weight of the KL term; 0 leaves it out", ge=0)
-    estimator: Literal["k1", "k2", "k3"] = option("k3", "of the KL per token")
 
 
 class OffPolicyConfig(Section):
     """Weights for what the sampling engine computes otherwise than the trainer (TIS, MIS, IcePop, ...)."""
 
     level: Literal["none", "token", "sequence"] = option("none", "one weight for each token, or sequence")
-    reduce: str = option("mean", "tokens of a sequence become one by mean, sum or max")
     mode: str = option("truncate", "outside the bounds: truncate, mask, icepop, sequence_mask, k1, k2, k3")
     low: float | None = option(None, "lower bound of a weight or divergence; 0.5 for icepop")
     high: float | None = option(None, "upper bound; without a lower one 2 for truncate, 5 for icepop")
@@ -261,17 +245,16 @@ class TrainConfig(Section):
     eval_dataset: str | None = option(None, "prompts that are never trained on")
     reward: tuple[str, ...] = option((), "'module:function' or 'file.py:function', with '(name=value)'")
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1")
-    reward_timeout: float | None = option(None, "seconds that a reward, in a thread, may take", gt=0)
+    reward_timeout: float | None = option(None, "seconds that a reward may take; it runs in a thread", gt=0)
     advantages: Method = option("group_normalized", "how rewards become advantages")
-    advantage_scale: Literal["group", "batch", "mean", "none"] = option(
-        "group", "group_normalized divides by it"
+    output: str = option(
+        "runs/gspo",
+        "directory for metrics, checkpoints, the plot and the trained model",
+        validate_default=True,
     )
-    output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
     seed: int = option(0, "seed of every random choice", ge=0)
     save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
     trackers: tuple[str, ...] = option((), "where metrics go as well: tensorboard, wandb, trackio, ...")
-    project: str = option("gspo", "name of the trackers' project")
-    run_name: str | None = option(None, "name of the run in trackers; the name of its directory")
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
@@ -292,18 +275,14 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        plain = self.advantages == "group_normalized" or self.advantage_scale == "group"
-        self.require(plain, "advantage_scale", f"left out with {self.advantages}")
-        if self.engine.url is not None and self.rollout.sampler != "auto":
-            raise ValueError(f"rollout.sampler must be auto with engine.url, got {self.rollout.sampler!r}")
         if self.engine.url is not None and self.rollout.keep_sampling_mask and self.rollout.top_k == 0:
             raise ValueError("rollout.top_k must be above 0 with engine.url and keep_sampling_mask, got 0")
         rollout, masks = self.rollout, self.rollout.keep_sampling_mask
-        cuts = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+        cuts = rollout.top_p < 1 or rollout.top_k > 0
         for key, fits, expected in (
             ("off_policy.level", self.off_policy.level == "none", "none (the objective weighs tokens)"),
             ("update.entropy_coef", self.update.entropy_coef == 0, "0"),
-            ("rollout.keep_sampling_mask", masks or not cuts, "true where top_p, top_k or min_p cut"),
+            ("rollout.keep_sampling_mask", masks or not cuts, "true where top_p or top_k cut"),
             ("engine.url", not masks or self.engine.url in (None, "local"), "local where masks are kept"),
         ):
             if self.objective.centering and not fits:
@@ -341,8 +320,7 @@ def near_matches(key: str, known: Iterable[str]) -> str:
 
 
 FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "save_rollouts", "reward_timeout"}
-FREE_ON_RESUME |= {"trackers", "project", "run_name"}
-FREE_ON_RESUME |= {"update.steps", "update.micro_batch_tokens", "rollout.batch_size", "rollout.sampler"}
+FREE_ON_RESUME |= {"trackers", "update.steps", "update.micro_batch_tokens", "rollout.batch_size"}
 """Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``.
 Under a decay of the learning rate ``update.steps`` may not."""
 

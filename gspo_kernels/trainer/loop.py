@@ -7,7 +7,7 @@ step, from `GSPOTrainer.rollout` on, and what a checkpoint contains; see ``examp
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -20,21 +20,57 @@ from gspo_kernels.models.rope import varying_ropes
 from gspo_kernels.trainer import data
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
-from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
-from gspo_kernels.trainer.memory import SAMPLING, UPDATE, explained_memory, plan_memory
-from gspo_kernels.trainer.model import Policy, export_model, load_tokenizer, make_policies, weights_digest
+from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.model import (
+    export_model,
+    load_model_config,
+    load_tokenizer,
+    make_policies,
+    weights_digest,
+)
 from gspo_kernels.trainer.processes import map_shares, on_main, seed_everything, set_up
 from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output, read_metrics
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
-from gspo_kernels.trainer.rollout import (
-    PAGE,
-    ContinuousEngine,
-    ModelEngine,
-    RolloutEngine,
-    Sampling,
-    sampling_of,
-)
+from gspo_kernels.trainer.rollout import Completion, ModelEngine, RolloutEngine, Sampling, sampling_of
+from gspo_kernels.trainer.sizes import Size, ran_out_of_memory
 from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
+
+
+def check_data(rewards: RewardSet, dataset: data.Rows, eval_dataset: data.Rows | None) -> None:
+    """Raise an `InputError` for rows without a prompt, or with columns that the rewards cannot take."""
+    data.check_rows(dataset, "the training dataset")
+    if eval_dataset is not None:
+        data.check_rows(eval_dataset, "the eval dataset")
+    rewards.check(data.column_names(dataset))
+
+
+def longest_prompt(model_config: Any, config: TrainConfig) -> int | None:
+    """Return how long a prompt may be in the model's context; None: no limit."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    return None if context is None else context - config.rollout.max_new_tokens
+
+
+def prepare_prompts(
+    tokenizer: Any,
+    dataset: data.Rows,
+    eval_dataset: data.Rows | None,
+    config: TrainConfig,
+    *,
+    say: Callable[..., object],
+    **limits: Any,
+) -> tuple[data.Prompts, data.Prompts | None]:
+    """Return the prompts of both datasets as tokens; print the first one, and warn of prompts in both."""
+    prepare: Any = partial(data.prepare_prompts, tokenizer, options=config.data, say=say, **limits)
+    train: data.Prompts = prepare(dataset, "the training dataset")
+    held_out: data.Prompts | None = None
+    if eval_dataset is not None:
+        held_out = prepare(list(islice(eval_dataset, config.evaluation.prompts)), "the eval dataset")
+    say(f"the first prompt, as the model sees it:\n{excerpt(tokenizer.decode(train.tokens[0]), 2000)}")
+    distinct = {tuple(ids) for ids in held_out.tokens} if held_out else set()
+    if shared := distinct.intersection(map(tuple, train.tokens)):
+        both = f"{len(shared)} of {len(distinct)} eval prompts are in the training dataset too"
+        say(f"{both}: their eval reward is not that of held-out prompts", warning=True)
+    return train, held_out
 
 
 class GSPOTrainer:
@@ -69,11 +105,7 @@ class GSPOTrainer:
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         functions = [rewards] if callable(rewards) else list(rewards)
         self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
-        held_out = None if eval_dataset is None else list(islice(eval_dataset, config.evaluation.prompts))
-        data.check_rows(dataset, "the training dataset")
-        if held_out is not None:
-            data.check_rows(held_out, "the eval dataset")
-        self.rewards.check(data.column_names(dataset))
+        check_data(self.rewards, dataset, eval_dataset)
         self.directory = RunDirectory(config.output)
         config = config.model_copy(update={"output": str(self.directory.path)})
         self.accelerator, config = set_up(config, self.directory.trackers, accelerator)
@@ -82,19 +114,11 @@ class GSPOTrainer:
         compares = needs_reference(config)
         self.model, *policies = make_policies(model, self.tokenizer, config, self.accelerator, compares)
         self.updater = Updater(self.accelerator, config, *policies)
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
+        self.longest_prompt = longest_prompt(self.model.config, config)
         embedded = self.model.get_input_embeddings().weight.shape[0]
-        limits = {"embedded": embedded, "longest": self.longest_prompt, "options": config.data}
-        prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits, say=self.report.say)
-        self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")
-        self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
-        first = excerpt(self.tokenizer.decode(self.train_prompts.tokens[0]), 2000)
-        self.report.say(f"the first prompt, as the model sees it:\n{first}")
-        distinct = {tuple(ids) for ids in self.eval_prompts.tokens} if self.eval_prompts else set()
-        if shared := distinct.intersection(map(tuple, self.train_prompts.tokens)):
-            both = f"{len(shared)} of {len(distinct)} eval prompts are in the training dataset too"
-            self.report.say(f"{both}: their eval reward is not that of held-out prompts", warning=True)
+        limits = {"embedded": embedded, "longest": self.longest_prompt, "say": self.report.say}
+        prompts = prepare_prompts(self.tokenizer, dataset, eval_dataset, config, **limits)
+        self.train_prompts, self.eval_prompts = prompts
         every = [*self.train_prompts.tokens, *(self.eval_prompts.tokens if self.eval_prompts else ())]
         self.longest = max(map(len, every))  # tokens of a prompt
         for rope in varying_ropes(self.model):
@@ -102,8 +126,9 @@ class GSPOTrainer:
                 other = f"the model's {rope.kind} RoPE has other frequencies beyond {rope.limit} tokens"
                 both = "a completion that crosses them is sampled with both, and scored with the later ones"
                 self.report.say(f"{other}: {both}; set off_policy, or sample less", warning=True)
+        self.batch_size = Size.of(config, "rollout.batch_size", self.accelerator)
         self.engine: Any = make_engine(self, engine, model)
-        self.step, self.prompts_used, self.sizes = 0, 0, dict[str, int]()
+        self.step, self.prompts_used = 0, 0
 
     @lenient_output()
     @torch.enable_grad()
@@ -117,10 +142,8 @@ class GSPOTrainer:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
             rows = self.train_prompts.digest
             checkpoint, changed = self.directory.open(self.config, self.accelerator, rows, **flags)
-            state = {} if checkpoint is None else load_state(checkpoint)
-            self.plan_memory(state.get("sizes", {}))
             if checkpoint is not None:
-                self.load_state_dict(state, checkpoint)
+                self.load_state_dict(load_state(checkpoint), checkpoint)
             step = None if checkpoint is None else self.step
             self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
             with self.report, defer_signals() as signals:
@@ -137,20 +160,6 @@ class GSPOTrainer:
         records = read_metrics(self.directory.metrics)
         return self.eval_prompts is None or any(key.startswith("eval/") for key in (records or [{}])[-1])
 
-    def plan_memory(self, saved: Mapping[str, int]) -> None:
-        """Print what the run needs of memory, and replace sizes that are ``auto``, by saved ones first."""
-        updater, longest = self.updater, self.longest
-        policy = self.accelerator.unwrap_model(updater.policy)
-        reference = updater.reference if isinstance(updater.reference, Policy) else None
-        if isinstance(self.engine, ContinuousEngine):  # its cache has whole pages
-            longest += -(longest + self.config.rollout.max_new_tokens) % PAGE
-        self.sizes, table = plan_memory(policy, reference, self.config, self.accelerator, longest, saved)
-        self.config = replaced(self.config, "update", micro_batch_tokens=self.sizes["micro_batch_tokens"])
-        self.config = updater.config = replaced(self.config, "rollout", batch_size=self.sizes["batch_size"])
-        if isinstance(self.engine, ModelEngine):
-            self.engine.batch_size = self.sizes["batch_size"]
-        self.report.say(table)
-
     def take_step(self, signals: Sequence[int] = ()) -> None:
         """Sample, score, compare and update once; evaluate and save if this step is due for it."""
         config, before, started = self.config, self.state_dict(), time.monotonic()
@@ -164,8 +173,7 @@ class GSPOTrainer:
             self.save(before)
             raise
         sampled = time.monotonic()
-        with explained_memory(UPDATE):
-            metrics = rollout_metrics(rollout) | self.update(batch)
+        metrics = rollout_metrics(rollout) | self.update(batch)
         ended = time.monotonic()
         metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
         metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
@@ -224,7 +232,7 @@ class GSPOTrainer:
 
         def complete(share: list[int]) -> list[Sample]:
             each = [place for place in share for _ in range(size)]
-            completions = self.engine.generate([list(inputs[place]) for place in each], sampling)
+            completions = self.generate([list(inputs[place]) for place in each], sampling)
             if sampling.return_mask and any(completion.mask is None for completion in completions):
                 name = type(self.engine).__name__
                 raise InputError(f"rollout.keep_sampling_mask: {name} gives completions without a mask")
@@ -234,9 +242,28 @@ class GSPOTrainer:
             return [Sample(rows[place], list(inputs[place]), text, done) for place, text, done in parts]
 
         weights, autocast = self.updater.weights_in(self.engine, self.tokenizer), self.accelerator.autocast()
-        with explained_memory(SAMPLING), weights, autocast:
+        with weights, autocast:
             shares = map_shares(self.accelerator, len(rows), complete)
         return [sample for share in shares for sample in share]
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """Let the engine complete prompts; repeat that in smaller batches if memory runs out."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+        while True:
+            try:
+                completions: list[Completion] = self.engine.generate(prompts, sampling)
+                return completions
+            except RuntimeError as error:
+                if not ran_out_of_memory(error):
+                    raise
+                message = str(error)
+            own = isinstance(self.engine, ModelEngine)
+            self.batch_size.halve(message, alone=not own or self.batch_size.value == 1)
+            self.engine.batch_size = self.batch_size.value
+            torch.set_rng_state(states[0])
+            for device, cuda_state in zip(devices, states[1], strict=True):
+                torch.cuda.set_rng_state(cuda_state, device)
 
     def score(self, samples: Sequence[Sample], prompts: data.Prompts | None = None) -> Rewards:
         """Call the reward functions, each process on its share of the groups; all get all rewards."""
@@ -262,9 +289,8 @@ class GSPOTrainer:
             advantages = levels(rewards.total, size)
         else:
             counted = [int(s.completion.counted(config.rollout.truncated).sum()) for s in rollout.samples]
-            how = {"method": config.advantages, "scale": config.advantage_scale}
             lengths = torch.tensor(counted, dtype=torch.int64, device="cpu")
-            advantages = advantages_of(rewards, group_size=size, lengths=lengths, **how)
+            advantages = advantages_of(rewards, group_size=size, method=config.advantages, lengths=lengths)
         return make_batch(rollout, advantages, config.rollout.truncated, self.accelerator.device)
 
     def update(self, batch: Batch) -> Metrics:
@@ -296,7 +322,7 @@ class GSPOTrainer:
             "step": self.step,
             "prompts_used": self.prompts_used,
             "updates": self.updater.updates,
-            "sizes": self.sizes,
+            "sizes": {size.option: size.value for size in self.sizes()},
             "dataset": self.train_prompts.digest,
             "streaks": dict(self.report.health.streaks),
             "processes": self.accelerator.num_processes,
@@ -307,10 +333,41 @@ class GSPOTrainer:
         self.updater.load(checkpoint, state["updates"])
         self.step, self.prompts_used = state["step"], state["prompts_used"]
         self.report.health.streaks = dict(state["streaks"])
+        for size in self.sizes():
+            if size.shrinks:
+                size.value = state["sizes"][size.option]
+        if isinstance(self.engine, ModelEngine):
+            self.engine.batch_size = self.batch_size.value
         if state["processes"] != self.accelerator.num_processes:
             self.report.say("another number of processes than before: sampling has new seeds")
+
+    def sizes(self) -> list[Size]:
+        """Return the sizes that shrink when memory runs out, and that a resumed run takes again."""
+        return [self.batch_size, self.updater.micro_batch_tokens]
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a state; all processes must call."""
         write = partial(save_state, state, self.updater.tensors(), accelerator=self.accelerator)
         self.directory.save_checkpoint(state["step"], write, self.config.checkpoint.keep, self.accelerator)
+
+
+def dry_run(
+    kind: type[GSPOTrainer],
+    rewards: Sequence[RewardFunction],
+    dataset: data.Rows,
+    eval_dataset: data.Rows | None,
+    config: TrainConfig,
+) -> None:
+    """Check configuration, data, rewards and tokenizer as a run does, and print the first prompt.
+
+    Of the model, only its configuration is read, and nothing is written.
+    """
+    check_config(config, serves_turns=kind.serves_turns)
+    check_data(RewardSet(rewards, config.reward_weights, config.reward_timeout), dataset, eval_dataset)
+    tokenizer, model_config = load_tokenizer(config.model), load_model_config(config.model)
+
+    def say(text: str, *, warning: bool = False) -> None:
+        print(f"warning: {text}" if warning else text)
+
+    longest = longest_prompt(model_config, config)
+    prepare_prompts(tokenizer, dataset, eval_dataset, config, longest=longest, say=say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from operator import eq
 from pathlib import Path
@@ -41,6 +41,13 @@ def load_model(path: str, half: bool = False, attention: str | None = None, acce
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
         options["device_map"] = None if accelerator.is_local_main_process else "meta"
     return _loaded(AutoModelForCausalLM, path, "model", **options)
+
+
+def load_model_config(path: str) -> Any:
+    """Load the configuration of a model's directory or Hub name."""
+    from transformers import AutoConfig
+
+    return _loaded(AutoConfig, path, "model")
 
 
 def load_tokenizer(path: Any) -> Any:
@@ -107,17 +114,15 @@ class Policy(nn.Module):
     """A causal language model that scores completions, or computes their loss, without storing all logits.
 
     The head runs inside ``forward``, with the backbone, so that DDP and FSDP see one module whose parameters
-    are all present while it runs. Completions are scored at the sampling temperature, in packed rows; with
-    ``shared_prefix``, the prefixes that sequences share are in a row once.
+    are all present while it runs. Completions are scored at the sampling temperature, in packed rows, or in
+    tree rows, which have the prefixes that sequences share once.
     """
 
-    def __init__(
-        self, model: Any, *, temperature: float, shared_prefix: bool = False, checkpointing: bool = False
-    ) -> None:
+    def __init__(self, model: Any, *, temperature: float, checkpointing: bool = False) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.layout = tree_row if shared_prefix else packed_row
+        self.layout: Any = packed_row
         # FSDP reads this attribute to wrap one module per layer.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
         # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
@@ -142,10 +147,18 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Run a few tokens; refuse a model with an unknown head, or one that common rows would change."""
+        """Run a few tokens; refuse a model with an unknown head, or one that common rows would change.
+
+        On a CPU, rows are trees if the model allows it. No GPU has trained with these yet.
+        """
         try:
             check_head(self.model)
-            check_rows_of(self.model, self.layout)
+            if self.model.device.type == "cpu":
+                with suppress(IntegrationError):
+                    check_rows_of(self.model, tree_row)
+                    self.layout = tree_row
+            if self.layout is packed_row:
+                check_rows_of(self.model, packed_row)
         except Exception as error:  # of the model's own code
             if isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
@@ -243,9 +256,8 @@ def frozen_policy(path: str, config: TrainConfig, accelerator: Any) -> Any:
 
 
 def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool = False) -> Any:
-    options = {"checkpointing": config.update.gradient_checkpointing and not frozen}
-    options["shared_prefix"] = config.update.shared_prefix
-    policy = Policy(model, temperature=config.rollout.temperature, **options)
+    checkpointing = config.update.gradient_checkpointing and not frozen
+    policy = Policy(model, temperature=config.rollout.temperature, checkpointing=checkpointing)
     if not accelerator.is_fsdp2:  # which moves shards alone
         with accelerator.autocast():
             policy.to(accelerator.device).check()

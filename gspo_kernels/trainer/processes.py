@@ -19,7 +19,9 @@ from gspo_kernels.trainer.config import InputError, replaced
 
 _Result = TypeVar("_Result")
 
-ALONE: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, is_fsdp2=False)
+ALONE: Any = SimpleNamespace(
+    num_processes=1, process_index=0, is_main_process=True, is_fsdp2=False, device=torch.device("cpu")
+)
 """A substitute for accelerate's `Accelerator` where one process runs and nothing is trained."""
 
 

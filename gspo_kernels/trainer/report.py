@@ -115,7 +115,7 @@ class Report:
             two = "sampling cuts off tokens that training counts, so their log-probs are of two distributions"
             self.say(f"{two}; rollout.keep_sampling_mask trains on the sampler's", warning=True)
         # A resumed run goes on in the trackers' run, which a file names.
-        folder, name = self.directory.trackers, config.run_name or self.directory.path.resolve().name
+        folder, name = self.directory.trackers, self.directory.path.resolve().name
         file = folder / "run_id"
         settings = config.model_dump(mode="json")
         if self.accelerator.is_main_process:
@@ -130,12 +130,18 @@ class Report:
         again = "never" if step is None else "allow"
         options = {
             "tensorboard": {"purge_step": 0 if step is None else step + 1},
-            "wandb": {"name": name, "id": run_id, "resume": again, "dir": str(folder)},
+            "wandb": {
+                "name": os.environ.get("WANDB_NAME", name),
+                "id": run_id,
+                "resume": again,
+                "dir": str(folder),
+            },
             "trackio": {"name": run_id, "resume": again},
             "mlflow": {"run_name": name},
         }
         plain = {k: v if isinstance(v, int | float) else str(v) for k, v in flat(settings).items()}
-        self.accelerator.init_trackers(config.project, plain if step is None else None, init_kwargs=options)
+        project = os.environ.get("WANDB_PROJECT", "gspo")
+        self.accelerator.init_trackers(project, plain if step is None else None, init_kwargs=options)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write, track and show a step, without a terminal each tenth; print the warnings that are due."""

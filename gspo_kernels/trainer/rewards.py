@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -166,14 +165,11 @@ class RewardSet:
         arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
         calls = list(self._calls.values())
         # Coroutines go on while the plain functions are called, one after the other.
-        with restored_globals(), _refused_signal_handlers() as threads:
+        with restored_globals():
             started = {call: call.start(arguments) for call in calls if call.is_async}
             plain = [call for call in calls if not call.is_async]
-            values = {call.name: call.finish(call.start(arguments), arguments, threads) for call in plain}
-            values |= {call.name: call.finish(future, arguments, threads) for call, future in started.items()}
-        if threads:
-            reason = "only the main thread can set signal handlers, and others tried to"
-            warnings.warn(f"rewards may be wrong: {reason}: {', '.join(sorted(threads))}", stacklevel=2)
+            values = {call.name: call.finish(call.start(arguments), arguments) for call in plain}
+            values |= {call.name: call.finish(future, arguments) for call, future in started.items()}
         by_name = {n: torch.tensor(values[n], dtype=torch.float32, device="cpu") for n in self.names}
         weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])
         if (infinite := weighted.nansum(0).isinf()).any():
@@ -212,30 +208,6 @@ def own_copies(arguments: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return copies of a function's arguments, each value apart, so that its changes reach nothing else."""
     ids = "completion_ids"  # copied by list(), which is ten times as fast
     return {n: [list(x) if n == ids else copy.deepcopy(x) for x in each] for n, each in arguments.items()}
-
-
-@contextmanager
-def _refused_signal_handlers() -> Iterator[set[str]]:
-    """Yield the names of threads that try to set a signal handler, which only the main thread can.
-
-    Many functions hide the error: math-verify's, in ``try: ... except: 0.0``, makes right answers wrong.
-    """
-    module: Any = sys.modules["_signal"]  # whose function signal.signal calls, however it was imported
-    set_handler, refused = module.signal, set[str]()
-
-    def watched(*arguments: Any) -> Any:
-        try:
-            return set_handler(*arguments)
-        except ValueError:
-            if threading.current_thread() is not threading.main_thread():
-                refused.add(threading.current_thread().name)
-            raise
-
-    module.signal = watched
-    try:
-        yield refused
-    finally:
-        module.signal = set_handler
 
 
 class _Call:
@@ -292,19 +264,10 @@ class _Call:
             threading.Thread(target=run, name=self.what, daemon=True).start()
         return future
 
-    def finish(self, future: Future[Any], arguments: Mapping[str, Any], refused: set[str]) -> list[float]:
-        """Wait for the values and check them; raise an `InputError` when the time is over.
-
-        A plain function is called again, in this thread, if ``refused`` has the thread in which it ran.
-        """
+    def finish(self, future: Future[Any], arguments: Mapping[str, Any]) -> list[float]:
+        """Wait for the values and check them; raise an `InputError` when the time is over."""
         prompts, completions = arguments["prompts"], arguments["completions"]
         done = wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done
-        if self.what in refused and not self.is_async:
-            refused.remove(self.what)
-            again = "which fails in a thread; it is called again, and from now on without reward_timeout"
-            warnings.warn(f"{self.what} sets a signal handler, {again}", stacklevel=2)
-            self.timeout = None
-            return self.finish(self.start(arguments), arguments, refused)
         if not done:
             self.loop = None  # the loop may be blocked for good: the next call gets another one
             limit = f"{self.timeout:g} seconds for {len(completions)} completions"
@@ -331,19 +294,17 @@ class _Call:
         return [math.nan if value is None else float(value) for value in values]
 
 
-def advantages_of(
-    rewards: Rewards, *, group_size: int, method: str, scale: str = "group", lengths: Tensor | None = None
-) -> Tensor:
+def advantages_of(rewards: Rewards, *, group_size: int, method: str, lengths: Tensor | None = None) -> Tensor:
     """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
 
     ``method`` is a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the
     others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it whitens
-    over the batch, "reinforce_plus_plus" only whitens. ``scale`` is the divisor of "group_normalized" alone,
-    and "optimal_baseline" needs ``lengths``, [B], the numbers of counted tokens.
+    over the batch, "reinforce_plus_plus" only whitens. "optimal_baseline" needs ``lengths``, [B], the numbers
+    of counted tokens.
     """
     total = rewards.total
     if method == "group_normalized":
-        return advantages.group_normalized(total, group_size=group_size, scale=scale)
+        return advantages.group_normalized(total, group_size=group_size)
     if method == "leave_one_out":
         return advantages.leave_one_out(total, group_size=group_size)
     if method == "optimal_baseline" and lengths is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Protocol
@@ -20,29 +18,26 @@ from gspo_kernels.models.rope import own_frequencies, varying_ropes
 from gspo_kernels.sampling import SamplingMask, sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
 
-PAGE, ROW = 256, 2048  # tokens in a page, as flash-attention takes it; most prompt tokens in a forward pass
-
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; ``temperature`` 0 is greedy. top_k cuts first, then top_p, then min_p."""
+    """How tokens are drawn; ``temperature`` 0 is greedy. top_k cuts first, then top_p."""
 
     max_new_tokens: int
     temperature: float = 1.0  # logits are divided by it
     top_p: float = 1.0  # only the most likely tokens whose probabilities reach this sum are drawn
     top_k: int = 0  # only this many of the most likely tokens are drawn; 0: all
-    min_p: float = 0.0  # only tokens with at least this share of the likeliest token's probability are drawn
     return_mask: bool = False  # whether completions must name the tokens that could have been drawn
     top_logprobs: int = 0  # completions must have the log-probs of so many most likely tokens
 
     def __post_init__(self) -> None:
         if self.return_mask and (self.temperature == 0 or not self.cuts):
-            raise ValueError("return_mask: expected top_p, top_k or min_p, and a temperature above 0")
+            raise ValueError("return_mask: expected top_p or top_k, and a temperature above 0")
 
     @property
     def cuts(self) -> bool:
-        """Whether top_p, top_k or min_p keep some tokens from being drawn."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        """Whether top_p or top_k keep some tokens from being drawn."""
+        return self.top_p < 1.0 or self.top_k > 0
 
 
 def sampling_of(
@@ -51,7 +46,7 @@ def sampling_of(
     """Return the sampling of a run's rollouts, or greedy sampling; ``return_mask`` None: as configured."""
     if greedy:
         return Sampling(config.max_new_tokens, temperature=0.0)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
     mask = config.keep_sampling_mask if return_mask is None else return_mask
     rules = {name: getattr(config, name) for name in names}
     return Sampling(**rules, return_mask=mask, top_logprobs=top_logprobs)
@@ -191,134 +186,6 @@ class ModelEngine:
         return completions
 
 
-class ContinuousEngine(ModelEngine):
-    """A `ModelEngine` that samples by transformers' continuous batching; what that cannot do takes its loop.
-
-    It has a paged cache, and a new completion begins where another ended. It attends by pages with flash
-    attention alone. With sdpa all completions of a batch are one row under a dense mask, whose cost grows
-    with the square of their number; then the loop over tokens is faster.
-
-    Weights, training mode and random generators are afterwards what they were before.
-    """
-
-    @torch.no_grad()
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """See `RolloutEngine.generate`; a completion that fails is a `RuntimeError`."""
-        if not prompts or sampling.min_p > 0.0 or sampling.return_mask or sampling.top_logprobs:
-            return super().generate(prompts, sampling)
-        longest = max(map(len, prompts)) + sampling.max_new_tokens
-        at_once, greedy = min(self.batch_size, len(prompts)), sampling.temperature == 0.0
-        config = transformers.ContinuousBatchingConfig(
-            return_logprobs=True,
-            # From the default generator, so each rollout has another seed, and the same ones when resumed.
-            seed=int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")),
-            num_blocks=at_once * -(-longest // PAGE),
-            max_batch_tokens=max(at_once, min(ROW, sum(map(len, prompts)))),
-            max_requests_per_batch=at_once,
-            safety_margin=0.0,  # there are pages for all
-            auto_switch_to_flash=False,
-            drop_unsupported_processors=False,
-            disable_nccl_graph_mixing=False,
-        )
-        rules: Any = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        rules = {"do_sample": False} if greedy else rules | {"do_sample": True}
-        generation = transformers.GenerationConfig(eos_token_id=self.end_ids, **rules)
-        outputs: dict[str, Any] = {}
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with _borrowed(self.model), torch.random.fork_rng(devices):
-            manager = self.model.init_continuous_batching(generation, config)
-            # All requests wait before the thread starts, so that the batches, and so the draws, repeat.
-            names = manager.add_requests(prompts, max_new_tokens=sampling.max_new_tokens)
-            manager.start()
-            try:
-                while len(outputs) < len(names):
-                    output = manager.get_result(timeout=1.0)
-                    if output is not None and output.is_finished():
-                        outputs[output.request_id] = output
-                    elif output is None and not manager.is_running():
-                        break
-            finally:
-                gc.freeze()  # transformers collects garbage now, which takes a second in a large process
-                manager.stop(hard_stop=len(outputs) < len(names))
-                gc.unfreeze()
-        errors = [outputs[name].error if name in outputs else "no answer" for name in names]
-        if failed := [error for error in errors if error is not None]:
-            raise RuntimeError(f"continuous batching: {len(failed)} of {len(names)} completions: {failed[0]}")
-        completions = []
-        for output in (outputs[name] for name in names):
-            ids = torch.tensor(output.generated_tokens, dtype=torch.int64, device="cpu")
-            logprobs = torch.tensor(output.logprobs, dtype=torch.float32, device="cpu")
-            if len(logprobs) != len(ids) or not bool(logprobs.isfinite().all()):
-                raise RuntimeError(f"continuous batching: {len(ids)} tokens have log-probs {output.logprobs}")
-            finished = output.generated_tokens[-1] in self.end_ids
-            completions.append(Completion(ids, finished, None if greedy else logprobs))
-        return completions
-
-    def trial(self) -> str:
-        """Sample a few tokens; return why that fails, or ""."""
-        try:
-            with torch.random.fork_rng([]):
-                self.generate([[0, 0, 0], [0]], Sampling(4))
-        except Exception as error:  # of the model's attention, or of a cache that has not every layer
-            return f"tried on a few tokens, it raised {error!r:.300}"
-        return ""
-
-
-@contextmanager
-def _borrowed(model: Any) -> Iterator[None]:
-    """Let a thread of transformers run the model in the body.
-
-    Autocast is off in other threads, so the weights are rounded to the type in which it computes here.
-    """
-    kind = model.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    modes, weights = [(m, m.training) for m in model.modules()], [(p, p.data) for p in model.parameters()]
-    try:
-        for weight, data in weights:
-            weight.data = data.to(dtype) if dtype is not None and data.is_floating_point() else data
-        yield
-    finally:
-        for weight, data in weights:
-            weight.data = data
-        for module, training in modes:
-            module.training = training
-
-
-def with_sampler(
-    loop: ModelEngine,
-    config: RolloutConfig,
-    accelerator: Any,
-    say: Callable[..., None],
-    top: bool = False,
-) -> ModelEngine:
-    """Return the engine of ``rollout.sampler``, and say why continuous batching does not sample on a GPU.
-
-    ``top``: completions must have the log-probs of several tokens at each place.
-    """
-    auto, text_config = config.sampler == "auto", loop.model.config.get_text_config()
-    attention = str(text_config._attn_implementation)
-    if config.sampler == "loop" or (auto and loop.model.device.type != "cuda"):
-        return loop
-    engine, options = ContinuousEngine(**vars(loop)), getattr(transformers, "ContinuousBatchingConfig", None)
-    known = hasattr(options, "return_logprobs") and hasattr(options, "auto_switch_to_flash")
-    reasons = {
-        "it takes no shards of FSDP2": accelerator.is_fsdp2,
-        f"it is slow with {attention}, and fast with flash_attention_2": auto and "flash" not in attention,
-        "it has no min_p and returns no sampling masks": config.keep_sampling_mask or config.min_p > 0.0,
-        "it returns log-probs of drawn tokens alone, and objective.centering needs others": top,
-        "the frequencies of this model's RoPE depend on the length of a sequence": varying_ropes(loop.model),
-        "it returns no log-probs, or changes the attention, in this version of transformers": not known,
-    }
-    with accelerator.autocast():
-        why = next((reason for reason, holds in reasons.items() if holds), "") or engine.trial()
-    if not why:
-        return engine
-    if not auto:
-        raise InputError(f"rollout.sampler: got 'continuous', and continuous batching cannot sample: {why}")
-    say(f"continuous batching does not sample: {why}")
-    return loop
-
-
 def new_cache(model: Any) -> tuple[Any, dict[str, Any]]:
     """Return an empty cache, and the options of a model's forward that fill it and give the last logits.
 
@@ -350,7 +217,7 @@ def draw(
         logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     sets: Sequence[Tensor] = ()
     if sampling.cuts:
-        mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p)
         drawable = bits.columns(mask, logits.shape[1])
         logits = logits.masked_fill(~drawable, -torch.inf)
         if sampling.return_mask:

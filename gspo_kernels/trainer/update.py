@@ -8,7 +8,6 @@ micro-batches, as many as all others. So one process or several take the same st
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import all_reduce
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
@@ -29,13 +28,14 @@ import gspo_kernels as gk
 from gspo_kernels.centering import require_weight
 from gspo_kernels.exact import exact
 from gspo_kernels.layout import queued
-from gspo_kernels.models.rows import offsets_on
+from gspo_kernels.models.rows import offsets_on, tree_row
 from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors
-from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches, size
+from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches
 from gspo_kernels.trainer.model import Policy, end_token_ids, padding_token_id
 from gspo_kernels.trainer.processes import reshard, whole_weights
-from gspo_kernels.trainer.rollout import ModelEngine, with_sampler
+from gspo_kernels.trainer.rollout import ModelEngine
+from gspo_kernels.trainer.sizes import Size, ran_out_of_memory
 from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights, vllm_engine
 
 Metrics = dict[str, float]
@@ -91,17 +91,16 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
             gk.rollout_weights(token, token, **off_policy_options(config))
         except ValueError as error:
             raise InputError(f"off_policy: {error}") from error
-    whole_groups = needs_whole_groups(objective, config)
+    whole_groups = needs_whole_groups(objective)
     most = rollout.prompts_per_rollout * (1 if whole_groups else rollout.group_size)
     if update.minibatches > most:
         parts = f"the {most} {'prompts' if whole_groups else 'completions'} of a rollout"
         raise InputError(f"update.minibatches must be at most {parts}, got {update.minibatches}")
 
 
-def needs_whole_groups(objective: Any, config: TrainConfig) -> bool:
-    """Whether a minibatch must have whole groups: for their coefficients, mean or shared prefix."""
-    of_groups = objective.coefficient_scope == "group" or objective.aggregation == "prompt_mean"
-    return of_groups or config.update.shared_prefix
+def needs_whole_groups(objective: Any) -> bool:
+    """Whether a minibatch must have whole groups, for their coefficients or their mean."""
+    return bool(objective.coefficient_scope == "group" or objective.aggregation == "prompt_mean")
 
 
 def needs_reference(config: TrainConfig) -> bool:
@@ -126,33 +125,9 @@ def make_engine(trainer: Any, engine: Any, source: Any) -> Any:
             raise InputError(f"engine.url: got {url!r} and an engine; only one of them can sample")
         return engine
     if url is None:
-        rows = size(config.rollout, "batch_size")
-        loop = ModelEngine(model, end_ids, padding_token_id(trainer.tokenizer), rows)
-        return with_sampler(loop, config.rollout, *rest, config.objective.centering > 0)
+        return ModelEngine(model, end_ids, padding_token_id(trainer.tokenizer), trainer.batch_size.value)
     longest = trainer.longest + config.rollout.max_new_tokens
     return vllm_engine(config, model, source, end_ids, longest, *rest)
-
-
-def make_optimizer(config: UpdateConfig, policy: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW of the weights that require gradients, with its state in fp32 or by torchao in 8 bit."""
-    weights = [p for p in policy.parameters() if p.requires_grad]
-    options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    if config.optimizer == "adamw":  # the unfused optimizer makes temporary copies of every weight
-        return torch.optim.AdamW(weights, **options, fused=True)
-    if isinstance(policy, FSDPModule):
-        shards = "checkpoints cannot hold shards of its state; under FSDP2 use adamw"
-        raise InputError(f"update.optimizer: got 'adamw_8bit'; {shards}")
-    trial = nn.Parameter(torch.zeros(64, 64, dtype=torch.float32, device=weights[0].device))
-    trial.grad = torch.zeros_like(trial)
-    try:
-        optimizers: Any = importlib.import_module("torchao.optim")
-        optimizers.AdamW8bit([trial]).step()
-    except Exception as error:  # of the import, or of torch.compile
-        needs = (
-            "torchao (pip install 'gspo_kernels[torchao]') and, to compile its step, Triton or a C++ compiler"
-        )
-        raise InputError(f"update.optimizer: adamw_8bit needs {needs} ({error!s:.200})") from error
-    return optimizers.AdamW8bit(weights, **options)
 
 
 class Minibatch(NamedTuple):
@@ -167,10 +142,19 @@ class Updater:
     """The owner of optimizer, schedule and objective; ``reference`` is called as the policy is."""
 
     def __init__(self, accelerator: Any, config: TrainConfig, policy: Policy, reference: Any = None) -> None:
-        self.optimizer: Any = make_optimizer(config.update, policy)
+        weights = [p for p in policy.parameters() if p.requires_grad]
+        # the unfused optimizer makes temporary copies of every weight
+        options = {
+            "lr": config.update.learning_rate,
+            "weight_decay": config.update.weight_decay,
+            "fused": True,
+        }
+        self.optimizer: Any = torch.optim.AdamW(weights, **options)
         self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, config=config.update))
         self.accelerator = accelerator
         self.sharded = isinstance(policy, FSDPModule)
+        self.shares_prefixes = policy.layout is tree_row
+        self.micro_batch_tokens = Size.of(config, "update.micro_batch_tokens", accelerator)
         self.policy: Any = policy if self.sharded else accelerator.prepare_model(policy)
         self.reference = reference
         self._sent: int | None = None  # `updates` at which an engine last got the weights
@@ -206,14 +190,27 @@ class Updater:
         Metrics are over the completions that can have a gradient. Averages are over the minibatches that have
         such completions; that of the entropy is over their tokens, and NaN without any.
         """
-        minibatches = self._minibatches(batch, step)
-        terms = self._terms(batch, minibatches[: self.config.update.minibatches])
-        # The first minibatch of a rollout needs no old log-probs: they equal its new ones.
-        on_policy = terms.pop("unscored")
-        each = [
-            self._update_minibatch(batch, terms, minibatch, on_policy=on_policy and number == 0)
-            for number, minibatch in enumerate(minibatches)
-        ]
+        each: list[Metrics] = []
+        while len(each) < self.config.update.minibatches * self.config.update.epochs:
+            minibatches = self._minibatches(batch, step)
+            first_epoch = minibatches[: self.config.update.minibatches]
+            try:
+                if not each:
+                    old = self._old_logprobs(batch, first_epoch)
+                    terms = self._terms(batch, old, first_epoch)
+                for minibatch in minibatches[len(each) :]:
+                    on_policy = not each and self._starts_on_policy(batch)
+                    each.append(self._update_minibatch(batch, old, terms, minibatch, on_policy))
+            except RuntimeError as error:
+                if not ran_out_of_memory(error):
+                    raise
+                message = str(error)
+            else:
+                break
+            # Here no traceback holds activations. The minibatch, or without a step all of it, is done again.
+            self.optimizer.zero_grad()
+            alone = all(len(rows) <= 1 for part in minibatches for rows in part.micro_batches)
+            self.micro_batch_tokens.halve(message, alone=alone)
         tokens = [int(batch.counted[minibatch.active].sum()) for minibatch in minibatches]
         for count, values in zip(tokens, each, strict=True):
             values["entropy"] = values["entropy"] if count else math.nan
@@ -229,7 +226,7 @@ class Updater:
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
-        return metrics | self._off_policy_metrics(batch, terms)
+        return metrics | self._off_policy_metrics(batch, old, terms)
 
     @torch.no_grad()
     def score(
@@ -273,17 +270,17 @@ class Updater:
 
     def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
         """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
-        update, units = self.config.update, np.arange(len(batch.completions))
-        if needs_whole_groups(self.objective, self.config):
-            units = batch.group_ids.to("cpu").numpy()
-        budget, minibatches, active_rows = size(update, "micro_batch_tokens"), [], self._active(batch)
+        update, units = self.config.update, np.array(batch.groups_on_host)
+        if len(np.unique(units)) < update.minibatches and not needs_whole_groups(self.objective):
+            units = np.arange(len(batch.completions))
+        budget, minibatches, active_rows = self.micro_batch_tokens.value, [], self._active(batch)
         for epoch in range(update.epochs):
             order = np.random.default_rng([self.config.seed, step, epoch]).permutation(np.unique(units))
             for part in np.array_split(order, update.minibatches):
                 places = (part[:, None] == units).nonzero()[1]
                 rows = torch.tensor(places, dtype=torch.int64, device="cpu")
                 active = rows[active_rows[rows]]
-                micros = micro_batches(batch, active, update.shared_prefix, budget, self.accelerator)
+                micros = micro_batches(batch, active, self.shares_prefixes, budget, self.accelerator)
                 minibatches.append(Minibatch(rows, active, micros))
         return minibatches
 
@@ -296,27 +293,34 @@ class Updater:
             active &= batch.advantages.to("cpu") != 0
         return active
 
-    def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> Terms:
-        """Return the terms that all minibatches share; "unscored": the first one has no old log-probs yet."""
-        config, old, terms = self.config, batch.old_logprobs, Terms()
-        if config.objective.centering:
-            old, terms = batch.rollout_logprobs, {"centering": batch.centering}
-            if old is None or batch.centering is None:
+    def _starts_on_policy(self, batch: Batch) -> bool:
+        """Whether the first minibatch takes its new log-probs as the old ones, and is not scored before."""
+        given = batch.old_logprobs is not None or self.config.objective.centering > 0
+        return not (given or self.needs_full_minibatch or self.config.off_policy.level != "none")
+
+    def _old_logprobs(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> Tensor:
+        """Return the old log-probs, [N]; 0 for a first minibatch that starts on-policy."""
+        if self.config.objective.centering:
+            if batch.rollout_logprobs is None or batch.centering is None:
                 raise InputError(
                     "objective.centering: the engine returns no log-probs of its likeliest tokens"
                 )
-        scores_first = self.needs_full_minibatch or config.off_policy.level != "none"
-        terms["unscored"] = old is None and not scores_first
-        if old is None:
-            later = first_epoch if scores_first else first_epoch[1:]
-            old = self.score(self.policy, batch, minibatches=later).logprobs
-        terms |= {"old_logprobs": old, "advantages": batch.advantages, "loss_mask": batch.loss_mask}
+            return batch.rollout_logprobs
+        if batch.old_logprobs is not None:
+            return batch.old_logprobs
+        later = first_epoch[1:] if self._starts_on_policy(batch) else first_epoch
+        return self.score(self.policy, batch, minibatches=later).logprobs
+
+    def _terms(self, batch: Batch, old: Tensor, first_epoch: Sequence[Minibatch]) -> Terms:
+        """Return the terms, besides the old log-probs, that the losses of all minibatches share."""
+        config = self.config
+        terms: Terms = {"advantages": batch.advantages, "loss_mask": batch.loss_mask}
         terms["entropy_coef"] = config.update.entropy_coef
         if needs_reference(config):
             ref = batch.ref_logprobs
             if ref is None:
                 ref = self.score(self.reference, batch, minibatches=first_epoch).logprobs
-            terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
+            terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta}
         if config.off_policy.level != "none":
             sampled = batch.rollout_logprobs
             if sampled is None:
@@ -332,46 +336,55 @@ class Updater:
             terms["turn_ids"] = one_turn if batch.turn_ids is None else batch.turn_ids
         return terms
 
-    def _update_minibatch(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> Metrics:
+    def _update_minibatch(
+        self, batch: Batch, old: Tensor, terms: Terms, minibatch: Minibatch, on_policy: bool
+    ) -> Metrics:
         objective = self.objective
         if hasattr(objective, "seed"):  # the objective draws random numbers: other ones in each update
             objective = replace(objective, seed=objective.seed + self.updates)
-        learn = self._learn_full if self.needs_full_minibatch else self._learn_each
-        output = learn(batch, terms | {"objective": objective}, minibatch, on_policy)
+        terms = terms | {"objective": objective}
+        if self.needs_full_minibatch:
+            output = self._learn_full(batch, terms | {"old_logprobs": old}, minibatch)
+        else:
+            output = self._learn_each(batch, old, terms, minibatch, on_policy)
         return self._optimizer_step({**output.metrics, "loss": output.loss.detach()})
 
     def _optimizer_step(self, measured: Mapping[str, Tensor]) -> Metrics:
         """Step if the gradient is finite; return its norm and what was measured, read in one transfer."""
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        fused = isinstance(self.optimizer, torch.optim.AdamW) and not self.sharded
-        if fused:  # the step itself reads whether to change anything, so the host waits behind it
+        if not self.sharded:  # the step itself reads whether to change anything, so the host waits behind it
             self.optimizer.found_inf = (~norm.isfinite()).float()
             self.optimizer.step()
         values = read({**measured, "grad_norm": norm})
         if finite := math.isfinite(values["grad_norm"]):
-            if not fused:
+            if self.sharded:
                 self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
         return values | {"updates_left_out": float(not finite)}
 
-    def _learn_each(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> gk.LossOutput:
-        """Learn from a loss that each micro-batch computes alone; return the loss of the whole minibatch."""
+    def _learn_each(
+        self, batch: Batch, old: Tensor, terms: Terms, minibatch: Minibatch, on_policy: bool
+    ) -> gk.LossOutput:
+        """Learn from a loss that each micro-batch computes alone; return the loss of the whole minibatch.
+
+        If ``on_policy``, the minibatch's new log-probs are written into ``old``.
+        """
         rows, active, micros = minibatch
         divisor, world = self._divisor(batch, rows), self.accelerator.num_processes
         # DDP and FSDP average gradients over the processes.
-        micro_terms = terms | {"normalizer": divisor / world}
-        if on_policy:
-            micro_terms["old_logprobs"] = None
+        micro_terms = terms | {"old_logprobs": None if on_policy else old, "normalizer": divisor / world}
+        if centers := self.config.objective.centering > 0:
+            micro_terms["centering"] = batch.centering
         logprobs, entropy, output = self._run(self.policy, batch, micros, micro_terms)
+        places = batch.places(active)
         if on_policy:
-            terms["old_logprobs"] += logprobs
-        centered = terms.pop("centering", None) is not None
-        if len(micros) == 1 == world and output is not None and not centered:
+            old[places] = logprobs[places]
+        if len(micros) == 1 == world and output is not None and not centers:
             return output
         # The loss of the whole minibatch, so that metrics do not depend on how it was cut.
-        places, whole = batch.places(active), batch.pick(terms | {"normalizer": divisor}, active)
+        whole = batch.pick(terms | {"old_logprobs": old, "normalizer": divisor}, active)
         return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
 
     def _divisor(self, batch: Batch, rows: Tensor) -> float | Tensor:
@@ -385,7 +398,7 @@ class Updater:
         divisors = each.new_ones(len(batch.completions)).index_put((rows,), each)
         return queued(divisors, batch.loss_mask.device)
 
-    def _learn_full(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> gk.LossOutput:
+    def _learn_full(self, batch: Batch, terms: Terms, minibatch: Minibatch) -> gk.LossOutput:
         """Learn from a loss of the whole minibatch; the micro-batches then backpropagate its gradient."""
         rows, _, micros = minibatch
         places, world = batch.places(rows), self.accelerator.num_processes
@@ -403,15 +416,15 @@ class Updater:
         self._run(self.policy, batch, micros, micro_terms)
         return output
 
-    def _off_policy_metrics(self, batch: Batch, terms: Terms) -> Metrics:
+    def _off_policy_metrics(self, batch: Batch, old: Tensor, terms: Terms) -> Metrics:
         """Return metrics of the gap, in nats, between log-probs of training, before the first update, and of
         the engine, NaN without any token; and of rollout weights.
         """
         if batch.rollout_logprobs is None or self.config.objective.centering:
             return {}
         rows = self._active(batch).nonzero()[:, 0]
-        part = batch.pick({**terms, "sampled": batch.rollout_logprobs}, rows)
-        gaps = (exact(part["old_logprobs"]) - exact(part["sampled"]))[part["loss_mask"]]
+        part = batch.pick(terms | {"old": old, "sampled": batch.rollout_logprobs}, rows)
+        gaps = (exact(part["old"]) - exact(part["sampled"]))[part["loss_mask"]]
         sizes = gaps.abs()
         largest = sizes.max() if len(sizes) else sizes.new_tensor(math.nan)
         metrics = {
@@ -431,10 +444,7 @@ class Updater:
         for name, p in self._trained().items():
             tensors[f"weights/{name}"] = p.detach()
             for key, value in self.optimizer.state.get(p, {}).items():
-                if parts := getattr(value, "tensor_attrs", ()):  # torchao's codes and scales
-                    tensors |= {f"optimizer/{key}.{part}/{name}": getattr(value, part) for part in parts}
-                else:
-                    tensors[f"optimizer/{key}/{name}"] = value
+                tensors[f"optimizer/{key}/{name}"] = value
         return tensors
 
     def load(self, checkpoint: Path, updates: int) -> None:

@@ -27,10 +27,11 @@ import torch
 
 from gspo_kernels.centering import ScoreCentering
 from gspo_kernels.sampling import SamplingMask
-from gspo_kernels.trainer.config import InputError, TrainConfig, size
+from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, exported_weights
 from gspo_kernels.trainer.processes import on_all, on_main
 from gspo_kernels.trainer.rollout import Completion, Sampling
+from gspo_kernels.trainer.sizes import Size
 
 VERSIONS = (0, 29), (0, 33)  # first and last release for whose published interface this was written
 WAIT = 600.0  # seconds that a server may take until it listens; it loads its model first
@@ -214,7 +215,7 @@ class LocalVLLM:
                 dtype="bfloat16" if config.update.precision == "bf16" else "float32",
                 gpu_memory_utilization=config.engine.memory,
                 max_model_len=longest,
-                max_num_seqs=size(config.rollout, "batch_size"),
+                max_num_seqs=Size.of(config, "rollout.batch_size", accelerator).value,
                 enable_sleep_mode=True,
                 seed=config.seed + accelerator.process_index,
                 logprobs_mode="processed_logprobs",
@@ -281,7 +282,8 @@ class VLLMEngine:
         """See `RolloutEngine.generate`; an `InputError` names a response that does not fit the request."""
         options: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
-            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")},
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")},
+            "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

@@ -110,7 +110,7 @@ def test_a_report_on_nothing_says_so(tmp_path, capsys):
 
 def test_a_report_on_a_run(folder, monkeypatch):
     """The text is there without matplotlib, too."""
-    steps = dict.fromkeys(report.TRAINER, 1.5) | {"GiB predicted": None}
+    steps = dict.fromkeys(report.TRAINER, 1.5) | {"GiB": None}
     (folder / "trainer.json").write_text(json.dumps({"LoRA": steps, "killed": {"same bits": True}}))
     with monkeypatch.context() as patch, pytest.raises(ImportError, match="matplotlib"):
         patch.setitem(sys.modules, "matplotlib.figure", None)
@@ -119,6 +119,6 @@ def test_a_report_on_a_run(folder, monkeypatch):
     assert command_line.main(["report", "--results", str(folder)]) == 0
     text = (folder / "benchmarks.md").read_text()
     assert first == text and "| all active | half inactive | bf16, large vocabulary | tiny |" in text
-    assert f"| LoRA |{' 1.5 |' * 5}  |\n\n" in text
+    assert f"| LoRA |{' 1.5 |' * 4}  |\n\n" in text
     assert "`CCE, unfiltered` (cut_cross_entropy is not installed)" in text
     assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000

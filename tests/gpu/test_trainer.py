@@ -21,9 +21,7 @@ from tests.draws import shifted_seed
 
 loop = pytest.importorskip("gspo_kernels.trainer.loop")
 demo = pytest.importorskip("gspo_kernels.demo")
-memory = pytest.importorskip("gspo_kernels.trainer.memory")
 report = pytest.importorskip("gspo_kernels.trainer.report")
-rollout = pytest.importorskip("gspo_kernels.trainer.rollout")
 helpers = pytest.importorskip("tests.trainer.conftest")
 one_thread = helpers.one_thread
 ROOT = Path(__file__).parents[2]
@@ -83,17 +81,6 @@ def make_trainer(device, output, model, reward=odd_share, steps=100, **sections)
     return loop.GSPOTrainer(model, tokenizer, reward, ROWS, config=config, accelerator=accelerator)
 
 
-def predicted_gib(trainer):
-    """Return the peak of memory that the trainer's table predicts."""
-    config, sections = trainer.config, {"micro_batch_tokens": "update", "batch_size": "rollout"}
-    sizes = {name: memory.size(getattr(config, section), name) for name, section in sections.items()}
-    policy = trainer.accelerator.unwrap_model(trainer.updater.policy)
-    longest = max(map(len, trainer.train_prompts.tokens))
-    return (
-        memory.memory_of(policy, None, config, longest, trainer.accelerator.device).max_bytes(sizes) / 2**30
-    )
-
-
 def norm_of(parameter):
     """Return the norm in fp64. A copy of all weights would be part of the measured memory."""
     return float(parameter.detach().double().norm())
@@ -103,7 +90,6 @@ SETTINGS = {
     "bf16": {},
     "LoRA": {"lora": {"rank": 16}},
     "gradient checkpointing": {"update": {"gradient_checkpointing": True}},
-    "continuous batching": {"rollout": {"sampler": "continuous"}},
 }
 
 
@@ -115,7 +101,6 @@ def test_two_steps(name, device, tmp_path, request):
     model = make_model(device, torch.bfloat16 if name == "LoRA" else torch.float32)
     trainer = make_trainer(device, tmp_path, model, **SETTINGS[name])
     trainer.directory.path.mkdir(exist_ok=True)
-    assert isinstance(trainer.engine, rollout.ContinuousEngine) == (name == "continuous batching")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [norm_of(parameter) for parameter in trained]
     if device.type == "cuda":
@@ -132,7 +117,7 @@ def test_two_steps(name, device, tmp_path, request):
         "s per step": second["seconds"], "s of rollout": second["seconds/rollout"],
         "s of update": second["seconds/update"], "s of the first step": first["seconds"],
         "tokens per s": second["tokens_per_second"],
-        "GiB": second["memory/peak_gib"], "GiB predicted": predicted_gib(trainer),
+        "GiB": second["memory/peak_gib"],
     })  # fmt: skip
 
 
@@ -154,12 +139,12 @@ def first_model(device):
     return make_model(device, **(FEWER if device.type == "cuda" else {}))
 
 
-def train_to_the_end(device, output, sampler="loop", reward=odd_share, resume=False):
-    """Train two steps, and save after each; with the loop, operators give the same bits in every run."""
+def train_to_the_end(device, output, reward=odd_share, resume=False):
+    """Train two steps with deterministic operators, and save after each."""
     model, update = first_model(device), {"steps": 2, "learning_rate": 1e-4}
-    sections = {"checkpoint": {"every": 1}, "rollout": {"sampler": sampler}, "update": update}
+    sections = {"checkpoint": {"every": 1}, "update": update}
     trainer = make_trainer(device, output, model, reward, **sections)
-    torch.use_deterministic_algorithms(sampler == "loop")
+    torch.use_deterministic_algorithms(True)
     try:
         trainer.train(resume=resume)
     finally:
@@ -174,7 +159,7 @@ def train_to_the_end(device, output, sampler="loop", reward=odd_share, resume=Fa
     ]
 
 
-def train_until_killed(device, output, sampler):
+def train_until_killed(device, output):
     """End this process as ``kill -9`` does, while the completions of the second step are scored."""
     calls = []
 
@@ -186,7 +171,7 @@ def train_until_killed(device, output, sampler):
         return odd_share(completion_ids)
 
     torch.set_num_threads(1)
-    train_to_the_end(device, output, sampler, reward)
+    train_to_the_end(device, output, reward)
 
 
 @pytest.mark.gpu
@@ -195,30 +180,17 @@ def train_until_killed(device, output, sampler):
     reason="no CUDA device: torch.cuda.is_available() is False",
 )
 def test_a_killed_run_goes_on(device, tmp_path, request):
-    """Bit for bit, if it samples by the loop. Continuous batching promises no order of its sums."""
-    began, killed = time.monotonic(), {}
-    for sampler in ("loop", "continuous"):  # both at once, as most of their time is Python's start
-        words = [
-            sys.executable,
-            "-m",
-            "tests.gpu.test_trainer",
-            device.type,
-            str(tmp_path / sampler),
-            sampler,
-        ]
-        killed[sampler] = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    for sampler, process in killed.items():
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, errors[-3000:]
-        steps = [record["step"] for record in report.read_metrics(tmp_path / sampler / "metrics.jsonl")]
-        assert steps == [0, 1], "the kill came after the first step"
-    found, records = train_to_the_end(device, tmp_path / "loop", resume=True)
+    """It ends with the same bits as a run that was not killed."""
+    began, output = time.monotonic(), tmp_path / "killed"
+    words = [sys.executable, "-m", "tests.gpu.test_trainer", device.type, str(output)]
+    process = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert process.returncode == -signal.SIGKILL, process.stderr[-3000:]
+    steps = [record["step"] for record in report.read_metrics(output / "metrics.jsonl")]
+    assert steps == [0, 1], "the kill came after the first step"
+    found, records = train_to_the_end(device, output, resume=True)
     expected, straight = train_to_the_end(device, tmp_path / "straight")
     assert records == straight and helpers.same(found, expected)
-    others, records = train_to_the_end(device, tmp_path / "continuous", "continuous", resume=True)
-    assert [record["step"] for record in records] == [0, 1, 2]
-    first = helpers.weights(first_model(device))
-    assert not helpers.same(found, first) and not helpers.same(others, first)
+    assert not helpers.same(found, helpers.weights(first_model(device)))
     keep(request, "killed and resumed", {"same bits": True, "s in all": time.monotonic() - began})
 
 

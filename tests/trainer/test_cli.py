@@ -113,6 +113,23 @@ def test_gsm8k_as_the_readme_says(tmp_path, monkeypatch, capsys):
     assert records[1]["reward/last_number"] == 0.0 and "1 steps" not in said
 
 
+def test_a_dry_run_loads_no_weights(tmp_path, llama, jsonl, reward_file, capsys):
+    """It refuses what a run would refuse: rows, rewards and prompts that are too long."""
+    (llama / "model.safetensors").unlink()
+    line = ["train", *options(llama, jsonl, reward_file, tmp_path / "run"), "--dry-run"]
+    assert cli.main([*line, "--data.prompt_template", "<{prompt}>"]) == 0
+    said = capsys.readouterr().out
+    assert "the first prompt, as the model sees it:\n<ab>" in said
+    assert "are in the training dataset too" in said
+    for words, wrong in (
+        ("row 4: the prompt has 4 tokens", ["--rollout.max-new-tokens", "61"]),
+        ("reward function sqrt cannot be called", ["--reward", "math:sqrt"]),
+        ("update.minibatches must be at most", ["--update.minibatches", "9"]),
+    ):
+        assert cli.main([*line, *wrong]) == 1 and words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_message_names_all_that_must_change(jsonl, capsys):
     line = ["train", str(ROOT / "examples/gsm8k.yaml"), "--dataset", str(jsonl), "--eval-dataset", str(jsonl)]
     assert cli.main([*line, "--reward", "null"]) == 1

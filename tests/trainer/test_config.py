@@ -34,12 +34,10 @@ WRONG = [
     ({"rollout": {"keep_sampling_mask": True}}, ["rollout.keep_sampling_mask", "top_p"]),
     ({"update": {"gradient_checkpointing": "perhaps"}}, ["update.gradient_checkpointing", "'perhaps'"]),
     ({"update": {"learning_rate": "fast"}}, ["update.learning_rate", "a valid number", "'fast'"]),
-    ({"kl": {"estimator": "k4"}}, ["kl.estimator", "'k1', 'k2' or 'k3'"]),
     ({"engine": {"url": "localhost:8000"}}, ["engine.url", "http://localhost:8000"]),
     ({"engine": {"url": "http://localhost:8000/v1"}}, ["engine.url", "without a path"]),
     ({"engine": {"weights": "shared"}}, ["engine.weights", "engine.url"]),
     ({"engine": {"url": "http://localhost:1"}, "rollout": KEPT}, ["rollout.top_k must be above 0"]),
-    ({"advantages": "gdpo", "advantage_scale": "batch"}, ["advantage_scale", "gdpo"]),
     ({"off_policy": {"level": "token", "mode": "mask"}}, ["off_policy", "at least one bound"]),
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
     (MINIBATCHES, ["update.minibatches", "at most the 8 completions"]),
@@ -48,7 +46,7 @@ WRONG = [
     ({"objective": CENTRED | {"centering": 513}}, ["objective.centering", "less than or equal to 512"]),
     ({"objective": CENTRED, "off_policy": {"level": "token"}}, ["off_policy.level must be none"]),
     ({"objective": CENTRED, "update": {"entropy_coef": 0.1}}, ["update.entropy_coef must be 0"]),
-    ({"objective": CENTRED, "rollout": {"min_p": 0.1}}, ["rollout.keep_sampling_mask must be true"]),
+    ({"objective": CENTRED, "rollout": {"top_k": 9}}, ["rollout.keep_sampling_mask must be true"]),
     (
         {"objective": CENTRED, "rollout": KEPT | {"top_k": 9}, "engine": {"url": "http://localhost:1"}},
         ["engine.url must be local where masks are kept with objective.centering"],
@@ -156,7 +154,7 @@ FILE = """
 reward: ["a.py:f"]
 reward-timeout: 3
 trackers: [wandb]
-rollout: {top-k: 3, min_p: null}
+rollout: {top-k: 3, top_p: null}
 data: {split: test, template_options: {a-b: 1}}
 objective: {name: GSPO, clip-low: 0.1, centering: 0}
 """
@@ -171,13 +169,13 @@ def test_null_unsets_and_dashes_are_underscores(tmp_path, null):
     assert make_objective(config) == gk.GSPO(0.1, 0.2)
     unset, _ = parse_arguments([str(path), f"--objective.clip_low={null}"])
     assert make_objective(unset) == gk.GSPO()
-    assert (config.rollout.top_k, config.rollout.min_p, config.reward_timeout) == (3, 0.0, 3.0)
+    assert (config.rollout.top_k, config.rollout.top_p, config.reward_timeout) == (3, 1.0, 3.0)
     assert config.data.template_options == {"a-b": 1}
     names = ("data.split", "data.template_options", "rollout.top-k", "reward_timeout", "trackers", "reward")
     unset, _ = parse_arguments([str(path), *(f"--{name}={null}" for name in names)])
     objective = {"name": "GSPO", "clip_low": 0.1}
     assert flat(unset.model_dump()) == flat(TrainConfig(objective=objective).model_dump())
-    path.write_text("seed: null\noutput: ''\ndata: {split: ''}\nrollout: {top_k: '', min_p: null}\n")
+    path.write_text("seed: null\noutput: ''\ndata: {split: ''}\nrollout: {top_k: '', top_p: null}\n")
     assert load_config(path) == TrainConfig()
 
 
@@ -211,7 +209,7 @@ def test_wrong_words_are_refused_by_name(line, words):
 def test_an_option_that_is_true_or_false_is_written_as_in_the_file_or_alone(tmp_path):
     for value in (True, False):
         path = tmp_path / "config.yaml"
-        path.write_text(f"save_rollouts: {value}\nupdate: {{shared_prefix: {value}}}\n")
+        path.write_text(f"save_rollouts: {value}\nupdate: {{gradient_checkpointing: {value}}}\n")
         for words, expected in (
             (["--save_rollouts"], True),
             (["--save-rollouts", "true"], True),
@@ -220,9 +218,13 @@ def test_an_option_that_is_true_or_false_is_written_as_in_the_file_or_alone(tmp_
             (["--save_rollouts=false"], False),
             ([], value),
         ):
-            line = [str(path), *words, "--update.shared-prefix", "--resume", "false"]
+            line = [str(path), *words, "--update.gradient-checkpointing", "--resume", "false"]
             config, flags = parse_arguments(line)
-            assert config.save_rollouts == expected and config.update.shared_prefix and not flags["resume"]
+            assert (
+                config.save_rollouts == expected
+                and config.update.gradient_checkpointing
+                and not flags["resume"]
+            )
     for line, words in (
         (["--save_rollouts", "perhaps"], "--save_rollouts must be true or false, got 'perhaps'; alone it"),
         (["--save_rollouts=1"], "--save_rollouts must be true or false, got '1'"),
@@ -232,16 +234,14 @@ def test_an_option_that_is_true_or_false_is_written_as_in_the_file_or_alone(tmp_
             parse_arguments(line)
 
 
-def test_help_documents_every_option_on_four_screens(capsys, monkeypatch):
+def test_help_documents_every_option(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit) as caught:
         parse_arguments(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 110 and len(text.splitlines()) <= 220
-    options = [*flat(TrainConfig().model_dump())]
-    assert 50 <= len(options) <= 68
-    for key in options:
+    assert max(map(len, text.splitlines())) <= 110
+    for key in flat(TrainConfig().model_dump()):
         assert f"--{key} " in text, key
     for flag in ("--resume", "--force", "--overwrite", "--dry_run"):
         assert f"\n  {flag} " in text, flag

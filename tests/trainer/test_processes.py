@@ -68,11 +68,9 @@ SECTIONS = {
         "lora": {"rank": 2}, "kl": {"beta": 0.1}, "rollout": KEPT, "update": {"minibatches": 12},
     },
     "ddp, centred": {"objective": {"name": "CISPO", "centering": 5}, "kl": {"beta": 0.1}},
-    "fsdp2 without work for one": {
-        "update": {"minibatches": 12}, "lora": {"rank": 2, "target_modules": "embed_tokens,q_proj,lm_head"},
-    },
+    "fsdp2 without work for one": {"update": {"minibatches": 12}, "lora": {"rank": 2}},
     "fsdp2 in small parts with a reference": {
-        "kl": {"beta": 0.1}, "update": {"shared_prefix": True, "micro_batch_tokens": 9}, "rollout": KEPT,
+        "kl": {"beta": 0.1}, "update": {"micro_batch_tokens": 9}, "rollout": KEPT,
     },
     # the clip range is too wide to bind: one rounding could turn a clip decision
     "fsdp2, checkpointing, bf16": {

@@ -400,12 +400,6 @@ def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, other_weights, mod
     local = small_config(tmp_path / "run", engine={"url": "local"})
     with pytest.raises(InputError, match=r"engine.url: a local vLLM loads the model from a directory"):
         make_trainer(tokenizer, ROWS, odd_share, local)
-    for targets in ("lm_head", "embed_tokens"):
-        lora = {"rank": 2, "target_modules": targets}
-        config = small_config(tmp_path / "run", engine={"url": other_weights.url}, lora=lora)
-        with pytest.raises(InputError, match=rf"target_modules: got '{targets}' and engine.url; .* as two"):
-            tied = tiny_qwen3(tokenizer, tie_word_embeddings=True)
-            make_trainer(tokenizer, ROWS, odd_share, config, model=tied)
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(InputError, match=r"engine.url local: vLLM cannot start .*No module named 'vllm'"):
         make_trainer(tokenizer, ROWS, odd_share, local, model=str(tmp_path / "base"))

@@ -104,7 +104,8 @@ class StandIn:
         ends = {*options.get("stop_token_ids", ())}
         if not options.get("ignore_eos"):
             ends.add(self.model.config.eos_token_id)
-        rules = [options[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p")]
+        rules = [options[name] for name in ("max_tokens", "temperature", "top_p", "top_k")]
+        assert options["min_p"] == 0.0
         keeps = options["temperature"] > 0 and options["top_k"] > 0
         sampling = Sampling(*rules, return_mask=keeps, top_logprobs=options.get("logprobs") or 0)
         with torch.random.fork_rng():

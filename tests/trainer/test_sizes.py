@@ -1,0 +1,108 @@
+"""Running out of memory: smaller sizes give the results of a run that had them at first, or an error."""
+
+import pytest
+import torch
+
+from gspo_kernels.trainer import sizes
+from gspo_kernels.trainer.checkpoint import load_state
+from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.model import Policy
+from gspo_kernels.trainer.report import read_metrics
+from gspo_kernels.trainer.rollout import ModelEngine
+from tests.trainer.conftest import ROWS, make_trainer, odd_share, same, small_config, weights
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+
+@pytest.fixture
+def trainer_of(tokenizer):
+    """Return a function that makes a trainer with these sizes."""
+
+    def make(output, tokens, completions, **update):
+        update = {"micro_batch_tokens": tokens, "epochs": 2} | update
+        config = small_config(output, update=update, rollout={"batch_size": completions})
+        return make_trainer(tokenizer, ROWS, odd_share, config)
+
+    return make
+
+
+def results(trainer):
+    """Return weights, and metrics but for times and memory."""
+    records = read_metrics(trainer.directory.metrics)
+    timed = ("seconds", "tokens_per_second", "memory")
+    return weights(trainer.model), [
+        {key: value for key, value in record.items() if not key.startswith(timed)} for record in records
+    ]
+
+
+def fail(monkeypatch, owner, name, error, when):
+    """Let a method raise an error after it has run, if ``when`` holds for its arguments."""
+    run = getattr(owner, name)
+
+    def failing(self, *arguments):
+        found = run(self, *arguments)
+        if when(*arguments):
+            raise error
+        return found
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("error", [FULL, ON_CPU], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("learns", [False, True], ids=["scoring", "learning"])
+def test_halved_sizes_give_the_run_that_had_them(trainer_of, tmp_path, monkeypatch, error, learns):
+    """Of an update that learns, one micro-batch has left its gradient when memory runs out."""
+    explicit = trainer_of(tmp_path / "explicit", 12, 4)
+    explicit.train()
+    monkeypatch.setattr(sizes, "AUTO", {"micro_batch_tokens": 4 * 24, "batch_size": 4 * 8})
+    calls = []
+
+    def second_call(prompts, completions, terms=None, mask=None):
+        calls.append((terms is not None) == learns)
+        return calls[-1] and sum(calls) == 2
+
+    with monkeypatch.context() as patch:
+        fail(patch, Policy, "forward", error, second_call)
+        fail(patch, ModelEngine, "_complete", error, lambda prompts, sampling: len(prompts) > 4)
+        auto = trainer_of(tmp_path / "auto", "auto", "auto")
+        auto.train()
+    assert same(results(auto)[0], results(explicit)[0]) and results(auto)[1] == results(explicit)[1]
+    halved = {"update.micro_batch_tokens": 12, "rollout.batch_size": 4}
+    assert load_state(auto.directory.latest_checkpoint())["sizes"] == halved
+    again = trainer_of(tmp_path / "auto", "auto", 7, steps=5)
+    again.train(resume=True)
+    assert load_state(again.directory.latest_checkpoint())["sizes"] == halved | {"rollout.batch_size": 7}
+
+
+def test_a_later_minibatch_is_repeated_alone(trainer_of, tmp_path, monkeypatch):
+    explicit, auto = (trainer_of(tmp_path / str(size), size, 8, steps=1) for size in (12, "auto"))
+    explicit.train()
+    auto.updater.micro_batch_tokens.value = 24
+    fail(monkeypatch, Policy, "forward", FULL, lambda p, c, terms=None, mask=None: auto.updater.updates == 1
+         and terms is not None and auto.updater.micro_batch_tokens.value == 24)  # fmt: skip
+    auto.train()
+    assert auto.updater.updates == 4 and auto.updater.micro_batch_tokens.value == 12
+    (found, records), (expected, truth) = results(auto), results(explicit)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
+    for name, value in truth[1].items():
+        assert records[1][name] == pytest.approx(value, rel=1e-2, abs=1e-4), name
+
+
+def test_what_cannot_shrink_is_an_error(trainer_of, tmp_path, monkeypatch):
+    """The last checkpoint stays; sizes that were set do not change, and one sequence cannot be cut."""
+    trainer = trainer_of(tmp_path, 24, 8)
+    fail(monkeypatch, Policy, "forward", FULL, lambda *_: trainer.step == 3)
+    with pytest.raises(InputError, match=r"out of memory with update\.micro_batch_tokens = 24"):
+        trainer.train()
+    assert trainer.directory.latest_checkpoint().name == "step_000002"
+    trainer = trainer_of(tmp_path / "auto", "auto", "auto")
+    trainer.step = 2
+    fail(monkeypatch, ModelEngine, "_complete", FULL, lambda *_: True)
+    with pytest.raises(InputError, match=r"rollout\.batch_size = 1; .* a smaller rollout\.max_new_tokens"):
+        trainer.evaluate()
+    monkeypatch.undo()
+    fail(monkeypatch, Policy, "forward", FULL, lambda *_: True)
+    with pytest.raises(InputError, match=r"update\.micro_batch_tokens = .* rollout\.max_new_tokens"):
+        trainer.update(trainer.compare(trainer.rollout()))
