@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -91,14 +90,6 @@ def check_processes(accelerator: Any) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-
-
-def seconds_of_collectives(device: torch.device) -> float | None:
-    """Return how long processes wait in a collective until torch ends the run; None in a single process."""
-    if not dist.is_initialized():
-        return None
-    options = dist.group.WORLD._get_backend(device).options  # type: ignore[union-attr]
-    return float(options._timeout.total_seconds())
 
 
 def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:

@@ -33,7 +33,7 @@ from gspo_kernels.trainer.batch import Batch, Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
 from gspo_kernels.trainer.config import InputError, TrainConfig, flat, reason
 from gspo_kernels.trainer.data import Prompts
-from gspo_kernels.trainer.processes import on_main, seconds_of_collectives
+from gspo_kernels.trainer.processes import on_main
 from gspo_kernels.trainer.rollout import sampling_of
 
 Metrics = dict[str, Any]
@@ -98,16 +98,9 @@ class Report:
             self.say(f"resuming {self.directory.path} after step {step}")
         if not evaluates:
             self.say("no eval dataset: the reward on held-out prompts is not measured")
-        config, timeout = self.config, self.config.reward_timeout
+        config = self.config
         if changed:
             self.say(f"settings changed: {'; '.join(changed)}", warning=True)
-        limit = seconds_of_collectives(self.accelerator.device)
-        if limit is not None and (timeout is None or timeout >= limit):
-            wait = (
-                f"if a reward hangs in one process, the others wait for {limit:.0f} seconds, the time limit"
-            )
-            ends = "of their collectives, which ends the run without a checkpoint"
-            self.say(f"reward_timeout is {timeout}: {wait} {ends}", warning=True)
         if config.update.minibatches * config.update.epochs == 1:
             use = "use 2 to 8 minibatches unless on-policy updates are meant"
             self.say(f"one minibatch and one epoch: ratios are 1 and nothing is clipped; {use}", warning=True)

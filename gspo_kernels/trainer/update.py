@@ -144,12 +144,8 @@ class Updater:
     def __init__(self, accelerator: Any, config: TrainConfig, policy: Policy, reference: Any = None) -> None:
         weights = [p for p in policy.parameters() if p.requires_grad]
         # the unfused optimizer makes temporary copies of every weight
-        options = {
-            "lr": config.update.learning_rate,
-            "weight_decay": config.update.weight_decay,
-            "fused": True,
-        }
-        self.optimizer: Any = torch.optim.AdamW(weights, **options)
+        rate, decay = config.update.learning_rate, config.update.weight_decay
+        self.optimizer: Any = torch.optim.AdamW(weights, lr=rate, weight_decay=decay, fused=True)
         self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, config=config.update))
         self.accelerator = accelerator
         self.sharded = isinstance(policy, FSDPModule)
