@@ -10,7 +10,7 @@ from gspo_kernels import doctor, first_use
 from gspo_kernels.first_use import VARIABLE, FirstUse
 from gspo_kernels.linear.products import exponentials
 from gspo_kernels.ops import backends
-from tests.pretended import PretendedGpu
+from tests.fake_gpu import FakeGpu
 
 GPU = torch.device("cuda", 5)
 OUTCOMES = {
@@ -57,7 +57,7 @@ def test_default_is_off_and_calls_follow_the_switch(way, switch, monkeypatch):
     monkeypatch.setattr(exponentials, "_FIRST_USE", FirstUse(lambda device: compared.append(device) or 0.5))
     leaves = [torch.ones(size).bfloat16().requires_grad_() for size in ((1, 3, 16), (24, 16))]
     given, options = (*leaves, torch.tensor([[1, 2, 3]]), None, torch.ones(1)), {"max_chunk_bytes": 2**12}
-    gpu = PretendedGpu(monkeypatch)
+    gpu = FakeGpu(monkeypatch)
     with gpu, monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         for count, on in enumerate((None, True, False, True)):

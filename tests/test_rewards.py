@@ -111,7 +111,7 @@ def test_math_answer_works_in_any_thread():
     pytest.importorskip("math_verify")
     both = RewardSet([functools.partial(math_answer, seconds=1)], timeout=60.0)
     answers = {"answer": ["1/2", "42"]}
-    assert both(NONE[:2], ["0.5", "41"], NONE[:2], answers).total.tolist() == [1.0, 0.0]
+    assert both(NONE[:2], ["0.5", "41"], [[], []], answers).total.tolist() == [1.0, 0.0]
 
 
 def test_a_comparison_that_no_signal_stops_costs_its_own_reward_alone(monkeypatch):
