@@ -303,8 +303,7 @@ def test_what_evaluate_returns_is_checked():
         def evaluate(self, batch):
             return super().evaluate(batch)._replace(loss=batch.log_ratio[..., :1])
 
-    of_instances = kind in ("Changed", "HiddenInit")  # which may declare what their class does not
-    for use in (loss,) if of_instances else (loss, gk.objectives.check):
+    for use in (loss, gk.objectives.check):
         with pytest.raises(
             (TypeError, ValueError), match=r"Bare.evaluate returned Tensor, expected ObjectiveLoss\("
         ):
