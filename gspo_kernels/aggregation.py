@@ -13,7 +13,7 @@ from gspo_kernels.layout import as_rows, runs
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
 from gspo_kernels.parallel.groups import Parallel, group_name, rank_and_size, sum_
-from gspo_kernels.rank_comparison import comparing
+from gspo_kernels.parallel.validate import agree_across_ranks
 from gspo_kernels.terms import Terms, check_values, normalize_terms
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -115,6 +115,7 @@ def _(tokens: Tensor, terms: Terms) -> Tensor:
     return tokens.new_empty(tokens.shape, dtype=exact_dtype(tokens.device))
 
 
+@agree_across_ranks
 def normalizer(
     objective: Objective,
     loss_mask: Tensor,
@@ -163,25 +164,20 @@ def normalizer(
         advantages=advantages,
         group_ids=group_ids,
     )
-    with comparing(
-        "normalizer", objective=objective, terms=passed, group=group, parallel=parallel
-    ) as comparison:
-        Parallel.check(parallel, "normalizer", ("cp_group",), batch_invariant=False)
-        name = "" if group is None else group_name("group", group)
-        checks.objective(objective, Objective)
-        mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
-        checks.layout("loss_mask", mask, cu_seqlens)
-        kind, (divisor, _) = type(objective).__name__, objective.outer_divisor()
-        for label, value in (("advantages", advantages), ("group_ids", group_ids)):
-            needed = divisor == "pairs" or (divisor == "prompts" and label == "group_ids")
-            if needed and value is None:
-                raise ValueError(f"{label}: got None, but {kind} counts {divisor} and needs it")
-            if not needed and value is not None:
-                raise ValueError(f"{label}: got a tensor, expected None: {kind}'s divisor ignores it")
-        rows = as_rows(mask, cu_seqlens is not None)
-        terms, _ = normalize_terms(passed, mask, objective, parallel)
-        if comparison is not None:
-            comparison.compare(rows, terms)
+    Parallel.check(parallel, "normalizer", ("cp_group",), batch_invariant=False)
+    name = "" if group is None else group_name("group", group)
+    checks.objective(objective, Objective)
+    mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout("loss_mask", mask, cu_seqlens)
+    kind, (divisor, _) = type(objective).__name__, objective.outer_divisor()
+    for label, value in (("advantages", advantages), ("group_ids", group_ids)):
+        needed = divisor == "pairs" or (divisor == "prompts" and label == "group_ids")
+        if needed and value is None:
+            raise ValueError(f"{label}: got None, but {kind} counts {divisor} and needs it")
+        if not needed and value is not None:
+            raise ValueError(f"{label}: got a tensor, expected None: {kind}'s divisor ignores it")
+    rows = as_rows(mask, cu_seqlens is not None)
+    terms, _ = normalize_terms(passed, mask, objective, parallel)
     aggregation = Aggregation(rows, check_values(rows, terms))
     count = aggregation.counted
     if group is not None:

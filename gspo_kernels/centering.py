@@ -161,9 +161,9 @@ def centering_factors(tokens: Tensor, terms: Terms, options: RowOptions, width: 
 
     ``tokens`` are labels of logits with ``width`` columns, or log-probs with a width of 0.
     """
-    terms = check_values(tokens, terms)
     if width:
         check_rows(tokens, width, options)
+    terms = check_values(tokens, terms)
     aggregation = Aggregation(tokens, terms)
     advantages = aggregation.selected(terms.advantages)
     assert advantages is not None

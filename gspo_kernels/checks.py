@@ -6,11 +6,13 @@ The checks read shapes, dtypes and devices only. Values are checked inside the o
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gspo_kernels.exact import exact_dtype
 
@@ -165,3 +167,13 @@ def objective(value: Any, base: type) -> Any:
             f"objective: got the class {value.__name__}, expected an instance such as {value.__name__}()"
         )
     raise TypeError(f"objective: got {_described(value)}, expected an instance such as GSPO()")
+
+
+_VALIDATE = os.environ.encodekey("GSPO_KERNELS_VALIDATE")
+_ENVIRONMENT: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+"""The dictionary behind ``os.environ``, whose ``get`` raises and catches an error for what is not set."""
+
+
+def validates() -> bool:
+    """Return whether GSPO_KERNELS_VALIDATE is 1; False while code is compiled."""
+    return not is_compiling() and _VALIDATE in _ENVIRONMENT and os.environ["GSPO_KERNELS_VALIDATE"] == "1"

@@ -22,7 +22,7 @@ from gspo_kernels.ops.selected import checked_ids
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.rank_comparison import RankComparison, comparing
+from gspo_kernels.parallel.validate import agree_across_ranks
 from gspo_kernels.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.types import DistillationOutput, LoRAHead, RowOptions
 
@@ -165,16 +165,14 @@ class DistillationArguments(NamedTuple):
         dtype: torch.dtype,
         width: int,
         parallel: Parallel,
-        comparison: RankComparison | None,
     ) -> DistillationRows:
-        """Check the arguments, compare them with other ranks', and bring them into rows.
+        """Check the arguments, and bring them into rows.
 
         Args:
             tokens: zeros of the tokens' shape.
             dtype: of the student's logits.
             width: how many columns of logits this process has.
             parallel: which ranks have the other columns.
-            comparison: with other ranks, or None.
         """
         objective = Linear(aggregation=self.aggregation, aggregation_constant=self.aggregation_constant)
         if parallel.cp_group is not None:
@@ -189,9 +187,6 @@ class DistillationArguments(NamedTuple):
         options = self.student.normalize(tokens, cu_seqlens, dtype, width, parallel)
         spec = self.divergence.normalize(columns_of(options.shard, width)[1], self.teacher.ids)
         teacher = self.teacher.normalize(tokens, labels, self.student, options, cu_seqlens, dtype, width)
-        if comparison is not None:
-            row_temperature = teacher.transform.row_temperature
-            comparison.compare(labels, terms, options, width, teacher_temperature=row_temperature)
         return DistillationRows(labels, options, teacher, spec, token_shares(labels, terms))
 
 
@@ -212,6 +207,7 @@ def _terms(
     )
 
 
+@agree_across_ranks
 def distillation_loss(
     logits: Tensor,
     teacher_logits: Tensor | None = None,
@@ -307,24 +303,20 @@ def _normalize_logits(
     inplace_backward: bool,
     parallel: Parallel,
 ) -> tuple[Tensor, DistillationRows]:
-    """Return the student's logits in rows and all other arguments, after comparing them with other ranks'."""
-    with comparing(
-        "distillation_loss", logits=logits, teacher_logits=teacher_logits, **passed._asdict(),
-        inplace_backward=inplace_backward, parallel=parallel,
-    ) as comparison:  # fmt: skip
-        Parallel.check(parallel, "distillation_loss", ("tp_group", "vocab_range"))
-        (logits, teacher_logits), parallel = local_tensors(
-            parallel, passed.terms, logits=logits, teacher_logits=teacher_logits
-        )
-        tokens = tokens_of("logits", logits, "V")
-        check_scores("logits", logits, tokens, "V")
-        passed.teacher.check_source("teacher_logits", teacher_logits)
-        check_inplace(logits, inplace_backward)
-        if teacher_logits is not None:
-            shape = tuple(logits.shape)
-            checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
-        call = passed.normalize(tokens, logits.dtype, logits.shape[-1], parallel, comparison)
-        refuse_backend(call.options.backend)
+    """Return the student's logits in rows, and all other arguments."""
+    Parallel.check(parallel, "distillation_loss", ("tp_group", "vocab_range"))
+    (logits, teacher_logits), parallel = local_tensors(
+        parallel, passed.terms, logits=logits, teacher_logits=teacher_logits
+    )
+    tokens = tokens_of("logits", logits, "V")
+    check_scores("logits", logits, tokens, "V")
+    passed.teacher.check_source("teacher_logits", teacher_logits)
+    check_inplace(logits, inplace_backward)
+    if teacher_logits is not None:
+        shape = tuple(logits.shape)
+        checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
+    call = passed.normalize(tokens, logits.dtype, logits.shape[-1], parallel)
+    refuse_backend(call.options.backend)
     packed = passed.terms.cu_seqlens is not None
     if teacher_logits is not None:
         teacher = call.teacher._replace(logits=as_rows(teacher_logits.detach(), packed))
@@ -332,6 +324,7 @@ def _normalize_logits(
     return as_rows(logits, packed), call
 
 
+@agree_across_ranks
 def fused_linear_distillation_loss(
     hidden: Tensor,
     weight: Tensor | LoRAHead,
@@ -424,30 +417,27 @@ def _normalize_hidden(
     products: ProductOptions,
     parallel: Parallel,
 ) -> tuple[LinearOperands, tuple[Tensor | None, Tensor | None, Tensor | None], DistillationRows]:
-    """Return the student's operands, the teacher's hidden states, weight and bias, and all other arguments,
-    after comparing them with other ranks'.
-    """
+    """Return the student's operands, the teacher's hidden states, weight and bias, and other arguments."""
     name, invariant = "fused_linear_distillation_loss", products.batch_invariant
     sides: dict[str, Any] = dict(zip(("hidden", "weight", "bias"), student, strict=True))
     sides |= dict(zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teacher, strict=True))
-    with comparing(name, **sides, **passed._asdict(), products=products, parallel=parallel) as comparison:
-        Parallel.check(parallel, name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
-        local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
-        hidden, weight, bias, their_hidden, their_weight, their_bias = local
-        chunking = products.normalize(passed.terms.loss_mask is not None, parallel)
-        if chunking.scattered:
-            raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
-        tokens = tokens_of("hidden", hidden, "H")
-        hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
-        passed.teacher.check_source("teacher_hidden", their_hidden)
-        their_rows, their_weight, their_bias = check_teachers_head(
-            their_hidden, their_weight, their_bias, tokens, weight.shape[0], chunking
-        )
-        call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel, comparison)
-        if not tokens.is_cpu:
-            mask, offsets = passed.terms.loss_mask, passed.terms.cu_seqlens
-            head = weight if base is None else base
-            chunking = from_host(chunking, mask, offsets, tokens, head, parallel)
+    Parallel.check(parallel, name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
+    local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
+    hidden, weight, bias, their_hidden, their_weight, their_bias = local
+    chunking = products.normalize(passed.terms.loss_mask is not None, parallel)
+    if chunking.scattered:
+        raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
+    tokens = tokens_of("hidden", hidden, "H")
+    hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
+    passed.teacher.check_source("teacher_hidden", their_hidden)
+    their_rows, their_weight, their_bias = check_teachers_head(
+        their_hidden, their_weight, their_bias, tokens, weight.shape[0], chunking
+    )
+    call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel)
+    if not tokens.is_cpu:
+        mask, offsets = passed.terms.loss_mask, passed.terms.cu_seqlens
+        head = weight if base is None else base
+        chunking = from_host(chunking, mask, offsets, tokens, head, parallel)
     packed = passed.terms.cu_seqlens is not None
     their_rows = None if their_rows is None else as_rows(their_rows, packed)
     hidden = as_rows(hidden, packed)

@@ -16,13 +16,14 @@ from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.rank_comparison import comparing
+from gspo_kernels.parallel.validate import agree_across_ranks
 from gspo_kernels.signature import keep, recall, signature
 from gspo_kernels.terms import mask_rows
 from gspo_kernels.torch_internals import applied
 from gspo_kernels.types import LoRAHead, TokenLogprobs
 
 
+@agree_across_ranks
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -81,20 +82,14 @@ def token_logprobs(
     row_options = recall(key)
     if row_options is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-        with comparing(
-            "token_logprobs", logits=logits, labels=labels, loss_mask=loss_mask, options=options,
-            return_entropy=return_entropy, inplace_backward=inplace_backward, parallel=parallel,
-        ) as comparison:  # fmt: skip
-            Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
-            (logits,), parallel = local_tensors(parallel, logits=logits)
-            check_scores("logits", logits, labels, "V")
-            vocabulary = logits.shape[-1]
-            checks.flag("return_entropy", return_entropy)
-            check_inplace(logits, inplace_backward)
-            row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
-            row_labels = mask_rows(labels, loss_mask, ignore_index)
-            if comparison is not None:
-                comparison.compare(row_labels, None, row_options, vocabulary)
+        Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
+        (logits,), parallel = local_tensors(parallel, logits=logits)
+        check_scores("logits", logits, labels, "V")
+        vocabulary = logits.shape[-1]
+        checks.flag("return_entropy", return_entropy)
+        check_inplace(logits, inplace_backward)
+        row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
+        row_labels = mask_rows(labels, loss_mask, ignore_index)
         keep(key, row_options)
     else:
         row_labels = mask_rows(labels, loss_mask, ignore_index)
@@ -108,6 +103,7 @@ def token_logprobs(
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
 
+@agree_across_ranks
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor | LoRAHead,
@@ -179,24 +175,16 @@ def linear_token_logprobs(
         chunking, row_options = decided
         row_labels = mask_rows(labels, loss_mask, ignore_index)
     else:
-        with comparing(
-            "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias,
-            loss_mask=loss_mask, options=options, products=products, return_entropy=return_entropy,
-            parallel=parallel,
-        ) as comparison:  # fmt: skip
-            usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-            Parallel.check(parallel, "linear_token_logprobs", usable, products.batch_invariant)
-            (hidden, weight, bias), parallel = local_tensors(
-                parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
-            )
-            chunking = products.normalize(compact=True, parallel=parallel)
-            hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
-            checks.flag("return_entropy", return_entropy)
-            row_options = options.normalize(labels, None, hidden.dtype, len(weight), parallel)
-            row_labels = mask_rows(labels, loss_mask, ignore_index)
-            if comparison is not None:
-                scattered = hidden.shape[-2] if chunking.scattered else None
-                comparison.compare(row_labels, None, row_options, len(weight), scattered)
+        usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
+        Parallel.check(parallel, "linear_token_logprobs", usable, products.batch_invariant)
+        (hidden, weight, bias), parallel = local_tensors(
+            parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
+        )
+        chunking = products.normalize(compact=True, parallel=parallel)
+        hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
+        checks.flag("return_entropy", return_entropy)
+        row_options = options.normalize(labels, None, hidden.dtype, len(weight), parallel)
+        row_labels = mask_rows(labels, loss_mask, ignore_index)
         keep(key, (chunking, row_options))
     packed = labels.ndim == 1
     assert isinstance(weight, Tensor)

@@ -26,15 +26,14 @@ from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
-from gspo_kernels.ops.library import validates
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction, logprobs_forward
 from gspo_kernels.ops.memory import LEAST_BYTES
 from gspo_kernels.ops.selected import SelectedLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
+from gspo_kernels.parallel.validate import agree_across_ranks
 from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_clip_of
 from gspo_kernels.policy_step import PolicyLossFunction, output_of, policy_step
-from gspo_kernels.rank_comparison import NOT_COMPARED, comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.signature import keep, recall, signature
 from gspo_kernels.terms import Terms, TermsForm, leave_out_inactive, merge_mask, validate_terms
@@ -44,6 +43,7 @@ from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions, Sele
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
 
 
+@agree_across_ranks
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -142,6 +142,7 @@ def policy_loss(
     return output_of(loss, metrics, rows, entropy, terms)
 
 
+@agree_across_ranks
 def policy_coefficients(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -207,30 +208,23 @@ def _normalize_logprobs(
     centering: ScoreCentering | None = None,
     selected_logprobs: SelectedLogprobs | None = None,
 ) -> tuple[Tensor, Tensor | None, Terms, TermsForm, tuple[tuple[Tensor, Tensor], CenteringRows] | None]:
-    """Return log-probs and entropy in rows, what ``validate_terms`` and ``normalize_given`` return, after
-    comparing them with other ranks'.
-    """
+    """Return log-probs and entropy in rows, what ``validate_terms`` and ``normalize_given`` return."""
     centered = None
-    with comparing(
-        function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel,
-        centering=centering, selected_logprobs=selected_logprobs is None,
-    ) as comparison:  # fmt: skip
-        Parallel.check(parallel, function, ("cp_group",))
-        checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
-        packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
-        terms, form = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
-        if entropy is not None:
-            shape, device = tuple(logprobs.shape), logprobs.device
-            checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
-            entropy = entropy.unsqueeze(0) if packed else entropy
-        rows = logprobs.unsqueeze(0) if packed else logprobs
-        if centering is not None or selected_logprobs is not None:
-            centered = normalize_given(centering, selected_logprobs, rows.detach(), terms, objective)
-        if comparison is not None:
-            comparison.compare(rows.detach(), terms)
+    Parallel.check(parallel, function, ("cp_group",))
+    checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
+    packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
+    terms, form = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
+    if entropy is not None:
+        shape, device = tuple(logprobs.shape), logprobs.device
+        checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
+        entropy = entropy.unsqueeze(0) if packed else entropy
+    rows = logprobs.unsqueeze(0) if packed else logprobs
+    if centering is not None or selected_logprobs is not None:
+        centered = normalize_given(centering, selected_logprobs, rows.detach(), terms, objective)
     return rows, entropy, terms, form, centered
 
 
+@agree_across_ranks
 def fused_policy_loss(
     logits: Tensor,
     labels: Tensor,
@@ -366,42 +360,31 @@ def _normalize_logits(
     """Check the arguments of a loss from logits, bring them into rows, and plan the call; the last output is
     what is centred.
     """
-    with comparing(
-        "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
-        options=options, return_entropy=return_entropy, objective=objective, parallel=parallel,
-        centering=centering,
-    ) as comparison:  # fmt: skip
-        Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
-        (logits,), parallel = local_tensors(parallel, passed, logits=logits)
-        check_scores("logits", logits, labels, "V")
-        packed, vocabulary = checks.layout("labels", labels, passed.cu_seqlens) is not None, logits.shape[-1]
-        check_inplace(logits, inplace_backward)
-        with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
-        terms, form = validate_terms(passed, labels, objective, with_entropy, parallel)
-        row_options = options.normalize(labels, terms.cu_seqlens, logits.dtype, vocabulary, parallel)
-        rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
-        ratio_clip = ratio_clip_of(terms, row_options.backend)
-        # In fp16 a loss scale decides what is representable, and only the backward knows it.
-        late = (
-            with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
-        )
-        learns = torch.is_grad_enabled() and rows.requires_grad
-        known = learns and not late and coefficients_depend_on(objective, terms) == "nothing"
-        given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
-        of_sequences = ratio_clip.level == "sequence" and ratio_clip.divisor != "prompts" and given_logprobs
-        alone = centering is None and not (with_entropy or known or row_options.shard.group)
-        in_one_launch, weights = of_sequences and alone, terms.rollout_weights
-        # that launch reads the mask along with the labels, unless weights have to be averaged before
-        merges_mask = (
-            comparison is not None or not in_one_launch or (weights is not None and weights.ndim == 2)
-        )
-        if merges_mask:
-            row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
-        centered = None
-        if centering is not None:
-            centered = normalize_centering(centering, row_labels, terms, objective, row_options, vocabulary)
-        if comparison is not None:
-            comparison.compare(row_labels, terms, row_options, vocabulary)
+    Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
+    (logits,), parallel = local_tensors(parallel, passed, logits=logits)
+    check_scores("logits", logits, labels, "V")
+    packed, vocabulary = checks.layout("labels", labels, passed.cu_seqlens) is not None, logits.shape[-1]
+    check_inplace(logits, inplace_backward)
+    with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
+    terms, form = validate_terms(passed, labels, objective, with_entropy, parallel)
+    row_options = options.normalize(labels, terms.cu_seqlens, logits.dtype, vocabulary, parallel)
+    rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
+    ratio_clip = ratio_clip_of(terms, row_options.backend)
+    # In fp16 a loss scale decides what is representable, and only the backward knows it.
+    late = with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
+    learns = torch.is_grad_enabled() and rows.requires_grad
+    known = learns and not late and coefficients_depend_on(objective, terms) == "nothing"
+    given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
+    of_sequences = ratio_clip.level == "sequence" and ratio_clip.divisor != "prompts" and given_logprobs
+    alone = centering is None and not (with_entropy or known or row_options.shard.group)
+    in_one_launch, weights = of_sequences and alone, terms.rollout_weights
+    # that launch reads the mask along with the labels, unless weights have to be averaged before
+    merges_mask = not in_one_launch or (weights is not None and weights.ndim == 2)
+    if merges_mask:
+        row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
+    centered = None
+    if centering is not None:
+        centered = normalize_centering(centering, row_labels, terms, objective, row_options, vocabulary)
     plan = LogitsPlan(form, row_options, ratio_clip, with_entropy, known, in_one_launch, merges_mask)
     return rows, row_labels, terms, plan, centered
 
@@ -446,6 +429,7 @@ def _with_known_coefficients(
     return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)
 
 
+@agree_across_ranks
 def fused_linear_policy_loss(
     hidden: Tensor,
     weight: Tensor | LoRAHead,
@@ -518,19 +502,10 @@ def fused_linear_policy_loss(
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
-    with NOT_COMPARED if not validates() else comparing(
-        "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias,
-        terms=Terms(*given), options=options, products=products, return_entropy=return_entropy,
-        schedule=schedule, skip_inactive=skip_inactive, objective=objective, parallel=parallel,
-        centering=centering,
-    ) as comparison:  # fmt: skip
-        operands, terms, plan, _, centered = _normalize_linear(
-            "fused_linear_policy_loss", hidden, weight, bias, labels, given, options, products, objective,
-            parallel, return_entropy, schedule, skip_inactive, centering,
-        )  # fmt: skip
-        if comparison is not None:
-            weight, scattered = operands.weight, operands.scattered
-            comparison.compare(operands.labels, terms, operands.options, len(weight), scattered)
+    operands, terms, plan, _, centered = _normalize_linear(
+        "fused_linear_policy_loss", hidden, weight, bias, labels, given, options, products, objective,
+        parallel, return_entropy, schedule, skip_inactive, centering,
+    )  # fmt: skip
     with_entropy = plan.entropy
     # "all" leaves out tokens that these lengths count
     if labels.is_cuda and skip_inactive == "backward":

@@ -15,7 +15,7 @@ from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
 from gspo_kernels.ops.selected import SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.rank_comparison import comparing
+from gspo_kernels.parallel.validate import agree_across_ranks
 from gspo_kernels.terms import mask_rows
 from gspo_kernels.types import LoRAHead, RowOptions, SelectedLogprobs
 
@@ -43,6 +43,7 @@ def _output(logprobs: Tensor, tail: Tensor, packed: bool, within: bool) -> Selec
     return SelectedLogprobs(from_rows(logprobs, packed), None if within else from_rows(tail, packed))
 
 
+@agree_across_ranks
 def selected_logprobs(
     logits: Tensor,
     ids: Tensor,
@@ -83,22 +84,16 @@ def selected_logprobs(
         RuntimeError: the backend can't serve the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
-    with comparing(
-        "selected_logprobs", logits=logits, ids=ids, loss_mask=loss_mask, options=options,
-        normalize_within=normalize_within, inplace_backward=inplace_backward, parallel=parallel,
-    ) as comparison:  # fmt: skip
-        Parallel.check(parallel, "selected_logprobs", ("tp_group", "vocab_range"))
-        (logits,), parallel = local_tensors(parallel, logits=logits)
-        tokens = _tokens_of(ids, "logits", logits)
-        check_scores("logits", logits, tokens, "V")
-        packed, vocabulary = tokens.ndim == 1, logits.shape[-1]
-        checks.flag("normalize_within", normalize_within)
-        check_inplace(logits, inplace_backward)
-        row_options = options.normalize(tokens, None, logits.dtype, vocabulary, parallel)
-        refuse_backend(row_options.backend)
-        row_ids = _row_ids(ids, loss_mask, vocabulary, row_options)
-        if comparison is not None:
-            comparison.compare(row_ids.amax(-1), None, row_options, vocabulary)
+    Parallel.check(parallel, "selected_logprobs", ("tp_group", "vocab_range"))
+    (logits,), parallel = local_tensors(parallel, logits=logits)
+    tokens = _tokens_of(ids, "logits", logits)
+    check_scores("logits", logits, tokens, "V")
+    packed, vocabulary = tokens.ndim == 1, logits.shape[-1]
+    checks.flag("normalize_within", normalize_within)
+    check_inplace(logits, inplace_backward)
+    row_options = options.normalize(tokens, None, logits.dtype, vocabulary, parallel)
+    refuse_backend(row_options.backend)
+    row_ids = _row_ids(ids, loss_mask, vocabulary, row_options)
     rows = as_rows(logits, packed)
     logprobs, tail = SelectedLogprobsFunction.apply(
         rows, row_ids, inplace_backward, row_options, normalize_within
@@ -106,6 +101,7 @@ def selected_logprobs(
     return _output(logprobs, tail, packed, normalize_within)
 
 
+@agree_across_ranks
 def linear_selected_logprobs(
     hidden: Tensor,
     weight: Tensor | LoRAHead,
@@ -146,26 +142,20 @@ def linear_selected_logprobs(
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
     products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
-    with comparing(
-        "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, loss_mask=loss_mask,
-        options=options, products=products, normalize_within=normalize_within, parallel=parallel,
-    ) as comparison:  # fmt: skip
-        usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-        Parallel.check(parallel, "linear_selected_logprobs", usable, products.batch_invariant)
-        (hidden, weight, bias), parallel = local_tensors(
-            parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
-        )
-        tokens = _tokens_of(ids, "hidden", hidden)
-        chunking = products.normalize(compact=True, parallel=parallel)
-        hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
-        packed, vocabulary = tokens.ndim == 1, weight.shape[0]
-        checks.flag("normalize_within", normalize_within)
-        row_options = options.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
-        row_ids = _row_ids(ids, loss_mask, vocabulary, row_options)
-        # a token's largest id serves as its label; it is -100 if the token has no id
-        labels = row_ids.amax(-1)
-        operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, row_options, chunking, base)
-        if comparison is not None:
-            comparison.compare(labels, None, row_options, vocabulary, operands.scattered)
+    usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
+    Parallel.check(parallel, "linear_selected_logprobs", usable, products.batch_invariant)
+    (hidden, weight, bias), parallel = local_tensors(
+        parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
+    )
+    tokens = _tokens_of(ids, "hidden", hidden)
+    chunking = products.normalize(compact=True, parallel=parallel)
+    hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
+    packed, vocabulary = tokens.ndim == 1, weight.shape[0]
+    checks.flag("normalize_within", normalize_within)
+    row_options = options.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
+    row_ids = _row_ids(ids, loss_mask, vocabulary, row_options)
+    # a token's largest id serves as its label; it is -100 if the token has no id
+    labels = row_ids.amax(-1)
+    operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, row_options, chunking, base)
     logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
     return _output(logprobs, tail, packed, normalize_within)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from gspo_kernels.checks import validates
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.ops.library import validates
 from gspo_kernels.parallel.groups import Parallel
 
 Signature = tuple[Any, ...]

@@ -55,7 +55,6 @@ TESTS = {
     "gspo_kernels/off_policy.py": "tests/test_off_policy.py tests/test_errors.py",
     "gspo_kernels/ops/": f"{OPERATORS} tests/test_selected.py {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/parallel/": "tests/parallel tests/test_errors.py",
-    "gspo_kernels/rank_comparison.py": "tests/parallel tests/test_errors.py",
     "gspo_kernels/reference/": f"{TEACHERS} tests/test_selected.py tests/kernels/test_rows.py {CALLS}",
     "gspo_kernels/rewards.py": "tests/test_rewards.py",
     "gspo_kernels/sampling.py": f"tests/test_sampling_masks.py tests/test_errors.py {UPDATES}",

@@ -62,11 +62,6 @@ class LinearOperands(NamedTuple):
     chunking: Chunking
     base: Tensor | None = None
 
-    @property
-    def scattered(self) -> int | None:
-        """How many tokens of each row have their hidden states on this rank; None if not scattered."""
-        return self.hidden.shape[1] if self.chunking.scattered else None
-
     def with_count(self) -> LinearOperands:
         """Return the operands with the number of rows that count: one look serves forward and backward."""
         chunking = self.chunking

@@ -54,8 +54,8 @@ class LinearLoss(NamedTuple):
 @matrix_operator
 def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
     """Return a hidden-state loss, its log-probs and its gradients."""
-    terms = check_values(operands.labels, terms)
-    run = Run(Call(operands, whole_logits=False, plan=plan), terms, plan)
+    call = Call(operands, whole_logits=False, plan=plan)
+    run = Run(call, check_values(call.labels, terms), plan)
     if plan.schedule == "known":
         run.known()
     else:
@@ -73,7 +73,8 @@ def linear_centered_policy(
     """Return the same for a loss with centering: a row has coefficients of K + 1 ids and of their tail, which
     all follow from its own logits, as in ``Run.known``.
     """
-    terms, call, needs = check_values(operands.labels, terms), Call(operands), plan.requires_grad
+    call, needs = Call(operands), plan.requires_grad
+    terms = check_values(call.labels, terms)
     call.make_room(call.row_count)
     scores, gradients = Scores(call, plan.entropy), Gradients(call, needs, normalised=True)
     per_token = token_terms(call.labels, terms, plan.backend)

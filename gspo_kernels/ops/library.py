@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import threading
 import typing
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from gspo_kernels.checks import validates
 from gspo_kernels.torch_internals import PLAIN, tensors_to_save
 
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
@@ -308,13 +308,3 @@ def checked_values(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=64)
 def _is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
-
-
-_VALIDATE = os.environ.encodekey("GSPO_KERNELS_VALIDATE")
-_ENVIRONMENT: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
-"""The dictionary behind ``os.environ``, whose ``get`` raises and catches an error for what is not set."""
-
-
-def validates() -> bool:
-    """Return whether GSPO_KERNELS_VALIDATE is 1; False while code is compiled."""
-    return not is_compiling() and _VALIDATE in _ENVIRONMENT and os.environ["GSPO_KERNELS_VALIDATE"] == "1"

@@ -6,7 +6,8 @@ collectives that run in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -135,6 +136,17 @@ def _group(name: str) -> ProcessGroup:
     return group
 
 
+BEFORE_COLLECTIVE: ContextVar[Callable[[], None] | None] = ContextVar("BEFORE_COLLECTIVE", default=None)
+"""A function to be called before the next collective, see ``parallel.validate``; or None."""
+
+
+def _group_for_collective(name: str) -> ProcessGroup:
+    """Return the group, after the call of ``BEFORE_COLLECTIVE``."""
+    if (before := BEFORE_COLLECTIVE.get()) is not None:
+        before()
+    return _group(name)
+
+
 def rank_and_size(name: str) -> tuple[int, int]:
     """Return the rank of this process in the group, and the number of ranks."""
     group = _group(name)
@@ -145,7 +157,7 @@ def gathered(name: str, local: Tensor) -> Tensor:
     """Return the tensors of all ranks, which have the same shape, as [ranks, *shape]."""
     from torch.distributed import all_gather
 
-    group = _group(name)
+    group = _group_for_collective(name)
     every = local.new_empty(group.size(), *local.shape)
     all_gather([*every.unbind()], local.contiguous(), group=group)
     return every
@@ -167,7 +179,7 @@ def begin_sum_(name: str, values: Tensor) -> Work:
     """Begin to sum over all ranks, in place."""
     from torch.distributed import all_reduce
 
-    work: Work = all_reduce(values, group=_group(name), async_op=True)
+    work: Work = all_reduce(values, group=_group_for_collective(name), async_op=True)
     return work
 
 
@@ -175,7 +187,7 @@ def begin_broadcast(name: str, values: Tensor, rank: int) -> Work:
     """Begin to fill ``values`` with those of ``rank``."""
     from torch.distributed import broadcast
 
-    work: Work = broadcast(values, group=_group(name), group_src=rank, async_op=True)
+    work: Work = broadcast(values, group=_group_for_collective(name), group_src=rank, async_op=True)
     return work
 
 
@@ -183,7 +195,7 @@ def begin_reduce(name: str, values: Tensor, rank: int) -> Work:
     """Begin to sum ``values`` over all ranks into those of ``rank``; the other ranks' are overwritten."""
     from torch.distributed import reduce
 
-    work: Work = reduce(values, group=_group(name), group_dst=rank, async_op=True)
+    work: Work = reduce(values, group=_group_for_collective(name), group_dst=rank, async_op=True)
     return work
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.layouts import tokens_of_rank
-from gspo_kernels.parallel.agreement import RanksDisagreeError
 from tests.cases import Result, call
 from tests.judging import assert_equals_oracle
 
@@ -196,23 +195,18 @@ def validated():
     return mock.patch.dict(os.environ, GSPO_KERNELS_VALIDATE="1")
 
 
-def assert_all_raise(expected, culprit, run):
-    """Assert that all ranks raise errors with the text ``expected``. The culprit raises its own ValueError or
-    TypeError, with "all" every rank does. The others, without a culprit all, raise RanksDisagreeError.
-    """
-    raised = None
+def assert_all_raise(expected, run, culprit=None):
+    """Assert that no rank waits and all raise an error with this text; a culprit raises its own error."""
+    raised = "nothing", ""
     try:
         with validated():
             run()
-    except (ValueError, TypeError, RanksDisagreeError) as error:
+    except Exception as error:
         raised = type(error).__name__, str(error)
-    except Exception as error:  # gloo's error in a rank that waited
-        raised = "waited", str(error)
-    ranks = every(raised)
-    for rank, (kind, message) in enumerate(each or ("nothing", "") for each in ranks):
-        local = culprit == "all" or rank == culprit
-        assert expected in message and kind != "waited", (expected, rank, ranks)
-        assert (kind in ("ValueError", "TypeError")) == local, (expected, rank, ranks)
+    own = ("ValueError", "TypeError")
+    for rank, (kind, message) in enumerate(ranks := every(raised)):
+        assert expected in message and kind in (*own, "RanksDisagreeError"), (expected, rank, ranks)
+        assert culprit is None or (kind in own) == (rank == culprit), (expected, rank, ranks)
 
 
 class Wire:
