@@ -283,11 +283,11 @@ def dtensors():
         for name in ("cp_group", "tp_group") if "cp" in names else ():
             said = f"{name}: expected None, as the DTensors logits determine it"
             again = partial(call, local, leaves, LOSSES["logits"], GSPO, "cpp", **{name: mesh[names[0]]})
-            assert_all_raise(said, "all", again)
+            assert_all_raise(said, again)
     if four:
         twice = {"logits": distribute_tensor(case.inputs["logits"], mesh, [Shard(1), Shard(1)])}
         said = "logits: 2 dimensions of device meshes cut the vocabulary"
-        assert_all_raise(said, "all", partial(call, local, twice, LOSSES["logits"], GSPO, "cpp"))
+        assert_all_raise(said, partial(call, local, twice, LOSSES["logits"], GSPO, "cpp"))
     logits = case_of("logits").inputs["logits"][:7]  # scores of tokens that are split unevenly
     ids, temperature = torch.arange(len(logits)), torch.linspace(0.5, 2.0, len(logits))
     placed = distribute_tensor(logits, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
@@ -341,9 +341,9 @@ def sampling_masks():
     gk.token_logprobs(logits, labels, kept_mask=everything, **group)
     for message, culprit, options in (
         ("labels: got 40 at position", 1, {"kept_mask": without}),
-        ("kept_mask: got 1 words, expected 2", "all", {"kept_mask": everything[..., :1]}),
+        ("kept_mask: got 1 words, expected 2", None, {"kept_mask": everything[..., :1]}),
     ):
-        assert_all_raise(message, culprit, lambda o=options: gk.token_logprobs(logits, labels, **group, **o))
+        assert_all_raise(message, lambda o=options: gk.token_logprobs(logits, labels, **group, **o), culprit)
 
 
 def of_shard(problem, start, end):
@@ -390,7 +390,7 @@ def selected_ids():
         ("which the sampling mask there cuts", ids, {"kept_mask": gk.kept_mask(ids + 1, VOCABULARY)}),
     ):
         call = partial(gk.linear_selected_logprobs, hidden, weight, wrong, **group, **options)
-        assert_all_raise(message, "all", call)
+        assert_all_raise(message, call)
 
 
 @of_ranks(2)
@@ -467,7 +467,7 @@ def teachers():
         ("teacher_hidden: is a DTensor with placement", {"teacher_hidden": Shard(0)}),
         ("hidden: is sharded over tokens, expected", {"hidden": Shard(1)}),
     ):
-        assert_all_raise(message, "all", partial(dtensors, **changed))
+        assert_all_raise(message, partial(dtensors, **changed))
 
 
 @of_ranks(2, 4)
