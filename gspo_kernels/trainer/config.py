@@ -245,7 +245,7 @@ class TrainConfig(Section):
     eval_dataset: str | None = option(None, "prompts that are never trained on")
     reward: tuple[str, ...] = option((), "'module:function' or 'file.py:function', with '(name=value)'")
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1")
-    reward_timeout: float | None = option(None, "seconds that a reward may take; it runs in a thread", gt=0)
+    reward_timeout: float | None = option(None, "seconds that a call of a reward may take", gt=0)
     advantages: Method = option("group_normalized", "how rewards become advantages")
     output: str = option(
         "runs/gspo",

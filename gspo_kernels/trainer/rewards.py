@@ -210,6 +210,29 @@ def own_copies(arguments: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     return {n: [list(x) if n == ids else copy.deepcopy(x) for x in each] for n, each in arguments.items()}
 
 
+class _TimeIsUp(BaseException):
+    """The time limit of a plain function; no ``Exception``, which the function may handle."""
+
+
+@contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `_TimeIsUp` in the main thread after some time. A function that sets SIGALRM ends the limit."""
+    if seconds is None:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class _Call:
     """One reward function: which arguments it takes, and a call with a time limit."""
 
@@ -239,7 +262,10 @@ class _Call:
             raise InputError(f"{self.what} cannot be called with {names}, all by name: {error}") from error
 
     def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Start a daemon thread with this thread's torch state; a plain function without limit runs here."""
+        """Run a plain function here, if this is the main thread, as only this one can set signal handlers.
+
+        Others run in a daemon thread with this thread's torch state.
+        """
         future: Future[Any] = Future()
         grad = torch.is_grad_enabled()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -258,8 +284,10 @@ class _Call:
                 future.set_exception(error)
 
         self.ends = None if self.timeout is None else time.monotonic() + self.timeout
-        if self.timeout is None and loop is None:
-            run()
+        is_main = threading.current_thread() is threading.main_thread()
+        if loop is None and (self.timeout is None or (is_main and hasattr(signal, "setitimer"))):
+            with _time_limit(self.timeout):
+                run()
         else:
             threading.Thread(target=run, name=self.what, daemon=True).start()
         return future
@@ -268,7 +296,7 @@ class _Call:
         """Wait for the values and check them; raise an `InputError` when the time is over."""
         prompts, completions = arguments["prompts"], arguments["completions"]
         done = wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done
-        if not done:
+        if not done or isinstance(future.exception(), _TimeIsUp):
             self.loop = None  # the loop may be blocked for good: the next call gets another one
             limit = f"{self.timeout:g} seconds for {len(completions)} completions"
             raise InputError(f"{self.what} took more than {limit}")

@@ -1,6 +1,7 @@
 """Reward functions: how they are found and called, and which returned values are refused."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import json
@@ -179,8 +180,29 @@ def test_a_reward_that_hangs_is_given_up_and_its_next_call_gets_another_loop():
         assert rewards(*ARGUMENTS).total.tolist() == [1.0, 2.0]
 
 
+def test_signals_of_plain_rewards_under_a_limit():
+    """math-verify's own time limits set signals, and errors that a reward hides must not change values."""
+
+    def hides(completions):
+        try:
+            signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+            return [1.0] * len(completions)
+        except Exception:
+            return [0.0] * len(completions)
+
+    def hangs(completions):
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(60)
+
+    before = signal.getsignal(signal.SIGALRM)
+    assert RewardSet([hides], timeout=10.0)(*ARGUMENTS).total.tolist() == [1.0, 1.0]
+    with pytest.raises(InputError, match=r"hangs took more than 0.2 seconds"):
+        RewardSet([hangs], timeout=0.2)(*ARGUMENTS)
+    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+
+
 def test_a_reward_that_hangs_keeps_no_program_from_ending():
-    """The hanging call stays in a daemon thread, so the process ends with the error."""
     code = (
         "import threading\nfrom gspo_kernels.trainer.rewards import RewardSet\n"
         "def hangs(completions):\n    threading.Event().wait()\n"
