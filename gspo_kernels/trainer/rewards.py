@@ -27,7 +27,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,22 +215,21 @@ class _TimeIsUp(BaseException):
 
 
 @contextmanager
-def _time_limit(seconds: float | None) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     """Raise `_TimeIsUp` in the main thread after some time. A function that sets SIGALRM ends the limit."""
-    if seconds is None:
-        yield
-        return
 
     def stop(*_: object) -> None:
         raise _TimeIsUp
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        try:  # the signal may still arrive here
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
 
 
 class _Call:
@@ -262,9 +261,8 @@ class _Call:
             raise InputError(f"{self.what} cannot be called with {names}, all by name: {error}") from error
 
     def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Run a plain function here, if this is the main thread, as only this one can set signal handlers.
-
-        Others run in a daemon thread with this thread's torch state.
+        """Run a plain function in the main thread, because only that thread can set signal handlers; start a
+        daemon thread with this thread's torch state for others.
         """
         future: Future[Any] = Future()
         grad = torch.is_grad_enabled()
@@ -272,22 +270,24 @@ class _Call:
         if self.is_async and self.loop is None:
             self.loop = asyncio.new_event_loop()
         loop = self.loop
+        is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+        runs_here = loop is None and (self.timeout is None or is_main)
+        limit = _time_limit(self.timeout) if runs_here and self.timeout is not None else nullcontext()
 
         def run() -> None:
             torch.set_grad_enabled(grad)
             if device is not None:
                 torch.cuda.set_device(device)
             try:
-                values = self.function(**own_copies(self.accepted(arguments)))
+                with limit:
+                    values = self.function(**own_copies(self.accepted(arguments)))
                 future.set_result(values if loop is None else loop.run_until_complete(values))
             except BaseException as error:
                 future.set_exception(error)
 
         self.ends = None if self.timeout is None else time.monotonic() + self.timeout
-        is_main = threading.current_thread() is threading.main_thread()
-        if loop is None and (self.timeout is None or (is_main and hasattr(signal, "setitimer"))):
-            with _time_limit(self.timeout):
-                run()
+        if runs_here:
+            run()
         else:
             threading.Thread(target=run, name=self.what, daemon=True).start()
         return future

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import typing
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -213,18 +214,30 @@ def test_a_reward_that_hangs_keeps_no_program_from_ending():
     assert "InputError: reward function hangs took more than 0.1 seconds for 1 completions" in run.stderr
 
 
-def test_a_thread_has_the_state_of_the_caller_and_passes_an_interrupt_on():
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("in_main", [False, True])
+def test_grad_mode_and_interrupts_pass_through(is_async, in_main):
+    """Coroutines, and plain functions outside of the main thread, run in a thread of the reward set."""
+
     def grad_mode(completions):
         return [float(torch.is_grad_enabled())] * len(completions)
 
     def interrupted(completions):
         raise KeyboardInterrupt
 
-    for enabled in (True, False):
+    def call(function, enabled):
+        async def coroutine(completions):
+            return function(completions)
+
         with torch.set_grad_enabled(enabled):
-            assert RewardSet([grad_mode], timeout=10.0)(*ARGUMENTS).total.tolist() == [enabled] * 2
-    with pytest.raises(KeyboardInterrupt):
-        RewardSet([interrupted], timeout=10.0)(*ARGUMENTS)
+            return RewardSet([coroutine if is_async else function], timeout=10.0)(*ARGUMENTS).total.tolist()
+
+    with ThreadPoolExecutor(1) as pool:
+        run = call if in_main else lambda *args: pool.submit(call, *args).result()
+        for enabled in (True, False):
+            assert run(grad_mode, enabled) == [enabled] * 2
+        with pytest.raises(KeyboardInterrupt):
+            run(interrupted, True)
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
