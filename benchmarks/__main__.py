@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.measure import SUITES, DeviceBroken, Options, machine, print_peaks
 
-for _module in ("contestants", "suites", "fidelity", "profile", "products"):
+for _module in ("logits", "hidden", "step", "large", "memory", "fidelity", "profile", "products"):
     importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
 
 DEVICE_BROKEN = 3

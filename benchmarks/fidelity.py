@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from benchmarks import problem as gspo
+from benchmarks import hidden
+from benchmarks.judging import CLIP_HIGH, CLIP_LOW, Problem
 from benchmarks.measure import Missing, Options, entrants, suite
-from benchmarks.problem import Problem
 from benchmarks.tables import aligned, number
 
 LENGTHS = (64, 256, 1024)
-BOUNDS = (math.log1p(-gspo.CLIP_LOW), math.log1p(gspo.CLIP_HIGH))
+BOUNDS = (math.log1p(-CLIP_LOW), math.log1p(CLIP_HIGH))
 BANDS = ((1e-6, 1e-5), (1e-5, 1e-4), (1e-4, 1e-3))
 BELOW = ((1e-8, 1e-7), (1e-7, 4e-7), (4e-7, 1e-6))
 OURS = "ours, float32 logits"
@@ -61,7 +61,7 @@ class Drawn:
 
 def pool(rows: int, vocabulary: int, width: int, device: torch.device | str = "cpu") -> Problem:
     """Draw the rows that sequences are made of, with their exact log-probs."""
-    return gspo.draw("scoring", rows, vocabulary, width, 1, torch.bfloat16, device)
+    return hidden.draw("scoring", rows, vocabulary, width, 1, torch.bfloat16, device)
 
 
 def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -120,10 +120,10 @@ def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
     near = drawn.distance.masked_fill(~drawn.counts, torch.inf).argsort()[:nearest]
     first, weight = rows.inputs
     picked = drawn.rows[near].to(first.device)
-    hidden = first[0][picked].requires_grad_()
+    states = first[0][picked].requires_grad_()
     terms = (drawn.old_logprobs[near].to(first.device), drawn.advantages[near].to(first.device))
-    out = gk.fused_linear_policy_loss(hidden, weight, rows.labels[0][picked], *terms)
-    (grad,) = torch.autograd.grad(out.loss, hidden)
+    out = gk.fused_linear_policy_loss(states, weight, rows.labels[0][picked], *terms)
+    (grad,) = torch.autograd.grad(out.loss, states)
     return (grad.flatten(1) == 0).all(1).cpu() != drawn.clipped[near]
 
 

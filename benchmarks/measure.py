@@ -2,11 +2,11 @@
 
 A *contestant* is a way to compute a task. Its decorated function takes the device, imports what it needs,
 and returns the call; if it raises ImportError or ``Missing``, tables show that reason. A *suite* is a
-function from the options of a run to its record; most run a list of ``Case`` by ``run_cases``.
+function from the options of a run to its record; most run a list of ``Case`` by ``run_cases``. Each suite's
+file has its problem, its contestants, and the bare operations that times are divided by, its *floor*.
 
-A case draws a problem. Contestants with a right answer and the *probes* (a plain copy, or the bare matrix
-products) then take turns, in alternating order. The floor of a case is a weighted sum of its probes. Peak
-memory beyond the inputs is resident memory of another process on a CPU (Linux), and the allocator's on a GPU.
+Contestants with a right answer and the bare operations take turns, in alternating order. Peak memory beyond
+the inputs is resident memory of another process on a CPU (Linux), and the allocator's on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from benchmarks.problem import Judge, Problem
+from benchmarks.judging import Judge
 from benchmarks.tables import case_table, spread
 from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.ops import memory
@@ -50,11 +50,11 @@ class Contestant:
 
     Attributes:
         name: its name in tables.
-        tasks: which of ``TASKS`` it can do.
+        task: one of ``TASKS``.
         load: device -> call. The call takes a problem and its leaves and returns the loss; for "scoring"
             the log-probs.
         precision: "float32" or "input": the precision that its logits are rounded to (from logits: its
-            statistics). Plain PyTorch at this precision sets its budget. A dict has the precision by task.
+            statistics). Plain PyTorch at this precision sets its budget.
         only_16_bit: whether it takes part with 16-bit inputs only.
         roundings: how often it rounds the sum of a gradient to the inputs' dtype, given the problem.
         overwrites: whether its backward overwrites the logits, which are then restored outside the clock.
@@ -63,18 +63,14 @@ class Contestant:
     """
 
     name: str
-    tasks: tuple[str, ...]
+    task: str
     load: Callable[[torch.device], Callable[..., Any]]
-    precision: str | dict[str, str] = "input"
+    precision: str = "input"
     only_16_bit: bool = False
     roundings: Callable[[Any], int] = lambda problem: 1
     overwrites: bool = False
     layout: str = "padded"
     ours: bool = False
-
-    def precision_for(self, task: str) -> str:
-        """The precision of one task."""
-        return self.precision if isinstance(self.precision, str) else self.precision[task]
 
     def get(self, device: torch.device) -> Callable[..., Any]:
         """Return the call.
@@ -125,18 +121,26 @@ class Options:
         """Whether this is a rehearsal."""
         return self.size == "tiny"
 
+    def choose(self, *, cpu: Any, gpu: Any, tiny: Any) -> Any:
+        """Return what this run takes of three."""
+        return tiny if self.tiny else cpu if self.device.type == "cpu" else gpu
 
-CONTESTANTS: dict[str, Contestant] = {}
+
+CONTESTANTS: dict[tuple[str, str], Contestant] = {}
+"""By task and name."""
 SUITES: dict[str, Suite] = {}
 
 
 def contestant(name: str, *tasks: str, **about: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a contestant's ``load``; ``about`` as in ``Contestant``."""
+    """Register the decorated function as the ``load`` of a contestant in each task."""
 
     def register(load: Callable[..., Any]) -> Callable[..., Any]:
-        if name in CONTESTANTS or not tasks or not set(tasks) <= set(TASKS):
-            raise ValueError(f"contestant {name!r} for {tasks}: registered before, or no task of {TASKS}")
-        CONTESTANTS[name] = Contestant(name, tasks, load, **about)
+        for task in tasks:
+            if (task, name) in CONTESTANTS or task not in TASKS:
+                raise ValueError(
+                    f"contestant {name!r} for {task!r}: registered before, or not one of {TASKS}"
+                )
+            CONTESTANTS[task, name] = Contestant(name, task, load, **about)
         return load
 
     return register
@@ -159,7 +163,7 @@ def entrants(task: str, wanted: Sequence[str], options: Options, dtype: torch.dt
     return [
         one
         for one in CONTESTANTS.values()
-        if task in one.tasks
+        if task == one.task
         and any(re.fullmatch(pattern, one.name) for pattern in wanted)
         and (not options.only or any(part in one.name for part in options.only))
         and not (one.only_16_bit and dtype.itemsize > 2)
@@ -190,7 +194,8 @@ class Case:
         make: device -> problem.
         shape: the shape that tables show.
         wanted: regular expressions for whole names of contestants.
-        floor: the weight of each probe; see ``probes``.
+        floor: the weight of each bare operation in the floor.
+        bare: problem -> these operations by name, as calls.
         repeats: rounds that count; 0 measures memory only.
         judge: problem -> an object with the method ``verdict``.
     """
@@ -200,6 +205,7 @@ class Case:
     shape: dict[str, Any]
     wanted: Sequence[str]
     floor: dict[str, float] = field(default_factory=dict)
+    bare: Callable[[Any], dict[str, Call]] = lambda problem: {}
     repeats: int = 5
     judge: Callable[[Any], Any] = Judge
 
@@ -271,31 +277,6 @@ def peak_of(call: Call, device: torch.device) -> tuple[Any, int | None]:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     return call(), torch.cuda.max_memory_allocated(device) - before
-
-
-def probes(problem: Problem, floor: dict[str, float]) -> dict[str, Call]:
-    """Return the bare operations that a floor consists of; they write to preallocated memory.
-
-    "copy" copies the logits; "logits", "dHidden" and "dWeight" are the products of the counted tokens in the
-    inputs' dtype.
-    """
-    if not floor:
-        return {}
-    if "copy" in floor:
-        source = problem.inputs[0]
-        target = torch.empty_like(source)
-        return {"copy": lambda: target.copy_(source)}
-    hidden, weight = problem.layout("padded" if problem.mask.all() else "packed").inputs
-    hidden = hidden.flatten(0, -2)
-    logits = hidden.new_empty(len(hidden), len(weight))
-    torch.mm(hidden, weight.t(), out=logits)
-    found = {"logits": lambda: torch.mm(hidden, weight.t(), out=logits)}
-    if set(floor) != {"logits"}:
-        scores = torch.softmax(logits, -1)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
-        found["dHidden"] = lambda: torch.mm(scores, weight, out=grad_hidden)
-        found["dWeight"] = lambda: torch.mm(scores.t(), hidden, out=grad_weight)
-    return found
 
 
 def time_probe(call: Call, device: torch.device) -> float:
@@ -430,7 +411,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
     for contestant in entrants(problem.task, case.wanted, options, problem.inputs[0].dtype):
         record = {
             "contestant": contestant.name, "ours": contestant.ours,
-            "precision": contestant.precision_for(problem.task),
+            "precision": contestant.precision,
             "status": "right", "reason": "", "share": None,
         }  # fmt: skip
         everyone.append(Entrant(contestant, problem, record=record))
@@ -441,7 +422,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
         torch.cuda.empty_cache()
 
     repeats = case.repeats if options.repeats is None or not case.repeats else options.repeats
-    bare = probes(problem, case.floor) if repeats else {}
+    bare = case.bare(problem) if repeats else {}
     times: dict[str, list[dict[str, float]]] = {entrant.name: [] for entrant in everyone}
     floors = []
     for repeat in range(repeats + 1 if repeats else 0):  # the first round does not count
@@ -471,7 +452,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
         "task": problem.task,
         "shape": case.shape,
         "repeats": repeats,
-        "floor": {"probes": case.floor, "seconds": floors},
+        "floor": {"probes": case.floor if repeats else {}, "seconds": floors},
         "results": [entrant.record for entrant in everyone],
     }
 
@@ -522,8 +503,8 @@ def print_peaks(path: Path) -> None:
     problem, asked = torch.load(path, weights_only=False)
     device = torch.device("cpu")
     for name, twice in asked:
-        entrant = Entrant(CONTESTANTS[name], problem.layout(CONTESTANTS[name].layout))
-        entrant.call = entrant.contestant.get(device)
+        contestant = CONTESTANTS[problem.task, name]
+        entrant = Entrant(contestant, problem.layout(contestant.layout), contestant.get(device))
         if twice:
             entrant.once(device)
         leaves = entrant.problem.leaves(entrant.contestant.overwrites)

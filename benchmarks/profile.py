@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 
-from benchmarks import problem as gspo
-from benchmarks import suites
+from benchmarks.contestants import PLAIN
+from benchmarks.hidden import draw
 from benchmarks.measure import CONTESTANTS, Options, suite, synchronize
+from benchmarks.step import make
 from benchmarks.tables import Row, aligned, number
 
 Call = Callable[[], tuple[Tensor, ...]]
@@ -21,7 +21,7 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 def call_of(name: str, problem: Any, device: torch.device) -> Call:
     """Return a call of a contestant, without arguments: it returns the loss and its gradients."""
-    contestant = CONTESTANTS[name]
+    contestant = CONTESTANTS[problem.task, name]
     compute, laid_out = contestant.get(device), problem.layout(contestant.layout)
     leaves = laid_out.leaves()
 
@@ -101,32 +101,29 @@ def profile_table(found: dict[str, dict[str, Any]]) -> list[Row]:
             cells = number(one["calls"]), number(one["ms"]), f"{one['ms'] / line['ms']:.0%}"
             rows.append([f"- {one['name'][:70]}", *cells])
         for gap in line["gaps"][:5]:
-            rows.append(
-                [f"- gap: {gap['after'][:30]} ... {gap['before'][:30]}", "", number(gap["us"] / 1e3), ""]
-            )
+            between = f"- gap: {gap['after'][:30]} ... {gap['before'][:30]}"
+            rows.append([between, "", number(gap["us"] / 1e3), ""])
     return rows
 
 
 @suite("profile", "Kernels and idle gaps", everything=False)
 def profile(options: Options) -> dict[str, Any]:
     """Trace the loss from hidden states, and a training step beside plain PyTorch's, in queued calls."""
-    device, tiny = options.device, options.tiny
-    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
-    hidden = (64, 300, 16, 4) if tiny else (16384, 151936, 4096, 16)
-    step = (2, 8, 300, 64, 1) if tiny else (8, 512, 151936, 1024, 4)
-    problems: dict[str, Callable[[], Any]] = {
-        "hidden": partial(gspo.draw, "hidden", *hidden, kind, device),
-        "step": partial(suites.make, *step, device, kind),
-    }
+    device = options.device
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    loss = options.choose(cpu=(64, 300, 16, 4), gpu=(16384, 151936, 4096, 16), tiny=(64, 300, 16, 4))
+    small = options.choose(cpu=(2, 8, 300, 64, 1), gpu=(8, 512, 151936, 1024, 4), tiny=(2, 8, 300, 64, 1))
     found: dict[str, dict[str, Any]] = {}
-    for what, names in {"hidden": ("ours, auto",), "step": ("ours, auto", suites.PLAIN)}.items():
-        problem = problems[what]()
+
+    def trace(what: str, problem: Any, *names: str) -> None:
         for name in names:
             spans = spans_of(call_of(name, problem, device), device, 3)
             nothing = {"refused": "the profiler saw nothing on the device"}
             found[f"{what}: {name}"] = timeline(spans, 3) if spans else nothing
             options.save({"calls": found, "table": profile_table(found)})
-        del problem
+
+    trace("hidden", draw("hidden", *loss, dtype, device), "ours, auto")
+    trace("step", make(*small, device, dtype), "ours, auto", PLAIN)
     table = profile_table(found)
     print(aligned(table))
     return {"calls": found, "table": table}

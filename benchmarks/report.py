@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import problem
 from benchmarks.fidelity import table
+from benchmarks.judging import CLIP_HIGH, CLIP_LOW
 from benchmarks.tables import Row, aligned, between, floor_text, markdown, number, shape_text
 
 ROOT = Path(__file__).parent.parent
@@ -392,7 +392,7 @@ def plot_fidelity(record: Record, path: Path) -> None:
             ]
             words = f"{label}, {length} tokens"
             decisions.plot(*zip(*points, strict=True), marker="o", ms=4, ls=style, color=color, label=words)
-    for bound, word, place in ((problem.CLIP_HIGH, "above", "bottom"), (problem.CLIP_LOW, "below", "top")):
+    for bound, word, place in ((CLIP_HIGH, "above", "bottom"), (CLIP_LOW, "below", "top")):
         errors.axhline(bound, color=INK, linewidth=0.8, linestyle=":")
         errors.annotate(
             f"clip range {word} 1: {bound:.0e}", (lengths[0], bound), (0, 2 if place == "bottom" else -2),
