@@ -9,19 +9,15 @@ the page, its plots, and ``campaign.json`` with all outcomes. ``--device cpu`` r
 A rented machine often has PyTorch and transformers, but no network. Prepare the tree on a machine with the
 same processor and a glibc that is not newer:
 
-1. ``python setup.py build_ext --inplace`` builds the extension. Built against any torch from 2.11 on, it
-   loads into all of them, and into every Python.
+1. ``python setup.py build_ext --inplace`` builds the extension, for every Python and torch from 2.11 on.
 2. ``pip download --no-deps --only-binary=:all: --python-version 3.12 --dest wheels NAMES`` fetches what the
-   machine lacks for its Python. The trainer needs pydantic, the pydantic-core that it names, annotated-types,
-   typing-inspection, tyro, docstring-parser and typeguard, beside transformers, accelerate, peft, rich and
-   pyyaml; the tests need pytest and pytest-xdist, the plots matplotlib. Contestants come in the same way.
+   machine lacks: the packages of the extra ``train`` and what they need, pytest, pytest-xdist, matplotlib,
+   and contestants.
 3. There, ``pip install --no-index --no-deps --target site wheels/*.whl`` and then ``PYTHONPATH=site python -m
    benchmarks campaign --out DIR && tar czf DIR.tgz DIR``. The package itself is used from the tree.
 
 The suite ``hidden`` measures every case with products by tensor maps, too, and ``fixed`` the batch-invariant
 product. If they are right and faster, commit the results and set ``gspo_kernels.first_use.DEFAULT`` to "1".
-
-Missing contestants are not in the tables. datasets and math-verify are not used.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from benchmarks.measure import Missing, Options, peak_of, suite, time_probe
+from benchmarks.measure import Options, peak_of, suite, time_probe
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.doctor import own_products
 from gspo_kernels.linear.products.fixed import fixed_product
@@ -50,12 +50,13 @@ class Lines:
     """The record of a suite: a line per product, saved as they come."""
 
     def __init__(self, options: Options):
-        self.options, self.lines = options, list[dict[str, Any]]()
+        self.options, self.record = options, {"lines": list[dict[str, Any]](), "table": list[Row]()}
 
     def add(self, name: str, reason: str = "", **about: Any) -> None:
         """Add a line; with a ``reason`` the product was not timed or is wrong."""
-        self.lines.append({"name": name, "reason": reason, **about})
-        self.options.save(self.record())
+        self.record["lines"].append({"name": name, "reason": reason, **about})
+        self.record["table"] = product_table(self.record["lines"])
+        self.options.save(self.record)
 
     def add_times(self, shape: str, calls: Mapping[str, Call], operations: float) -> None:
         """Time calls of so many floating-point operations in turns; the first round does not count."""
@@ -69,14 +70,10 @@ class Lines:
             about = {"seconds": seconds[name], "peak_bytes": peak, "operations": operations}
             self.add(f"{shape}: {name}", **about)
 
-    def record(self) -> dict[str, Any]:
-        """Return the record."""
-        return {"lines": self.lines, "table": product_table(self.lines)}
-
     def finish(self) -> dict[str, Any]:
         """Print the table and return the record."""
-        print(aligned(product_table(self.lines)))
-        return self.record()
+        print(aligned(self.record["table"]))
+        return self.record
 
 
 # --- products in a fixed order
@@ -124,12 +121,12 @@ def fixed(options: Options) -> dict[str, Any]:
 # --- the product with exponentials in its epilogue
 
 
-def load_product(device: torch.device) -> Call:
+def load_product(device: torch.device) -> Call | None:
     """Return the product that ships: (hidden, weight, labels, store=True) -> e [N, V], factors [N], rests [N]
-    and log-probs [N]; without ``store`` log-probs alone.
+    and log-probs [N]; without ``store`` log-probs alone. None where there are no tensor maps.
     """
     if device.type != "cuda":
-        raise Missing("the product with exponentials loads and stores by the tensor maps of a GPU")
+        return None
     module = importlib.import_module("gspo_kernels.kernels.exponentials")
 
     def product(hidden: Tensor, weight: Tensor, labels: Tensor, store: bool = True) -> tuple[Any, ...]:
@@ -189,10 +186,9 @@ def faults(found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tens
 def exponentials(options: Options) -> dict[str, Any]:
     """Judge the product on ragged, special and repeated rows; then time it next to ``torch.mm``."""
     device, lines = options.device, Lines(options)
-    try:
-        product = load_product(device)
-    except Missing as missing:
-        lines.add("ours", f"skipped: {missing}")
+    product = load_product(device)
+    if product is None:
+        lines.add("ours", "skipped: it loads and stores by the tensor maps of a GPU")
         return lines.finish()
     gk.enable_tensor_maps(True)
     for line in own_products(device):

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.fidelity import table
 from benchmarks.judging import CLIP_HIGH, CLIP_LOW
 from benchmarks.tables import Row, aligned, between, floor_text, markdown, number, shape_text
+from gspo_kernels.plots import BLUE, INK, style
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, README = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
@@ -36,7 +37,6 @@ Record = dict[str, Any]
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 TRAINER = ("s per step", "s of rollout", "s of update", "tokens per s", "GiB")
 """What tests/gpu/test_trainer.py measures."""
-_AUTO_IS = ("ours, aligned", "ours, known", "ours, frozen")
 
 
 # --- reading and comparing records
@@ -117,16 +117,12 @@ def cases_table(records: Sequence[Record]) -> str:
 
 
 def _cells(case: Record) -> dict[str, str]:
-    """Return ``milliseconds · MiB`` by contestant, without missing contestants; the least values are bold.
-
-    The reference backend is skipped, as in the plots: it is there to compare with, not to be fast. The
-    schedules that a call without options takes in their case are skipped, too.
-    """
+    """Return ``milliseconds · MiB`` by contestant, without missing contestants; the least values are bold."""
     found: dict[str, list[float]] = {}
     words = {}
     for result in case["results"]:
         name = result["contestant"]
-        if "reference" in name or name in _AUTO_IS or result["status"] == "missing":
+        if _hidden(name) or result["status"] == "missing":
             continue
         if result["status"] == "right":
             times = [1e3 * statistics.median(result["seconds"]["both"])] if result.get("seconds") else []
@@ -142,6 +138,11 @@ def _cells(case: Record) -> dict[str, str]:
         return " · ".join(f"**{number(value)}**" if value == low else number(value) for value, low in pairs)
 
     return {name: text(values) for name, values in found.items()} | words
+
+
+def _hidden(name: str) -> bool:
+    """Return whether tables and plots skip it: the reference, and schedules that ``auto`` takes itself."""
+    return "reference" in name or name in ("ours, aligned", "ours, known", "ours, frozen")
 
 
 def missing_line(records: Sequence[Record]) -> str:
@@ -307,7 +308,7 @@ def readme() -> str:
 
 # --- plots
 
-INK, GRID, BLUE, GRAY = "#30343b", "#e4e6ea", "#2166ac", "#b9bec6"
+GRAY = "#b9bec6"
 MAIN = (
     ("logits", "fp32, all active"), ("logits", "bf16, all active"), ("hidden", "all active"),
     ("hidden", "bf16, large vocabulary"), ("large", "all active, V=151,936"), ("realistic", "realistic"),
@@ -327,29 +328,22 @@ def main_cases(records: dict[str, Record]) -> list[tuple[Record, Record]]:
     ]
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(12, height), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
-
-
-def _clean(ax: Any, axis: str) -> None:
-    ax.grid(color=GRID, linewidth=0.8, axis=axis)
-    ax.set_axisbelow(True)
-    ax.tick_params(colors=INK, length=0, labelsize=9)
-    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
 def plot_bars(records: dict[str, Record], path: Path) -> None:
     """Draw ratios to the matmuls or copies of the main cases (of steps: to naive PyTorch), with spreads."""
     chosen = main_cases(records)
-    shown = [{n: ratio for n, ratio in ratios(case).items() if "reference" not in n} for _, case in chosen]
+    shown = [{n: ratio for n, ratio in ratios(case).items() if not _hidden(n)} for _, case in chosen]
     counts = [len(found) for found in shown]
     rows = [max(counts[i : i + 2]) for i in range(0, len(counts), 2)]
-    figure = _figure(12, 1.0 * len(rows) + 0.27 * sum(rows))
+    figure = _figure(1.0 * len(rows) + 0.27 * sum(rows))
     axes = figure.subplots(len(rows), 2, height_ratios=[r + 2 for r in rows], squeeze=False).flatten()
     for ax in axes[len(chosen) :]:
         ax.set_visible(False)
@@ -367,11 +361,10 @@ def plot_bars(records: dict[str, Record], path: Path) -> None:
             )  # fmt: skip
         floor = floor_text(case["floor"]["probes"]) if case["floor"]["probes"] else YARDSTICK
         shape = shape_text({k: v for k, v in case["shape"].items() if k != "layers"})
-        ax.set_title(f"{record['title']}\n{shape}", loc="left", fontsize=10, color=INK)
-        ax.set_xlabel(f"time / {floor}", fontsize=9, color=INK)
+        style(ax, f"{record['title']}\n{shape}", f"time / {floor}")
+        ax.grid(axis="y", visible=False)
         ax.axvline(1, color=INK, linewidth=0.8, linestyle=":")
         ax.set_xlim(0, 1.12 * max(ratio["high"] for _, ratio in found))
-        _clean(ax, "x")
     figure.savefig(path)
 
 
@@ -379,19 +372,19 @@ def plot_fidelity(record: Record, path: Path) -> None:
     """Draw errors of log s next to the clip range, and wrong clip decisions by distance from a bound."""
     lengths = [int(length) for length in record["log_s"]]
     names = {"ours, 16-bit logits": ("bf16 logits", "#8a9099"), "ours, float32 logits": ("fp32 logits", BLUE)}
-    figure = _figure(12, 4.2)
+    figure = _figure(4.2)
     errors, decisions = figure.subplots(1, 2)
     lines = [*record["below"], *record["counted"]]
     for name, (label, color) in names.items():
         errors.plot(lengths, [one[name] for one in record["log_s"].values()], "o-", color=color, label=label)
-        for length, style in zip(lengths, ("-", "--", ":"), strict=True):
+        for length, line in zip(lengths, ("-", "--", ":"), strict=True):
             points = [
                 ((one["nearest"] * one["farthest"]) ** 0.5, 100 * one["wrong"][name] / one["sequences"])
                 for one in lines
                 if one["length"] == length and one["sequences"]
             ]
             words = f"{label}, {length} tokens"
-            decisions.plot(*zip(*points, strict=True), marker="o", ms=4, ls=style, color=color, label=words)
+            decisions.plot(*zip(*points, strict=True), marker="o", ms=4, ls=line, color=color, label=words)
     for bound, word, place in ((CLIP_HIGH, "above", "bottom"), (CLIP_LOW, "below", "top")):
         errors.axhline(bound, color=INK, linewidth=0.8, linestyle=":")
         errors.annotate(
@@ -401,14 +394,11 @@ def plot_fidelity(record: Record, path: Path) -> None:
     errors.set_xscale("log", base=2)
     errors.set_yscale("log")
     errors.set_xticks(lengths, [str(length) for length in lengths])
-    errors.set_xlabel("tokens in a sequence", fontsize=9, color=INK)
-    errors.set_title("RMS error of log s, in nats", loc="left", fontsize=10.5, color=INK)
+    style(errors, "RMS error of log s, in nats", "tokens in a sequence")
     decisions.set_xscale("log")
     decisions.set_ylim(-2, 60)
-    decisions.set_xlabel("distance of log s from a clip bound, in nats", fontsize=9, color=INK)
-    decisions.set_title("clip decisions that differ from fp64's, %", loc="left", fontsize=10.5, color=INK)
+    style(decisions, "clip decisions that differ from fp64's, %", "distance of log s from a bound, in nats")
     for ax in (errors, decisions):
-        _clean(ax, "both")
         ax.legend(frameon=False, fontsize=8.5, loc="center")
     figure.savefig(path)
 
