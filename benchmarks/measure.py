@@ -422,7 +422,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
         torch.cuda.empty_cache()
 
     repeats = case.repeats if options.repeats is None or not case.repeats else options.repeats
-    bare = case.bare(problem) if repeats else {}
+    bare = case.bare(problem) if repeats and case.floor else {}
     times: dict[str, list[dict[str, float]]] = {entrant.name: [] for entrant in everyone}
     floors = []
     for repeat in range(repeats + 1 if repeats else 0):  # the first round does not count

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import benchmarks.contestants  # noqa: F401  (registers them)
 from benchmarks import fidelity, measure
 
 NAIVE = "naive PyTorch"

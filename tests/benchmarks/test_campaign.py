@@ -27,7 +27,7 @@ STAGES = {
 }
 
 
-def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
+def test_a_campaign_survives_its_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
     plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
     plan.append(campaign.Stage("left out", "suite", 0))
@@ -46,7 +46,7 @@ def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     assert "failed" in rows[3] and "the reason" in rows[3]
 
 
-def test_who_breaks_the_device_is_left_out_of_the_next_try(tmp_path, monkeypatch):
+def test_a_contestant_that_breaks_the_device_is_skipped(tmp_path, monkeypatch):
     asked = []
 
     def command(stage, device, out):
@@ -86,7 +86,7 @@ def test_reports_of_tests_are_read(tmp_path):
 
 @pytest.mark.parametrize("minutes", (2.0, 9.0, 30.0))
 @pytest.mark.parametrize("hanging", (True, False))
-def test_the_time_holds_whatever_the_stages_do(minutes, hanging):
+def test_stages_keep_to_the_time(minutes, hanging):
     plan, left, less = campaign.stages(), 60 * minutes, min(1.0, minutes / 9)
     for index, stage in enumerate(plan):
         limit = campaign.limit_of(plan, index, left, minutes)
@@ -97,21 +97,8 @@ def test_the_time_holds_whatever_the_stages_do(minutes, hanging):
     assert left > -1e-6
 
 
-def test_the_stages_fit_into_nine_minutes():
+def test_stages_name_suites_and_files():
     plan = campaign.stages()
-    assert sum(stage.seconds for stage in plan) <= 540
-    for stage in plan:
-        words = campaign.command(stage, "cuda", Path("out"))
-        assert (campaign.PARALLEL in words) == (stage.kind == "tests" and stage.name != "trainer")
-        if stage.kind == "suite":
-            assert stage.name in SUITES and words[words.index("--device") + 1] == "cuda"
-        for path in (word for word in stage.arguments if word.startswith("tests/")):
-            assert (ROOT / path).exists(), path
-
-
-def test_without_pytest_tests_are_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(campaign.importlib.util, "find_spec", lambda name: None)
-    stage = campaign.Stage("gpu tests", "tests", 5.0, (campaign.PARALLEL,))
-    assert campaign.main(tmp_path, "cpu", 0.3, [stage]) == 0
-    assert (stage.status, stage.reason) == ("skipped", "pytest is not installed")
-    assert campaign.PARALLEL not in campaign.command(stage, "cuda", Path("out"))
+    assert {stage.name for stage in plan if stage.kind == "suite"} <= set(SUITES)
+    files = {word for stage in plan for word in stage.arguments if word.startswith("tests/")}
+    assert files and all((ROOT / path).exists() for path in files)
