@@ -27,52 +27,6 @@ OPERATIONS, BANDWIDTH = 6.7e14, 0.85 * 3.35e12
 """An H100's, per second: what large 16-bit products are taken to reach, 85% of its memory's data sheet."""
 
 
-class Step(NamedTuple):
-    """A step from hidden states in chunks, every row with a gradient: 16-bit operands, fp32 logits and sums.
-
-    Products take as long as their operations, or their bytes where those take longer; what lies between them
-    takes as long as its bytes. Launches and the work per token are left out.
-    """
-
-    tokens: int = 16384
-    width: int = 4096
-    vocabulary: int = 151936
-    chunk_rows: int = 4096
-
-    @property
-    def chunks(self) -> int:
-        """How many."""
-        return -(-self.tokens // self.chunk_rows)
-
-    @property
-    def operations(self) -> float:
-        """Of each product of a chunk."""
-        return 2.0 * self.chunk_rows * self.width * self.vocabulary
-
-    def product(self, moved: float) -> float:
-        """Seconds of a chunk's product that moves so many bytes."""
-        return max(self.operations / OPERATIONS, moved / BANDWIDTH)
-
-    def over_products(self, summed_inside: bool, held: bool = False) -> float:
-        """Time beside that of the operations alone; ``summed_inside``: dWeight is summed by its product;
-        ``held``: a row stays on the chip between its log-prob and its gradient.
-        """
-        logits, hidden = self.chunk_rows * self.vocabulary, self.chunk_rows * self.width
-        sums = self.vocabulary * self.width  # as many as the weight has elements
-        bare = self.chunks * 3 * self.operations / OPERATIONS
-        products = self.chunks * (
-            self.product(2.0 * hidden + 2.0 * sums + 4.0 * logits)
-            + self.product(2.0 * logits + 2.0 * sums + 4.0 * hidden)
-            + self.product(2.0 * logits + 2.0 * hidden + (8.0 if summed_inside else 4.0) * sums)
-        )
-        # log-probs read fp32 logits; the gradient writes 16-bit rows, and reads logits that aren't held
-        between = self.chunks * (6.0 if held else 10.0) * logits
-        if not summed_inside:
-            # the product is read and the sum written, from the second chunk on the sum is read, too
-            between += (12.0 * self.chunks - 4.0) * sums
-        return (products + between / BANDWIDTH) / bare
-
-
 class Link(NamedTuple):
     """Bytes per second and direction, and seconds until the first byte arrives."""
 
@@ -100,51 +54,30 @@ def reduce(size: float, ranks: int) -> float:
     return 2 * math.log2(ranks) * over.latency + 2 * size * (ranks - 1) / ranks / over.bandwidth
 
 
-class Loss(NamedTuple):
-    """The loss and its gradients of one rank: seconds of work, and seconds of waiting for others."""
+def loss(tokens: int, width: int, vocabulary: int, tensor: int, context: int) -> float:
+    """Return seconds of the loss and its gradients over ``tensor`` times ``context`` ranks.
 
-    work: float
-    waits: float
-
-    @property
-    def seconds(self) -> float:
-        """Of both."""
-        return self.work + self.waits
-
-
-def loss(step: Step, tensor: int = 1, context: int = 1) -> Loss:
-    """Of ``step.tokens`` tokens of a group of ``tensor`` times ``context`` ranks."""
-    part = step._replace(tokens=-(-step.tokens // context), vocabulary=-(-step.vocabulary // tensor))
-    rows = min(part.chunk_rows, part.tokens)
-    part = part._replace(chunk_rows=rows)
-    product = part.operations / OPERATIONS
-    work, waits = part.over_products(True) * 3 * product * part.chunks, 0.0
+    Chunks have up to 4,096 rows, all with a gradient, 16-bit operands, and fp32 logits and sums. Products take
+    as long as their operations, and what is between them as long as its bytes. Launches are left out.
+    """
+    tokens, vocabulary = -(-tokens // context), -(-vocabulary // tensor)
+    rows = min(4096, tokens)
+    product = 2 * rows * width * vocabulary / OPERATIONS
+    logits = rows * vocabulary / BANDWIDTH
+    # log-probs read fp32 logits; the gradient reads them and writes 16-bit rows
+    seconds = 3 * product + 10 * logits
     if tensor > 1:
         # dHidden is summed while the chunk's dWeight is multiplied
-        beyond = max(reduce(4.0 * rows * part.width, tensor) - product, 0.0)
-        waits += gather(56, tensor) + part.chunks * (gather(12.0 * rows, tensor) + beyond)
+        seconds += gather(12 * rows, tensor) + max(reduce(4 * rows * width, tensor) - product, 0.0)
     if context > 1:
         # the schedule two_pass: coefficients come after all ranks' sums, and then logits once more
-        work += part.chunks * (product + 4.0 * rows * part.vocabulary / BANDWIDTH)
-        waits += 2 * reduce(80, context)
-    return Loss(work, waits)
-
-
-def tensor_table() -> str:
-    """16,384 tokens, the vocabulary over 1 to 16 ranks."""
-    lines = [
-        "| ranks | work, ms | waits, ms | tokens per second | of ideal |",
-        "|---|---|---|---|---|",
-    ]
-    alone = loss(Step())
-    for ranks in (1, 2, 8, 16):
-        found = loss(Step(), tensor=ranks)
-        share = alone.seconds / ranks / found.seconds
-        where = "" if ranks <= NODE else ", two nodes"
-        rate = Step().tokens / found.seconds
-        times = f"{1e3 * found.work:.1f} | {1e3 * found.waits:.2f}"
-        lines.append(f"| {ranks}{where} | {times} | {rate:,.0f} | {share:.0%} |")
-    return "\n".join(lines)
+        seconds += product + 4 * logits
+    chunks = -(-tokens // rows)
+    return (
+        chunks * seconds
+        + (gather(56, tensor) if tensor > 1 else 0)
+        + (2 * reduce(80, context) if context > 1 else 0)
+    )
 
 
 def thousand_table() -> str:
@@ -156,14 +89,12 @@ def thousand_table() -> str:
     parameters = 70e9
     for tensor, context, data in ((8, 1, 1), (8, 1, 8), (8, 2, 8), (8, 8, 2), (8, 8, 16)):
         gpus = tensor * context * data
-        step = Step(tokens=65536 * context, width=8192)
-        found = loss(step, tensor, context)
-        tokens = step.tokens * data
-        model = 6.0 * parameters * step.tokens / (tensor * context) / MODEL_OPERATIONS
-        whole = model + found.seconds
+        longest = 65536 * context
+        found = loss(longest, 8192, 151936, tensor, context)
+        model = 6.0 * parameters * longest / (tensor * context) / MODEL_OPERATIONS
         lines.append(
-            f"| {gpus:,} | {tensor} x {context} x {data} | {step.tokens:,} | {tokens:,} | "
-            f"{1e3 * found.seconds:.0f} | {found.seconds / whole:.1%} |"
+            f"| {gpus:,} | {tensor} x {context} x {data} | {longest:,} | {longest * data:,} | "
+            f"{1e3 * found:.0f} | {found / (model + found):.1%} |"
         )
     return "\n".join(lines)
 
@@ -320,7 +251,6 @@ def memory_table(model: Shape | None = None) -> str:
 
 TABLES = {
     "memory": memory_table,
-    "tensor": tensor_table,
     "thousand": thousand_table,
 }
 

@@ -1,8 +1,7 @@
 """The README and docs/: their Python runs as a reader would paste it, their commands run, their links hold.
 
 Commands run in a folder with a tiny model, in the order of their page. Each runs in a forked copy of this
-process, so that nothing is imported twice; added options make it short. What scripts write into docs/ is
-up to date. The site has every page, and the reference every public name.
+process, so that nothing is imported twice; added options make it short. What scripts write is up to date.
 """
 
 import ast
@@ -61,12 +60,16 @@ def test_the_readme_does_what_it_says():
     assert float(names["out"].metrics["ratio/max"]) == 1.0
 
 
-@pytest.mark.parametrize("page", PAGES[1:])
+ELSEWHERE = {
+    "docs/integrations/hub.md": "needs `make hub`; tests/test_hub.py loads the kernel",
+    "docs/parallel.md": "needs ranks; tests/parallel/test_parallel.py has two",
+}
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES[1:]) - set(ELSEWHERE)))
 def test_every_page_runs(page):
     if page == "docs/integrations/trl.md":
         pytest.importorskip("trl", reason="needs Python 3.11")
-    if page == "docs/integrations/hub.md":
-        pytest.importorskip("kernels")
     run(page)
 
 
@@ -77,8 +80,7 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere_and_the_index_has_all():
-    linked = {}
+def test_links_lead_somewhere():
     for page in PAGES:
         path = ROOT / page
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text_of(page)):
@@ -86,12 +88,10 @@ def test_links_lead_somewhere_and_the_index_has_all():
                 found = (path.parent / target).resolve() if target else path
                 assert found.exists(), (page, target)
                 assert not anchor or anchor in anchors(found), f"{page}: {target}#{anchor}"
-                linked.setdefault(page, set()).add(found)
-    assert {ROOT / page for page in PAGES[1:]} - {DOCS / "README.md"} <= linked["docs/README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_calls_in_a_page_s_text_name_what_there_is(page):
+def test_calls_in_running_text_exist(page):
     """Functions and arguments of calls such as `gk.normalizer(objective, mask)`; values may be left out."""
     text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
     for code in re.findall(r"`([^`]*\bgk\.[^`]*\([^`]*\)[^`]*)`", text):
@@ -167,14 +167,13 @@ def test_objectives_of_the_page():
 
 # --- commands
 
-NOT_RUN = {
-    r"^pip install|^make ": "installs or builds",
-    r"^pytest|^python -m (tests|release|benchmarks)": "tested elsewhere",
-    r"^python -m examples\.(smollm2|stability)": "tested in tests/examples",
-    r"--engine\.url|--url http|vllm serve": "needs vLLM; tests/trainer/test_vllm.py has a stand-in",
-    r"gsm8k\.yaml": "needs the Hub; tests/trainer/test_cli.py has a folder laid out as the dataset",
-}
-"""Commands that are neither run nor parsed here, and why."""
+NOT_RUN = "|".join([
+    r"^pip install|^make ",
+    r"^pytest|^python -m (tests|release|benchmarks|examples\.(smollm2|stability))",  # tested elsewhere
+    r"--engine\.url|--url http|vllm serve",  # tests/trainer/test_vllm.py has a stand-in
+    r"gsm8k\.yaml",  # needs the Hub; tests/trainer/test_cli.py has a folder laid out as the dataset
+])  # fmt: skip
+"""Commands that are neither run nor parsed here."""
 
 
 def commands(page):
@@ -206,11 +205,7 @@ def shortened(command):
 
 
 EVERY = dict.fromkeys(each for page in (*PAGES, "CONTRIBUTING.md") for each in commands(page))
-RUN = {
-    shortened(command): command
-    for command in EVERY
-    if not any(re.search(pattern, command) for pattern in NOT_RUN)
-}
+RUN = {shortened(command): command for command in EVERY if not re.search(NOT_RUN, command)}
 """Commands of pages by what is run of them; some are the same once they are short."""
 CONFIG = """\
 model: DIR
@@ -261,15 +256,11 @@ def parse(words):
     from gspo_kernels.cli import parse_arguments
 
     launch = launch_command_parser().parse_args(words[2:])
-    assert launch.module and launch.training_script == "gspo_kernels.cli" and launch.num_processes in (6, 8)
-    if launch.use_fsdp:
-        assert str(launch.fsdp_version) == "2" and launch.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    assert launch.module and launch.training_script == "gspo_kernels.cli"
     command, *arguments = launch.training_script_args
     assert command == "train"
     if "seven_billion.yaml" in " ".join(arguments):
-        config, *_ = parse_arguments(arguments)
-        assert config.update.gradient_checkpointing and config.update.precision == "bf16"
-        assert (config.engine.url is None) == ("--engine.url" not in arguments)
+        parse_arguments(arguments)
 
 
 def execute(words):
@@ -332,24 +323,8 @@ def test_pages_are_up_to_date():
     sketch = script("generate_architecture")
     assert sketch.SKETCH.read_text() == sketch.sketch(), "run `python docs/generate_architecture.py`"
     assert OBJECTIVES.PAGE.read_text() == OBJECTIVES.page(), "run `python docs/generate_objectives.py`"
-    for page in OBJECTIVES.PAGES:
-        text = page.read_text()
-        assert text == OBJECTIVES.numbered(text), f"{page}: run `python docs/generate_objectives.py`"
     text = SCALING.PAGE.read_text()
     assert text == SCALING.page(text), "run `python docs/generate_scaling.py`"
-
-
-def test_the_plot_shows_coefficients():
-    """GRPO's push is r A where not clipped, DPO's 2 beta sigmoid(-h) where the better one has level -1."""
-    push, ratios = OBJECTIVES.push, torch.tensor([0.5, 1.0, 1.5])
-    assert OBJECTIVES.PLOT.exists()
-    assert push(gk.GRPO(), ratios, 1.0) == pytest.approx([0.5, 1.0, 0.0])
-    assert push(gk.GRPO(), ratios, -1.0) == pytest.approx([0.0, -1.0, -1.5])
-    sigmoid = torch.sigmoid(-0.1 * ratios.double().log())
-    assert push(gk.DPO(), ratios, -1.0) == pytest.approx((2 * 0.1 * sigmoid).tolist())
-    # the first has the larger covariance at A = 1, the other one at A = -1
-    assert push(gk.KLCov(), ratios, 1.0) == pytest.approx([0.5 + 1, 1.0, 1.5 - 1])
-    assert push(gk.KLCov(), ratios, -1.0) == pytest.approx([-0.5, -1.0, -1.5])
 
 
 def test_the_page_s_memory_of_a_run(tmp_path):
@@ -395,23 +370,13 @@ def test_the_page_s_memory_of_a_layer():
 
 
 def test_every_page_is_in_the_navigation_once():
-    """Files from outside of docs/ exist and hide none of its pages. The site loads nothing from elsewhere."""
-    text = text_of("mkdocs.yml")
-    config = yaml.safe_load(text)
-
     def leaves(entry):
         parts = entry if isinstance(entry, list) else entry.values()
         return [leaf for part in parts for leaf in ([part] if isinstance(part, str) else leaves(part))]
 
     inside = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
-    outside = {place for place in SITE.OUTSIDE if place.endswith(".md")}
-    pages = inside | outside | {f"reference/{name}.md" for name in SITE.REFERENCE}
-    assert sorted(leaves(config["nav"])) == sorted(pages), "mkdocs.yml and docs/ have different pages"
-    for place, source in SITE.OUTSIDE.items():
-        assert (ROOT / source).is_file() and not (DOCS / place).exists(), place
-    assert set(SITE.SAME.values()) <= set(SITE.OUTSIDE.values())
-    assert config["theme"]["font"] is False and config["strict"] is True
-    assert not re.search(r"https?://", text + text_of("docs/site.css"))
+    pages = inside | set(SITE.OUTSIDE) | {f"reference/{name}.md" for name in SITE.REFERENCE}
+    assert sorted(leaves(yaml.safe_load(text_of("mkdocs.yml"))["nav"])) == sorted(pages)
 
 
 GSPO = "[GSPO](../gspo_kernels/objectives/gspo.py)", "[GSPO](reference/objectives.md#gspo_kernels.GSPO)"
@@ -423,27 +388,17 @@ LINKS = [
     ("objectives.md", *GSPO),
     ("benchmarks.md", "in [`results`](../benchmarks/results).", "in `results`."),
     ("objectives.md", r"| `-\|y\| s` | \|y\| |", r"| `-|y| s` | \|y\| |"),
-    # these stay as they are
-    ("integrations/trl.md", "[a](../objectives.md) [b](README.md)", None),
-    ("index.md", "[a](https://arxiv.org) [b](#here)", None),
-    ("index.md", "```python\nx[a](docs/losses.md)\n```\n", None),
-    ("index.md", "`y[a](docs/losses.md)`", None),
+    ("index.md", "[a](https://arxiv.org) [b](#here)", "[a](https://arxiv.org) [b](#here)"),
+    ("index.md", "`y[a](docs/losses.md)`", "`y[a](docs/losses.md)`"),
 ]
 
 
 @pytest.mark.parametrize(("place", "written", "shown"), LINKS)
 def test_links_are_turned_to_the_site(place, written, shown):
-    assert SITE.turned(written, place) == (shown or written)
+    assert SITE.turned(written, place) == shown
 
 
 def test_the_reference_has_every_public_name():
-    """The first line of an argument or an error names it before a colon, or the site can't be built."""
     shown = [name for _, names in SITE.REFERENCE.values() for name in names.split()]
-    for each in map(pkgutil.resolve_name, shown):
-        described = [each, *vars(each).values()] if inspect.isclass(each) else [each]
-        for text in filter(None, map(inspect.getdoc, described)):
-            sections = re.findall(r"^(?:Args|Attributes|Raises):\n((?: .*\n|\n)*)", text + "\n", re.MULTILINE)
-            entries = re.findall(r"^ {4}\S.*$", "\n".join(sections), re.MULTILINE)
-            assert all(":" in entry for entry in entries), (each, entries)
     assert all(pkgutil.resolve_name(name).__doc__ for name in shown)
     assert set(gk.__all__) - {"objectives"} <= {name.removeprefix("gspo_kernels.") for name in shown}

@@ -74,14 +74,10 @@ def test_reports_of_tests_are_read(tmp_path):
     assert stage.tests == {"tests": 3, "failures": 1, "errors": 1, "skipped": 0}
     (failed, broken) = stage.failures
     assert "test_b" in failed and "no" in failed and "test_c" in broken
-    for text, reason in (
-        ("import pytest\n@pytest.mark.skip(reason='no CUDA')\ndef test_it(): pass", "no CUDA"),
-        ("import pytest\npytest.importorskip('no_such_package')", "No module named 'no_such_package'"),
-    ):
-        tests.write_text(text)
-        subprocess.run([*command, "--rootdir", str(tmp_path)], capture_output=True, check=False)
-        campaign.read_tests(stage, xml)
-        assert stage.status == "skipped" and stage.reason.endswith(reason)
+    tests.write_text("import pytest\npytest.importorskip('no_such_package')")
+    subprocess.run([*command, "--rootdir", str(tmp_path)], capture_output=True, check=False)
+    campaign.read_tests(stage, xml)
+    assert stage.status == "skipped" and stage.reason.endswith("No module named 'no_such_package'")
 
 
 @pytest.mark.parametrize("minutes", (2.0, 9.0, 30.0))

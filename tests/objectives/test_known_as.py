@@ -1,4 +1,4 @@
-"""Losses that frameworks give different names are calls of ours, as docs/objectives.md says.
+"""Losses that frameworks give different names are calls of ours, as docs/integrations/coming_from.md says.
 
 The formulas are those of Tinker's page of losses and of the sources of SkyRL (a956457), prime-rl (559b447;
 ``icepop``, ``ppo`` and ``cispo`` are of its main branch in November 2026) and NeMo-RL (7ea279a).

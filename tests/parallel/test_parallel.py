@@ -50,6 +50,5 @@ def test_ranks_equal_one_process(reports, size, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/parallel.md", "docs/integrations/parts.md"])
-def test_the_page_runs_in_two_processes(page):
-    in_processes(2, lambda rank: run(page))
+def test_the_page_runs_in_two_processes():
+    in_processes(2, lambda rank: run("docs/parallel.md"))
