@@ -27,7 +27,7 @@ from gspo_kernels.demo import make_tokenizer
 from tests import oracle
 from tests.cases import call, generator, make_case
 from tests.forks import exit_code, forked, in_processes
-from tests.trainer.conftest import ROWS, batch_of, make_trainer, odd_share, small_config, tiny_qwen3
+from tests.trainer.conftest import tiny_qwen3
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -106,33 +106,24 @@ def test_calls_in_running_text_exist(page):
 def test_self_distillation_of_the_page():
     """Loss and gradients are those of plain log-softmax in fp64, also where a label is among the ids."""
     page, rng = run("docs/recipes.md"), generator(11)
-    hidden, teacher, weight = (
-        torch.randn(size, generator=rng, dtype=torch.float64) for size in ((3, 5, 8), (3, 5, 8), (20, 8))
-    )
-    labels, ids = (
-        torch.randint(20, (3, 5), generator=rng),
-        torch.rand(3, 5, 20, generator=rng).topk(6).indices,
-    )
+    shapes = ((3, 5, 8), (20, 8), (3, 5, 8))
+    hidden, weight, teacher = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
+    ids = torch.rand(3, 5, 20, generator=rng).topk(6).indices
+    labels = torch.randint(20, (3, 5), generator=rng)
     labels[0], ids[1, 0, 2:] = ids[0, :, 3], -100
     mask = torch.arange(5) < torch.tensor([5, 3, 4]).unsqueeze(1)
-    start = (hidden @ weight.T).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    old, advantages = start - 0.2, torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    old, advantages = torch.full((3, 5), -3.0).double(), torch.tensor([1.0, -1.0, 0.5]).double()
     objective = gk.GRPO(0.1, 0.3)
 
     def plain(hidden, weight):
-        logp, logq = ((each @ weight.T).log_softmax(-1) for each in (hidden, teacher))
-        logq = logq.detach()
-        chosen = logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        total = oracle.policy_loss(chosen, old, advantages, mask, objective)
-        for i, t in mask.nonzero().tolist():
-            named = sorted({labels[i, t].item(), *ids[i, t].tolist()} - {-100})
-            rest = [v for v in range(20) if v not in named]
-            p, q = (
-                torch.cat([each[i, t, named].exp(), each[i, t, rest].exp().sum(0, True)])
-                for each in (logp, logq)
-            )
-            total = total + 0.7 * (p * (p / q).log()).sum() / mask.sum()
-        return total
+        p = (hidden @ weight.T).softmax(-1)
+        q = (teacher @ weight.T.detach()).softmax(-1)
+        chosen = p.gather(-1, labels[..., None])[..., 0].log()
+        named = (torch.cat([labels[..., None], ids], -1)[..., None] == torch.arange(20)).any(-2)
+        rest_p, rest_q = (p * ~named).sum(-1), (q * ~named).sum(-1)
+        divergence = (p * (p / q).log() * named).sum(-1) + rest_p * (rest_p / rest_q).log()
+        policy = oracle.policy_loss(chosen, old, advantages, mask, objective)
+        return policy + 0.7 * (divergence * mask).sum() / mask.sum()
 
     def ours(hidden, weight):
         given = {"mask": mask, "coef": 0.7, "objective": objective}
@@ -189,11 +180,12 @@ def commands(page):
 
 def shortened(command):
     """Return the command, with options that make its run short. All other options are the page's."""
-    if re.search(r"gspo train (?!--help)|gspo_kernels.cli train|examples.recipes", command):
-        if "config.yaml" not in command and "--resume" not in command:
+    trains = re.search(r"gspo train (?!--help)|gspo_kernels.cli train|examples.recipes", command)
+    if trains and "--resume" not in command:
+        command += " --overwrite"
+        if "config.yaml" not in command:  # which is short
             command += " --update.steps 1 --update.minibatches 1 --rollout.prompts_per_rollout 2"
             command += " --rollout.group_size 2 --rollout.max_new_tokens 3"
-        command += "" if "--resume" in command else " --overwrite"
     if re.search(r"gspo demo", command):
         command += " --overwrite" + ("" if "--steps" in command else " --steps 1")
     if re.search(r"gspo mismatch", command):
@@ -327,23 +319,7 @@ def test_pages_are_up_to_date():
     assert text == SCALING.page(text), "run `python docs/generate_scaling.py`"
 
 
-def test_the_page_s_memory_of_a_run(tmp_path):
-    """They take 16 bytes for each parameter, all in fp32. Adam's counters are not included."""
-    config = small_config(tmp_path, update={"precision": "bf16"})
-    trainer = make_trainer(make_tokenizer(), ROWS, odd_share, config, eval_dataset=None)
-    gradients = {}
-    for parameter in trainer.model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: gradients.update({p: p.grad.nbytes}))
-    trainer.update(batch_of(trainer))
-    state = trainer.updater.optimizer.state.values()
-    moments = sum(t.nbytes for each in state for t in each.values() if t.ndim > 0)
-    table = SCALING.training(SCALING.shape_of(trainer.model.config), gpus=1)
-    assert table["weights"][1] == sum(parameter.nbytes for parameter in trainer.model.parameters())
-    assert table["AdamW's two moments"][1] == moments
-    assert table["gradients"][1] == sum(gradients.values())
-
-
-def test_the_page_s_memory_of_a_layer():
+def test_a_layer_keeps_the_memory_that_the_page_says():
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     T = 192

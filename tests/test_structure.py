@@ -3,10 +3,13 @@
 import ast
 import inspect
 import operator
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 import gspo_kernels as gk
 
@@ -51,6 +54,13 @@ def test_type_checkers_see_the_public_names():
         assert getattr(gk, name).__doc__, name
     for name in names - set(gk.objectives.__all__) - {"advantages", "objectives"}:
         assert getattr(gk, name) is getattr(import_module(imported[name]), name)
+
+
+@pytest.mark.parametrize("name", gk.objectives.__all__)
+def test_objectives_take_only_clip_bounds_by_position(name):
+    parameters = parameters_of(getattr(gk, name))
+    positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert re.fullmatch(r"(|((log_)?clip|bound)_low \2_high|min_ratio max_ratio)", " ".join(positional))
 
 
 # --- imports
