@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -14,13 +15,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.campaign import DEVICE_BROKEN
 from benchmarks.measure import SUITES, DeviceBroken, Options, machine, print_peaks
 
 for _module in ("logits", "hidden", "step", "large", "memory", "fidelity", "profile", "products"):
     importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
-
-DEVICE_BROKEN = 3
-"""Exit status of a run in which a contestant broke the device."""
 
 
 def run_suite(name: str, options: Options, out: Path | None) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def run_suite(name: str, options: Options, out: Path | None) -> dict[str, Any]:
     try:
         record.update(suite.run(replace(options, save=save)))
     except DeviceBroken as broken:
-        record["broken"] = {"by": broken.name, "reason": broken.reason}
+        record["broken"] = dict(zip(("by", "reason"), broken.args, strict=True))
         _write(record, out)
         raise
     record["wall_seconds"] = round(time.perf_counter() - start, 1)
@@ -53,9 +52,9 @@ def _write(record: dict[str, Any], out: Path | None) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Round numbers to five significant digits, which is more than any measurement has."""
+    """Round numbers to five significant digits, more than any measurement has; None if they are infinite."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(key): _rounded(one) for key, one in value.items()}
     return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
@@ -126,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
         try:
             run_suite(name, options, args.out)
         except DeviceBroken as broken:
-            print(f"{broken.name} broke the device: {broken.reason}", file=sys.stderr)
+            print(" broke the device: ".join(broken.args), file=sys.stderr)
             return DEVICE_BROKEN
     return 0
 

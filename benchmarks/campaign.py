@@ -2,9 +2,9 @@
 
 Every stage is a process with a share of the time, the most important first. If a stage fails, hangs or loses
 the device, that is recorded and the next one starts; a contestant that breaks the device is skipped in a
-second try. Time that a stage does not use goes to the next ones; no stage gets the time of those after it, so
-the report is always written. DIR then holds a JSON file per suite, what tests measured, reports of pytest,
-the page, its plots, and ``campaign.json`` with all outcomes. ``--device cpu`` rehearses it on tiny shapes.
+second try. Time that a stage does not use goes to the next ones, and the report is always written. DIR then
+holds a JSON file per suite, reports of pytest, the page, its plots, and ``campaign.json`` with all outcomes.
+``--device cpu`` rehearses it on tiny shapes.
 
 A rented machine often has PyTorch and transformers, but no network. Prepare the tree on a machine with the
 same processor and a glibc that is not newer:
@@ -35,7 +35,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
-_DEVICE_BROKEN = 3
+DEVICE_BROKEN = 3
+"""Exit status of a run in which a contestant broke the device."""
 
 
 @dataclass
@@ -177,7 +178,7 @@ def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
         left = limit - (time.perf_counter() - start)
         code = run_limited(command(stage, device, out), left, device, log)
         record = out / f"{stage.name}.json"
-        if code != _DEVICE_BROKEN or not record.exists():
+        if code != DEVICE_BROKEN or not record.exists():
             break
         broken = json.loads(record.read_text())["broken"]
         stage.without[broken["by"]] = f"broke the device: {broken['reason']}".replace("=", " ")

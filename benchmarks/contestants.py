@@ -83,12 +83,10 @@ def our_loss(
     @contestant(f"ours, {name}", task, ours=True, **{"precision": "float32", **(about or {})})
     def load(device: torch.device) -> Call:
         backend = options.get("backend", "reference")
+        interpreted = backend == "triton" and device.type == "cpu"
         reason = backends.why_not(backend, device)
-        if reason is None and backend == "triton" and device.type == "cpu":
-            reason = "under Triton's interpreter times mean nothing"
-        if reason is None and tensor_maps:
-            reason = tensor_maps_missing(device, tensor_maps)
-        if reason is not None:
+        reason = reason or (interpreted and "under Triton's interpreter times mean nothing")
+        if reason := reason or (tensor_maps and tensor_maps_missing(device, tensor_maps)):
             raise Missing(reason)
 
         def call(problem: Problem, *leaves: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ on the same bf16 hidden states and weight:
 - *clip decisions*: the share of sequences that the objective clips and fp64 does not, or the reverse, at a
   log-uniform distance of log s from a bound. Old log-probs are exact except for their storage in fp32.
 
-The error of storing the new and the old log-prob in fp32, averaged over a sequence's tokens, is the
-sequence's *resolution*, up to 5e-7. Sequences closer to a bound than their resolution do not count. A second
-table (``below``) shows sequences at 1e-8 to 1e-6 from a bound, whether they count or not.
+The error of storing the new and the old log-prob in fp32, averaged over a sequence's tokens, is its
+*resolution*, up to 5e-7. Sequences closer to a bound than that do not count (``left_out``).
 """
 
 from __future__ import annotations
@@ -148,13 +147,8 @@ def decisions(
 def run(
     options: Options, rows: int = 4096, vocabulary: int = 8192, width: int = 256, sequences: int = 10_200
 ) -> dict[str, Any]:
-    """Measure everything, from fixed seeds.
-
-    Returns:
-        ``log_s``: the RMS error of log s by length and contestant; ``counted`` and ``below``: decisions of
-        sequences that count, and of closer ones; ``left_out``: sequences drawn for ``counted`` that are
-        closer than their resolution; ``resolution``: the largest; ``in_the_loss``: (wrong, sequences) of the
-        fused loss, on the closest sequences that count; ``missing``: contestants without log-probs, and why.
+    """Measure everything, from fixed seeds: errors by length, and decisions of sequences that count and of
+    closer ones (``below``). ``in_the_loss`` has (wrong, sequences) of the fused loss itself.
     """
     source = pool(rows, vocabulary, width, options.device)
     paths, missing = logprobs(source, options)

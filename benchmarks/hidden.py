@@ -234,17 +234,12 @@ SIZES = {"cpu": (4, 128, 32000, 512), "gpu": (16, 1024, 151936, 4096), "tiny": (
 from_hidden = functools.partial(case, "hidden")
 
 
-def usual(options: Options) -> str:
-    """Return the dtype that most cases take on a device."""
-    return "fp32" if options.device.type == "cpu" else "bf16"
-
-
 @suite("hidden", "Loss and gradients from hidden states")
 def hidden(options: Options) -> dict[str, Any]:
     """Every schedule; half of the sequences inactive; a tenth clipped; a frozen head; on-policy; bf16; a
     larger vocabulary; a tiny shape. On a GPU each case is measured without and with products by tensor maps.
     """
-    size, dtype = options.choose(**SIZES), usual(options)
+    size, dtype = options.choose(**SIZES), options.dtype
     schedules = r"ours, (auto|aligned|deferred|two_pass|least memory)(, 16-bit logits)?"
     of_20 = (20, max(2, size[0] * size[1] // 20), *size[2:])
     maps = ", tensor maps" if options.device.type == "cuda" else ""
@@ -279,7 +274,7 @@ def hidden(options: Options) -> dict[str, Any]:
 @suite("scoring", "Log-probs from hidden states, no gradient")
 def scoring(options: Options) -> dict[str, Any]:
     """Times are compared with one ``torch.mm``."""
-    tokens = case("scoring", "all tokens", options.choose(**SIZES), usual(options), (".*",))
+    tokens = case("scoring", "all tokens", options.choose(**SIZES), options.dtype, (".*",))
     return {"cases": run_cases([tokens], options)}
 
 
@@ -287,7 +282,7 @@ def scoring(options: Options) -> dict[str, Any]:
 def realistic_batch(options: Options) -> dict[str, Any]:
     """Log-normal lengths, groups without variance, clipped sequences."""
     sizes = {"cpu": (20, 64, 32000, 512), "gpu": (40, 1024, 151936, 4096), "tiny": (8, 16, 300, 16)}
-    (B, T, V, H), dtype = options.choose(**sizes), usual(options)
+    (B, T, V, H), dtype = options.choose(**sizes), options.dtype
 
     def make(device: torch.device) -> Problem:
         return realistic(B, T, V, H, DTYPES[dtype], device)

@@ -123,7 +123,7 @@ def case(
 def logits(options: Options) -> dict[str, Any]:
     """Both dtypes; on-policy and half inactive, where fewer accesses are needed; a tiny shape."""
     size = options.choose(cpu=(8, 64, 32000), gpu=(16, 1024, 151936), tiny=(2, 8, 300))
-    first, second = ("fp32", "bf16") if options.device.type == "cpu" else ("bf16", "fp32")
+    first, second = options.dtype, "bf16" if options.dtype == "fp32" else "fp32"
     small = (2, 4, 50) if options.tiny else (4, 16, 1000)
     every = (OTHERS, ROWS, "ours, reference")
     cases = [

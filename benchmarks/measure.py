@@ -73,11 +73,7 @@ class Contestant:
     ours: bool = False
 
     def get(self, device: torch.device) -> Callable[..., Any]:
-        """Return the call.
-
-        Raises:
-            Missing: the contestant is not available; the message says why.
-        """
+        """Return the call, or raise ``Missing`` with the reason why there is none."""
         try:
             return self.load(device)
         except (ImportError, AttributeError, OSError) as error:
@@ -120,6 +116,11 @@ class Options:
     def tiny(self) -> bool:
         """Whether this is a rehearsal."""
         return self.size == "tiny"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most cases."""
+        return "fp32" if self.device.type == "cpu" else "bf16"
 
     def choose(self, *, cpu: Any, gpu: Any, tiny: Any) -> Any:
         """Return what this run takes of three."""
@@ -211,11 +212,7 @@ class Case:
 
 
 class DeviceBroken(RuntimeError):
-    """The device stopped working after an error of the contestant ``name``."""
-
-    def __init__(self, name: str, reason: str):
-        super().__init__(f"{name}: {reason}")
-        self.name, self.reason = name, reason
+    """The device stopped working after a contestant's error; ``args`` are its name and the reason."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -355,9 +352,7 @@ class Entrant:
             (*seconds, results), peak = peak_of(lambda: self.once(device), device)
             verdict = judge.verdict(self.contestant, *results)
             del results
-            self.record["errors"] = {name: _finite(error) for name, error in verdict.errors.items()}
-            self.record["allowed"] = {name: _finite(allowed) for name, allowed in verdict.allowed.items()}
-            self.record["share"] = _finite(verdict.share)
+            self.record |= {"errors": verdict.errors, "allowed": verdict.allowed, "share": verdict.share}
             if verdict.complaint:
                 self.record.update(status="wrong", reason=verdict.complaint)
                 return
@@ -396,10 +391,6 @@ class Entrant:
                 torch.cuda.empty_cache()
             except RuntimeError as error:
                 raise DeviceBroken(self.name, reason) from error
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def run_case(case: Case, options: Options) -> dict[str, Any]:

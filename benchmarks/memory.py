@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks import logits
 from benchmarks.contestants import OTHERS
-from benchmarks.hidden import AUTO, from_hidden, usual
+from benchmarks.hidden import AUTO, from_hidden
 from benchmarks.measure import Options, run_cases, suite
 
 
@@ -17,7 +17,7 @@ def memory(options: Options) -> dict[str, Any]:
     rows = options.choose(cpu=(2, 64, 151936), gpu=size[:3], tiny=size[:3])
     every = (OTHERS, AUTO, r"ours, (deferred|two_pass|least memory)")
     cases = [
-        from_hidden("from hidden states", size, usual(options), every, repeats=0),
-        logits.case(3, "from logits", rows, usual(options), repeats=0),
+        from_hidden("from hidden states", size, options.dtype, every, repeats=0),
+        logits.case(3, "from logits", rows, options.dtype, repeats=0),
     ]
     return {"cases": run_cases(cases, options)}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from benchmarks import hidden
 from benchmarks.measure import Options, peak_of, suite, time_probe
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.doctor import own_products
@@ -140,13 +141,11 @@ def load_product(device: torch.device) -> Call | None:
 
 
 def head(N: int, V: int, H: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw hidden states, a weight and labels; logits have a standard deviation of 3."""
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(N, H, generator=generator, device=device).bfloat16()
-    weight = torch.randn(V, H, generator=generator, device=device).mul_(3 / H**0.5).bfloat16()
-    labels = torch.randint(V, (N,), generator=generator, device=device)
+    """Draw hidden states, a weight and labels, among them the first and the last one."""
+    problem = hidden.draw("scoring", N, V, H, 1, torch.bfloat16, device)
+    labels = problem.labels[0]
     labels[:2] = torch.tensor([0, V - 1])
-    return hidden, weight, labels
+    return problem.inputs[0][0], problem.inputs[1], labels
 
 
 def make_special(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:

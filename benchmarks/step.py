@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestants import PLAIN
-from benchmarks.hidden import usual
 from benchmarks.judging import DTYPES, Problem, Verdict, losses, picked, project
 from benchmarks.measure import Case, Contestant, Options, run_cases, suite
 
@@ -114,7 +113,7 @@ class StepJudge:
 def step(options: Options) -> dict[str, Any]:
     """Qwen3 with random weights, AdamW; all contestants share everything but the loss."""
     sizes = {"cpu": (8, 64, 32000, 256, 2), "gpu": (8, 512, 151936, 1024, 4), "tiny": (2, 8, 300, 64, 1)}
-    size, dtype = options.choose(**sizes), usual(options)
+    size, dtype = options.choose(**sizes), options.dtype
     shape = {"dtype": dtype, **dict(zip(("sequences", "length", "V", "H", "layers"), size, strict=True))}
     wanted = (PLAIN, "torch.compile.*", "TRL.*", "Liger.*", "ours, auto", "CCE, unfiltered", "verl.*")
     case = Case("step", lambda device: make(*size, device, DTYPES[dtype]), shape, wanted, judge=StepJudge)
