@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     campaign.add_argument("--out", type=Path, required=True)
     campaign.add_argument("--device", default="cuda", choices=("cpu", "cuda"), help="cpu: a rehearsal")
     campaign.add_argument("--minutes", type=float, default=9.0)
-    peaks = commands.add_parser("peaks")  # a process of its own for each measurement of memory
+    peaks = commands.add_parser("peaks")  # a separate process for each measurement of memory
     peaks.add_argument("problem", type=Path)
     return parser
 

@@ -194,7 +194,7 @@ def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
 
 
 def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None = None) -> int:
-    """Run all stages within ``minutes``; return 0 whatever their outcome, 2 without the device."""
+    """Run all stages within ``minutes``; return 0 regardless of their outcome, 2 without the device."""
     import torch
 
     from benchmarks.measure import machine

@@ -100,7 +100,7 @@ class Options:
         repeats: interleaved rounds that count; None for the suite's own number.
         only: parts of names of contestants; empty for all.
         cases: parts of names of cases; empty for all.
-        without: contestants to leave out, with the reason that the tables give.
+        without: contestants to skip, with the reason that the tables give.
         save: is called after each case with what is known so far of the record, so that none is lost.
     """
 
@@ -223,7 +223,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    found["torch"] = torch.__version__  # the version with its build, which the package's metadata leave out
+    found["torch"] = torch.__version__  # the version with its build, which the package's metadata lack
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} SMs"

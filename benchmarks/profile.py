@@ -108,7 +108,7 @@ def profile_table(found: dict[str, dict[str, Any]]) -> list[Row]:
 
 @suite("profile", "Kernels and idle gaps", everything=False)
 def profile(options: Options) -> dict[str, Any]:
-    """Trace the loss from hidden states, and a training step beside plain PyTorch's, in queued calls."""
+    """Trace the loss from hidden states, and a training step next to plain PyTorch's, in queued calls."""
     device = options.device
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     loss = options.choose(cpu=(64, 300, 16, 4), gpu=(16384, 151936, 4096, 16), tiny=(64, 300, 16, 4))

@@ -20,7 +20,7 @@ else:
 ROOT = Path(__file__).parent.parent
 SKETCH = Path(__file__).with_name("architecture.svg")
 WIDTH, GAP, MARGIN, ROW, LINE = 1040, 8, 16, 4, 13
-SHADES = ("#2166ac", "#30343b")  # of what people import, and of what stands below
+SHADES = ("#2166ac", "#30343b")  # of what users import, and of what is below
 
 
 def layers() -> list[list[str]]:

@@ -30,7 +30,7 @@ def classes() -> dict[str, type[Objective]]:
 
 
 def own_fields(cls: type[Objective]) -> list[dataclasses.Field[Any]]:
-    """Options beside those of every objective, and those of them whose default differs."""
+    """Options besides those of every objective, and those of them whose default differs."""
     shared = {field.name: field.default for field in dataclasses.fields(Objective)}
     return [f for f in dataclasses.fields(cls) if shared.get(f.name, dataclasses.MISSING) != f.default]
 

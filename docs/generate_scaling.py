@@ -104,7 +104,7 @@ GPU = 80 * GIB
 TOKENS = 8192
 """``update.micro_batch_tokens`` of examples/seven_billion.yaml."""
 AT_ONCE, LENGTH = 64, 3072
-"""Completions that are sampled at once by the model's own generation, and tokens of one with its prompt."""
+"""Completions that are sampled at the same time by the model's own generation, and tokens of one with its prompt."""
 SERVED_SHARE = 0.4
 """``--gpu-memory-utilization`` of a server on the GPUs that train."""
 
@@ -256,7 +256,7 @@ TABLES = {
 
 
 def page(text: str) -> str:
-    """The page with its tables written anew."""
+    """Return the page with its tables as they should be."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
         before, rest = text.split(begin)

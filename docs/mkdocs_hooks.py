@@ -94,7 +94,7 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
     """The text of a page with links that hold in the site, and code of its tables as it is meant.
 
     Args:
-        markdown: as it stands in the tree.
+        markdown: as it is in the tree.
         place: of the page in the site.
         repository: address under which files that are no pages can be read.
     """
@@ -133,7 +133,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn the links of every page that stands in the tree."""
+    """Turn the links of every page of the tree."""
     place = page.file.src_uri
     if place == "index.md":
         page.meta["hide"] = ["navigation"]  # it would be the only entry
