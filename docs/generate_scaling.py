@@ -57,8 +57,8 @@ def reduce(size: float, ranks: int) -> float:
 def loss(tokens: int, width: int, vocabulary: int, tensor: int, context: int) -> float:
     """Return seconds of the loss and its gradients over ``tensor`` times ``context`` ranks.
 
-    Chunks have up to 4,096 rows, all with a gradient, 16-bit operands, and fp32 logits and sums. Products take
-    as long as their operations, and what is between them as long as its bytes. Launches are left out.
+    Chunks have up to 4,096 rows, all with a gradient, 16-bit operands, and fp32 logits and sums. Products
+    take as long as their operations, and what is between them as long as its bytes. Launches are ignored.
     """
     tokens, vocabulary = -(-tokens // context), -(-vocabulary // tensor)
     rows = min(4096, tokens)
@@ -104,7 +104,7 @@ GPU = 80 * GIB
 TOKENS = 8192
 """``update.micro_batch_tokens`` of examples/seven_billion.yaml."""
 AT_ONCE, LENGTH = 64, 3072
-"""Completions that are sampled at the same time by the model's own generation, and tokens of one with its prompt."""
+"""Completions that the model samples at the same time, and tokens of one with its prompt."""
 SERVED_SHARE = 0.4
 """``--gpu-memory-utilization`` of a server on the GPUs that train."""
 
