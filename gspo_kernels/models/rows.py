@@ -11,16 +11,13 @@ from __future__ import annotations
 import heapq
 import inspect
 import itertools
-import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.exact import exact
@@ -28,8 +25,6 @@ from gspo_kernels.layout import queued
 from gspo_kernels.models import IntegrationError
 from gspo_kernels.models.lm_head import causal_lm_of, head_module, replaced_product
 from gspo_kernels.models.rope import own_frequencies, varying_ropes
-
-_LOGGER = logging.getLogger("gspo_kernels")
 
 Tokens = Sequence[Tensor]
 """Token ids of B sequences, [length > 0] each."""
@@ -301,17 +296,14 @@ class RowMask(Tensor):
 
     segments: Sequence[Segment]
     window: int | None
-    offsets: Tensor | None  # int32, the offsets of the segments, if each of them begins a sequence
 
     @staticmethod
     def __new__(cls, segments: Sequence[Segment], window: int | None, device: torch.device) -> RowMask:
         """Make a tensor of the mask's shape, without storage."""
-        lengths = [segment.length for segment in segments]
-        shape = (1, 1, sum(lengths), sum(lengths))
+        length = sum(segment.length for segment in segments)
+        shape = (1, 1, length, length)
         mask: RowMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        apart = all(segment.parent < 0 for segment in segments)
         mask.segments, mask.window = segments, window
-        mask.offsets = offsets_on(lengths, device) if apart else None
         return mask
 
     @classmethod
@@ -337,59 +329,6 @@ def _attend(
 ) -> Tensor:
     """Run SDPA under a `RowMask` on [1, heads, T, D]: a segment sees itself and those that it continues."""
     options.pop("is_causal", None)  # False, as there is a mask
-    kind, inputs = query.device.type, (query, key, value)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    plain = attn_mask.offsets is not None and dropout_p == 0.0 and options.keys() <= {"scale"}
-    alike = plain and len({x.shape[1::2] for x in inputs}) == 1
-    if alike and (launch := one_launch(query.device, dtype, query.shape[3], attn_mask.window)):
-        return launch(*(x.to(dtype) for x in inputs), attn_mask, **options)
-    return _attend_by_segments(*inputs, attn_mask, dropout_p, **options)
-
-
-def varlen_attention(device: torch.device) -> Any:
-    """Return torch's attention of many sequences in one launch, which CUDA alone has; else None."""
-    accepted = inspect.signature(varlen_attn).parameters
-    return varlen_attn if device.type == "cuda" and {"scale", "window_size"} <= accepted.keys() else None
-
-
-@cache
-def one_launch(device: torch.device, dtype: torch.dtype, head_size: int, window: int | None) -> Any:
-    """Return `varlen_attention` in the form of SDPA, if it agrees with SDPA by segments on this device."""
-    varlen = varlen_attention(device)
-    if varlen is None or dtype not in (torch.float16, torch.bfloat16) or head_size > 256:
-        return None
-
-    def launch(q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float | None = None) -> Tensor:
-        tokens, longest = (x[0].transpose(0, 1) for x in (q, k, v)), max(s.length for s in mask.segments)
-        seen = (-1 if window is None else window - 1, 0)  # (-1, 0) is causal
-        ends = (mask.offsets, mask.offsets, longest, longest)
-        out: Tensor = varlen(*tokens, *ends, scale=scale, window_size=seen)
-        return out.transpose(0, 1).unsqueeze(0)
-
-    mask = RowMask([Segment(-1, n) for n in (7, 1, 64, 64, 33)], window, device)
-    generator, shape = torch.Generator().manual_seed(0), (4, 1, 2, 169, head_size)
-    draws = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    *inputs, upstream = draws.to(device, dtype).requires_grad_()
-    both: tuple[Callable[..., Tensor], ...] = (_attend_by_segments, launch)
-    try:
-        with torch.enable_grad():
-            outs = [attend(*inputs, mask) for attend in both]
-        grads = [torch.autograd.grad(out, inputs, upstream) for out in outs]
-        expected, found = (torch.stack([out.detach(), *g]) for out, g in zip(outs, grads, strict=True))
-        bound = torch.finfo(dtype).eps ** 0.5 * expected.abs().max()
-        reason = None if bool((found - expected).abs().max() <= bound) else "its results differ"
-    except torch.OutOfMemoryError:  # says nothing about the kernel: the next call tries again
-        raise
-    except Exception as error:  # of a kernel that does not take these sizes, or that this GPU does not have
-        reason = f"it raises {error!r:.200}"
-    if reason is not None:
-        _LOGGER.warning("torch's varlen_attn is off for heads of %d in this process: %s", head_size, reason)
-    return launch if reason is None else None
-
-
-def _attend_by_segments(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: RowMask, dropout_p: float = 0.0, **options: Any
-) -> Tensor:
     # Neighbours of equal length that continue the same segment are one batch, which takes less time.
     runs = [(segment, len(list(same))) for segment, same in groupby(attn_mask.segments)]
     # split instead of slices: the backward of a slice fills a tensor of the whole size.
