@@ -55,7 +55,7 @@ REFERENCE = {
         + " gspo_kernels.objectives.base.Objective gspo_kernels.objectives.base.PolicyBatch "
         "gspo_kernels.objectives.base.ObjectiveLoss gspo_kernels.objectives.check",
     ),
-    "layouts": ("Bridges between layouts", "gspo_kernels.integrations.layouts"),
+    "layouts": ("Layouts", "gspo_kernels.models.layouts"),
     "rewards": ("Ready-made rewards", "gspo_kernels.rewards"),
     "trainer": (
         "The bundled trainer",

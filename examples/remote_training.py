@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.integrations.layouts import pack
+from gspo_kernels.models.layouts import offsets_of
 
 GSPO = gk.GSPO()
 
@@ -40,16 +40,18 @@ def gspo_loss(samples, old_logprobs, objective=GSPO, high=2.0):
     """
 
     def of_completions(values):
-        return pack([value[-len(sample.completion) :] for value, sample in zip(values, samples, strict=True)])
+        pairs = zip(values, samples, strict=True)
+        return torch.cat([value[-len(sample.completion) :] for value, sample in pairs])
 
-    old, cu_seqlens = of_completions([torch.as_tensor(values) for values in old_logprobs])
+    cu_seqlens = offsets_of(torch.tensor([len(sample.completion) for sample in samples]))
+    old = of_completions([torch.as_tensor(values) for values in old_logprobs])
     sampler = torch.tensor([logp for sample in samples for logp in sample.sampler_logprobs])
     weights = gk.rollout_weights(old, sampler, cu_seqlens=cu_seqlens, level="sequence", high=high)
     advantages = torch.tensor([sample.advantage for sample in samples])
 
     def loss(data, logprobs):
         out = gk.policy_loss(
-            of_completions(logprobs).values,
+            of_completions(logprobs),
             old,
             advantages,
             cu_seqlens=cu_seqlens,

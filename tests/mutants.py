@@ -44,7 +44,7 @@ TESTS = {
     "gspo_kernels/divergences.py": TEACHERS,
     "gspo_kernels/doctor.py": "tests/test_doctor.py",
     "gspo_kernels/integrations/": "tests/integrations",
-    "gspo_kernels/models/": "tests/models",
+    "gspo_kernels/models/": "tests/models tests/integrations/test_layouts.py",
     "gspo_kernels/kernels/": f"tests/kernels tests/test_invariants.py {TEACHERS} tests/test_selected.py",
     "gspo_kernels/linear/": f"{SCHEDULES} {MORE_CALLS} {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/mismatch/": "tests/mismatch",

@@ -1,6 +1,6 @@
 """The policy loss of slime, from packed fp32 logits.
 
-Read at slime's main (624b824, 2026-08-21), after 0.3.1. Tested on a CPU inside its `loss_function`, and over
+Read at slime's main (624b824, 2026-08-21), after 0.3.1. Tested on a CPU against formulas in fp64, and over
 ranks that share the vocabulary and tokens against one process; not run inside slime. Name the function:
 
     --loss-type custom_loss --custom-loss-function-path my_package.slime.policy_loss
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.integrations.layouts import tokens_of_rank
+from gspo_kernels.models.layouts import tokens_of_rank
 
 IGNORED = -100
 REFUSED: dict[str, tuple[Any, str]] = {

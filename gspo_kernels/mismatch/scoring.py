@@ -13,9 +13,9 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
-from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.mismatch.measure import Comparison, mean
 from gspo_kernels.models import IntegrationError
+from gspo_kernels.models.layouts import offsets_of
 from gspo_kernels.models.lm_head import LMHead, lm_head_of
 from gspo_kernels.models.rope import own_frequencies, varying_ropes
 from gspo_kernels.models.rows import hidden_states, last_hidden_states, token_budget_batches

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.layouts import to_predictions, tokens_of_rank
 from gspo_kernels.integrations.transformers import fuse_lm_head
+from gspo_kernels.models.layouts import to_predictions, tokens_of_rank
 from tests.draws import shifted_seed
 from tests.forks import in_processes
 from tests.integrations.tiny_models import tiny

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import gspo_kernels as gk
-from gspo_kernels.integrations.layouts import to_predictions, tokens_of_rank
+from gspo_kernels.models.layouts import to_predictions, tokens_of_rank
 from tests.forks import in_processes
 from tests.test_docs import run
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import gspo_kernels as gk
-from gspo_kernels.integrations.layouts import tokens_of_rank
+from gspo_kernels.models.layouts import tokens_of_rank
 from tests.cases import Result, call
 from tests.judging import assert_equals_oracle
 
@@ -80,7 +80,7 @@ def tokens_of(case, cp, cps, order="zigzag"):
     """Return which tokens of a case a rank has, and their offsets; of a padded case columns, and None."""
     if case.cu_seqlens is None:
         whole = torch.tensor([0, case.labels.shape[1]])
-        return tokens_of_rank(whole, cp, cps, order=order).values, None
+        return tokens_of_rank(whole, cp, cps, order=order).positions, None
     return tokens_of_rank(case.cu_seqlens, cp, cps, order=order)
 
 

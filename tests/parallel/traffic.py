@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 import gspo_kernels as gk
 from gspo_kernels import policy_step
-from gspo_kernels.integrations.layouts import tokens_of_rank
 from gspo_kernels.linear.products import Products
 from gspo_kernels.linear.sums import HeadSums
+from gspo_kernels.models.layouts import tokens_of_rank
 from tests.cases import call, make_case
 from tests.parallel.ranks import (
     ENTRIES,
