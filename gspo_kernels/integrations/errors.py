@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -40,55 +40,49 @@ def require_package(distribution: str) -> None:
         IntegrationError: the package is not installed, or its version is older.
     """
     specifier = declared_range(distribution)
+    needed = f"this adapter needs {distribution}{specifier}"
     try:
         installed = version(distribution)
     except PackageNotFoundError:
         raise IntegrationError(
-            f"{distribution}: not installed, this adapter needs {distribution}{specifier}: "
-            f'pip install "{distribution}{specifier}"'
+            f'{distribution}: not installed, {needed}: pip install "{distribution}{specifier}"'
         ) from None
     # This package does not depend on packaging, but every framework that can be installed here does.
     from packaging.specifiers import SpecifierSet
 
     if not SpecifierSet(specifier).contains(installed, prereleases=True):
-        raise IntegrationError(
-            f"{distribution}: version {installed} is installed, this adapter needs {distribution}{specifier}"
-        )
+        raise IntegrationError(f"{distribution}: version {installed} is installed, {needed}")
 
 
-def check_signature(
-    distribution: str,
-    path: str,
-    function: Any,
-    names: Sequence[str],
-    *,
-    required: int | None = None,
-    further: bool = False,
-) -> None:
-    """Raise an error unless a framework's function takes the parameters that an adapter knows.
+def check_signature(distribution: str, path: str, theirs: Any, ours: Callable[..., Any] | str) -> None:
+    """Raise an error unless a framework's function has the parameters that an adapter knows.
 
     Args:
         distribution: the framework as pip knows it.
         path: the function's name, for the message.
-        function: the function; None if the framework has none of this name.
-        names: its parameters in order, as far as the adapter knows them.
-        required: how many of these it must have; None: all.
-        further: whether it may have others behind them.
+        theirs: the function; None if the framework has none of this name.
+        ours: the function that replaces it and must take every call of it; or the names of its first
+            parameters, separated by spaces, if the adapter calls it.
 
     Raises:
-        IntegrationError: the framework has no such function, or its parameters are others.
+        IntegrationError: the framework has no such function, or its parameters are different ones.
     """
-    found = None if function is None else _parameters(function)
-    if found is not None and len(found) >= (len(names) if required is None else required):
-        known = found[: len(names)] if further else found
-        if known == [*names[: len(known)]]:
-            return
-    installed = version(distribution)
-    what = "does not exist" if found is None else f"takes ({', '.join(found)})"
-    raise IntegrationError(
-        f"{distribution}: {path} {what} in version {installed}, expected ({', '.join(names)}); install an "
-        f'older version: pip install "{distribution}<{installed}"'
-    )
+    found = None if theirs is None else _parameters(theirs)
+    if isinstance(ours, str):
+        names = ours.split()
+        fits = found is not None and found[: len(names)] == names
+    else:
+        known = inspect.signature(ours).parameters
+        names = [*known]
+        required = sum(each.default is each.empty for each in known.values())
+        fits = found is not None and len(found) >= required and found == names[: len(found)]
+    if not fits:
+        installed = version(distribution)
+        what = "does not exist" if found is None else f"takes ({', '.join(found)})"
+        raise IntegrationError(
+            f"{distribution}: {path} {what} in version {installed}, expected ({', '.join(names)}); install "
+            f'an older version: pip install "{distribution}<{installed}"'
+        )
 
 
 def _parameters(function: Any) -> list[str]:

@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,17 +45,14 @@ _AGGREGATION = {
     "dr_grpo": "constant",
     "luspo": "sequence_mean_token_sum",
 }
-_CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
-# the parameters of TRL's functions that are overridden or called here; images may follow
-for _name, _names in {
+for _name, _parameters in {
     "_compute_loss": "self model inputs",
     "_get_per_token_logps_and_entropies": "self model input_ids attention_mask logits_to_keep batch_size "
     "compute_entropy",
     "get_high_entropy_mask": "self entropies mask threshold",
     "get_off_policy_mask": "advantages per_token_logps sampling_per_token_logps mask off_policy_threshold",
 }.items():
-    _function, _images = getattr(GRPOTrainer, _name, None), _name.startswith("_get")
-    check_signature("trl", f"GRPOTrainer.{_name}", _function, _names.split(), further=_images)
+    check_signature("trl", f"GRPOTrainer.{_name}", getattr(GRPOTrainer, _name, None), _parameters)
 _SCORING = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 # GRPOConfig's name of each option of an objective
 _OPTION = {
@@ -77,45 +74,13 @@ _FORMULA = {"loss_type", "importance_sampling_level", *_OPTION.values()} - {"max
 """GRPOConfig's options that describe nothing but the objective."""
 
 
-def _sequence_ratios(batch: PolicyBatch) -> Tensor:
-    """Return each sequence's log-ratio, with its gradient, for every token of the sequence."""
-    return batch.per_token(batch.sequence_log_ratio())
-
-
-class _SequenceRatio:
-    """A mixin that gives an objective GSPO's ratio: TRL's ``importance_sampling_level="sequence"``."""
-
-    coefficient_scope: ClassVar[Any] = "sequence"
-    needs_token_order = False
-    zero_advantage_is_inactive = True
-    ratio_only = True
-    factorizes = True
-
-    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
-        by_sequence = dataclasses.replace(batch, log_ratio=_sequence_ratios(batch))
-        return super().evaluate(by_sequence)  # type: ignore[misc, no-any-return]
-
-
-@dataclass(frozen=True)
-class _SequenceCISPO(_SequenceRatio, CISPO):
-    """CISPO with one ratio per sequence."""
-
-
-@dataclass(frozen=True)
-class _SequenceSAPO(_SequenceRatio, SAPO):
-    """SAPO with one ratio per sequence."""
-
-
 @dataclass(frozen=True)
 class _TrlVESPO(VESPO):
     """VESPO as TRL computes it.
 
     Rollout weights enter the trajectory's ratio instead of multiplying the loss. The KL is weighted by the
-    ratio of ``ratio_level``, not by the trajectory's.
+    tokens' ratios, not by the trajectory's.
     """
-
-    ratio_level: str = "token"
 
     coefficient_scope = "sequence"
     needs_token_order = False
@@ -130,8 +95,7 @@ class _TrlVESPO(VESPO):
             weights = batch.per_token(batch.rollout_weights).clamp(1e-8, math.exp(20.0))
             trajectory = trajectory + torch.where(batch.mask, weights.log(), 0.0)
         result = super().evaluate(dataclasses.replace(batch, log_ratio=trajectory, rollout_weights=None))
-        sequence = self.ratio_level == "sequence"
-        return result._replace(log_ratio=_sequence_ratios(batch) if sequence else batch.log_ratio)
+        return result._replace(log_ratio=batch.log_ratio)
 
 
 def objective_of(args: Any) -> Objective:
@@ -145,15 +109,16 @@ def objective_of(args: Any) -> Objective:
     try:
         checks.choice("loss_type", kind, tuple(_AGGREGATION))
         checks.choice("importance_sampling_level", level, ("token", "sequence"))
+        if at_sequence and kind in ("cispo", "sapo", "vespo"):
+            raise ValueError("importance_sampling_level: got 'sequence', expected 'token' with this loss")
         shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
         if kind == "dr_grpo":
             shared["aggregation_constant"] = args.max_completion_length
         if kind == "cispo":
-            return (_SequenceCISPO if at_sequence else CISPO)(max_ratio=high, **shared)
+            return CISPO(max_ratio=high, **shared)
         if kind == "sapo":
-            return (_SequenceSAPO if at_sequence else SAPO)(
-                tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg, **shared
-            )
+            tau = {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
+            return SAPO(**tau, **shared)
         if kind == "vespo":
             # TRL raises smaller lambdas to 1e-4
             return _TrlVESPO(
@@ -161,7 +126,6 @@ def objective_of(args: Any) -> Objective:
                 lambda_positive=max(args.vespo_lambda_pos, 1e-4),
                 k_negative=args.vespo_k_neg,
                 lambda_negative=max(args.vespo_lambda_neg, 1e-4),
-                ratio_level=level,
                 **shared,
             )
         # a ratio is never below 1 - 1 = 0, so a wider lower range changes nothing
@@ -192,7 +156,7 @@ def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]
     """
     if objective is None:
         objective = objective_of(args)
-        _warn_of_ranges(args)
+        _warn_of_ranges(args, objective)
     else:
         check_objective(objective, "TRL", divides_by=("sequences", "tokens", "one"))
         defaults = {each.name: each.default for each in dataclasses.fields(GRPOConfig)}
@@ -213,32 +177,24 @@ def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]
     if args.beta != 0.0:
         terms |= {"kl_beta": args.beta, "kl_ratio_weighted": args.use_bias_correction_kl}
         terms["ref_logprobs"] = -token
-    try:
-        fused_linear_policy_loss(
-            token[None], token, token.long() - 1, -token, token[0], objective=objective, **terms, **memory
-        )
-    except (TypeError, ValueError) as error:
-        option, _, reason = str(error).partition(": ")
-        if option in memory:
-            raise
-        named = {"kl_beta": "beta", "kl_ratio_weighted": "use_bias_correction_kl"}.get(option, option)
-        raise IntegrationError(f"{named}: {reason}") from None
+    fused_linear_policy_loss(
+        token[None], token, token.long() - 1, -token, token[0], objective=objective, **terms, **memory
+    )
     return objective
 
 
-def _warn_of_ranges(args: GRPOConfig) -> None:
-    if args.importance_sampling_level == "sequence" and args.loss_type in _CLIPPED:
-        widest = max(args.epsilon, _epsilon_high(args))
-        if widest > SEQUENCE_RANGE:
-            warnings.warn(
-                f"epsilon: a clip range of {widest:g} hardly ever clips a sequence's ratio; GSPO's paper has "
-                "epsilon=3e-4, epsilon_high=4e-4",
-                stacklevel=4,
-            )
-    if args.loss_type == "cispo" and _epsilon_high(args) < 1.0:
+def _warn_of_ranges(args: GRPOConfig, objective: Objective) -> None:
+    high = _epsilon_high(args)
+    if isinstance(objective, GSPO) and max(args.epsilon, high) > SEQUENCE_RANGE:
         warnings.warn(
-            f"epsilon_high: {_epsilon_high(args):g} is with loss_type='cispo' the largest weight of a token: "
-            "below 1 it is a factor on nearly every one; TRL recommends 5.0",
+            f"epsilon: a clip range of {max(args.epsilon, high):g} hardly ever clips a sequence's ratio; "
+            "GSPO's paper has epsilon=3e-4, epsilon_high=4e-4",
+            stacklevel=4,
+        )
+    if isinstance(objective, CISPO) and high < 1.0:
+        warnings.warn(
+            f"epsilon_high: {high:g} is with loss_type='cispo' the largest weight of a token: below 1 it is "
+            "a factor on nearly every one; TRL recommends 5.0",
             stacklevel=4,
         )
 

@@ -37,7 +37,7 @@ def megatron(loss_of, shape):
     labels, counted = to_predictions(tokens, fill=-100), to_predictions(mask, fill=0)
     whole = gk.fused_policy_loss(whole_logits, labels, old, advantages, loss_mask=counted)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp"))
-    runs = tokens_of_rank(torch.tensor([0, S]), mesh.get_local_rank("cp"), shape[0]).values
+    runs = tokens_of_rank(torch.tensor([0, S]), mesh.get_local_rank("cp"), shape[0]).positions
     logits = whole_logits[:, runs].chunk(shape[1], -1)[mesh.get_local_rank("tp")]
     torch.testing.assert_close(loss_of(logits, tokens, old, advantages, mask, mesh).loss, whole.loss)
 
