@@ -1,8 +1,7 @@
-"""Code that adapters to a loss hook share: checks of objectives, conversions of arguments, and options.
+"""What loss hooks of frameworks share: checks of objectives, advantages per sequence, options from configs.
 
-A loss hook gets one micro-batch, with log-probs (or logits) that the framework has computed. The framework
-decides what it passes and which number it divides by; both limit the objectives that the hook can serve. verl
-and SkyRL keep losses in a registry, and their configs have some of the objectives' options.
+A framework calls a hook with the log-probs of one micro-batch. What it passes and which number it divides by
+limit the objectives that the hook can serve.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks, objectives
-from gspo_kernels.exact import exact
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.objectives.base import Objective
 
@@ -79,17 +77,15 @@ def fitting_advantages(objective: Objective, advantages: Tensor, mask: Tensor | 
     """
     if objective.takes_token_advantages:
         return advantages
-    values = advantages.detach()
-    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
-    counted = torch.where(counts, exact(values), 0.0)
-    means = counted.sum(1, keepdim=True) / exact(counts).sum(1, keepdim=True).clamp(min=1.0)
-    deviations = torch.where(counts, counted - means, 0.0).abs()
-    if bool((deviations > ROUNDING * torch.finfo(advantages.dtype).eps * counted.abs().max()).any()):
+    counts = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask != 0
+    most = torch.where(counts, advantages.detach(), -torch.inf).amax(1).masked_fill(~counts.any(1), 0.0)
+    deviation = torch.where(counts, most.unsqueeze(1) - advantages.detach(), 0.0)
+    if bool((deviation > ROUNDING * torch.finfo(advantages.dtype).eps * most.abs().max()).any()):
         raise ValueError(
             f"advantages: differ within a sequence, but {type(objective).__name__} takes one per sequence; "
             "keep a KL penalty out of the reward, or take one with token advantages, such as GSPOToken()"
         )
-    return means.squeeze(1).to(advantages.dtype)
+    return most
 
 
 # Objectives by name, with options from a framework's config.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -60,9 +59,6 @@ OPTIONS: dict[type[Objective], hooks.Readers] = {
 }
 """Options that an objective and its subclasses read from ``trainer.algorithm``, like SkyRL's own losses."""
 
-ANCHORED = (objectives.CISPO,)
-"""Objectives whose ratio is to the log-probs that ``cispo.cispo_anchor`` names."""
-
 
 @dataclass(frozen=True)
 class SkyRLPolicyLoss:
@@ -72,19 +68,10 @@ class SkyRLPolicyLoss:
         name: the loss's name in the registry, for messages.
         objective: a class, whose options come from the config of each call, or an instance, of which only the
             aggregation is changed.
-
-    Raises:
-        IntegrationError: an objective that SkyRL can't serve; the message says why.
     """
 
     name: str
     objective: type[Objective] | Objective
-
-    def __post_init__(self) -> None:
-        if isinstance(self.objective, type):
-            _summing(self.objective(aggregation="sum"))
-        else:
-            _summing(self.objective)
 
     def __call__(
         self,
@@ -123,7 +110,7 @@ class SkyRLPolicyLoss:
             )
         objective = self._objective(config)
         before = old_log_probs
-        if isinstance(objective, ANCHORED):
+        if isinstance(objective, objectives.CISPO):
             before = _anchor(config, old_log_probs, rollout_logprobs)
         weights, corrections = _correction(config, old_log_probs, loss_mask, rollout_logprobs)
         output = policy_loss(
@@ -134,14 +121,10 @@ class SkyRLPolicyLoss:
             rollout_weights=weights,
             objective=objective,
         )
-        values = {
-            "clip_ratio": output.metrics["clip_fraction/tokens"],
-            "ratio_mean": output.metrics["ratio/mean"],
-            "ratio_min": output.metrics["ratio/min"],
-            "ratio_max": output.metrics["ratio/max"],
-            "active_fraction": output.metrics["active_fraction"],
-        }
-        return output.loss, hooks.floats(values) | corrections
+        metrics = {"clip_ratio": output.metrics["clip_fraction/tokens"]}
+        for name in ("ratio/mean", "ratio/min", "ratio/max", "active_fraction"):
+            metrics[name.replace("/", "_")] = output.metrics[name]
+        return output.loss, hooks.floats(metrics) | corrections
 
     def _objective(self, config: Any) -> Objective:
         if isinstance(self.objective, Objective):
@@ -196,18 +179,17 @@ def _correction(
     return torch.where(kept != 0, weights, 0.0), metrics
 
 
-def _losses() -> tuple[dict[str, SkyRLPolicyLoss], dict[str, str]]:
-    served, refused = {}, {}
-    for name, objective in hooks.named_objectives().items():
-        try:
-            served[name] = SkyRLPolicyLoss(name, objective)
-        except IntegrationError as error:
-            refused[name] = str(error)
-    return served, refused
+LOSSES: dict[str, SkyRLPolicyLoss] = {}
+"""All losses that SkyRL can serve, by name."""
+REFUSED: dict[str, str] = {}
+"""The reasons why SkyRL can't serve the others."""
 
-
-LOSSES, REFUSED = _losses()
-"""All losses that SkyRL can serve, by name, and the reasons why it can't serve the others."""
+for _name, _objective in hooks.named_objectives().items():
+    try:
+        _summing(_objective(aggregation="sum"))
+        LOSSES[_name] = SkyRLPolicyLoss(_name, _objective)
+    except IntegrationError as error:
+        REFUSED[_name] = str(error)
 
 
 @functools.cache
@@ -218,14 +200,13 @@ def _utilities(name: str) -> Any:
 
 def _registry() -> Any:
     """Return SkyRL's registry; raise IntegrationError if its functions have other parameters."""
-    loss = [*inspect.signature(SkyRLPolicyLoss.__call__).parameters][1:]
-    correction = ["loss", "old_log_probs", "rollout_logprobs", "loss_mask", "off_policy_correction"]
-    for module, function, names in (
-        ("ppo_utils", "ppo_policy_loss", loss),
+    correction = "loss old_log_probs rollout_logprobs loss_mask off_policy_correction"
+    for module, function, ours in (
+        ("ppo_utils", "ppo_policy_loss", LOSSES["gk_gspo"]),
         ("off_policy_correction_utils", "apply_off_policy_correction", correction),
     ):
         theirs = getattr(_utilities(module), function, None)
-        check_signature("skyrl", f"backends.skyrl_train.utils.{module}.{function}", theirs, names)
+        check_signature("skyrl", f"backends.skyrl_train.utils.{module}.{function}", theirs, ours)
     return _utilities("ppo_utils").PolicyLossRegistry
 
 
@@ -241,7 +222,8 @@ def register(name: str, objective: Objective) -> SkyRLPolicyLoss:
         IntegrationError: SkyRL is missing or too old, calls losses in another way, or can't serve the
             objective.
     """
-    loss = SkyRLPolicyLoss(name, checks.objective(objective, Objective))
+    _summing(objective)
+    loss = SkyRLPolicyLoss(name, objective)
     _registry().register(name, loss)
     return loss
 

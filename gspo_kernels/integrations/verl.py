@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +36,6 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "constant",
 }
 """This package's ``aggregation`` for each ``loss_agg_mode`` of verl."""
-
-_TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
-"""verl's count that an aggregation divides by (None: nothing); all others: ``global_batch_size``."""
 
 
 def _low(config: Any) -> float:
@@ -85,15 +81,6 @@ class VerlPolicyLoss:
     objective: type[Objective] | Objective
     follow_config: bool = False
 
-    def __post_init__(self) -> None:
-        checks.flag("follow_config", self.follow_config)
-        if not (isinstance(self.objective, type) and issubclass(self.objective, Objective)):
-            _check(self.objective)
-            if self.follow_config:
-                raise ValueError(
-                    "follow_config: got True, but an instance has its aggregation, expected False"
-                )
-
     def __call__(
         self,
         old_log_prob: Tensor,
@@ -136,17 +123,30 @@ class VerlPolicyLoss:
             "normalizer": _normalizer(objective, info),
         }
         output = policy_loss(log_prob, objective=objective, **terms)
-        return output.loss, hooks.floats(_metrics(objective, log_prob, output.metrics, terms))
+        cut = output.metrics["clip_fraction/tokens"]
+        dual = torch.zeros_like(cut)
+        if getattr(objective, "dual_clip", None) is not None:
+            without_dual: Any = dataclasses.replace(objective, dual_clip=None)  # type: ignore[call-arg]
+            by_range = policy_loss(log_prob.detach(), objective=without_dual, **terms)
+            dual = cut - by_range.metrics["clip_fraction/tokens"]
+        metrics = {
+            "actor/pg_clipfrac": cut - dual,
+            "actor/pg_clipfrac_lower": dual,
+            "actor/ppo_kl": output.metrics["kl/old"],
+        }
+        for name in ("ratio/mean", "ratio/min", "ratio/max", "active_fraction"):
+            metrics[f"actor/{name}"] = output.metrics[name]
+        return output.loss, hooks.floats(metrics)
 
     def _objective(self, mode: str, config: Any, info: Mapping[str, Any], response_mask: Tensor) -> Objective:
         theirs = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]
         aggregation = theirs if self.follow_config else self.objective.aggregation
-        fixed = isinstance(self.objective, Objective)
         if aggregation != theirs:
             ours = next(key for key, value in AGGREGATIONS.items() if value == aggregation)
+            other = f", or take {self.name}_config" if isinstance(self.objective, type) else ""
             hooks.warn_once(
                 f"{self.name}: aggregates by {ours!r}, while loss_agg_mode={mode!r} applies to verl's own "
-                "entropy and KL terms; set it too" + ("" if fixed else f", or take {self.name}_config")
+                f"entropy and KL terms; set it too{other}"
             )
         if isinstance(self.objective, Objective):
             return self.objective
@@ -165,9 +165,9 @@ def _check(objective: Objective) -> None:
 def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
     """Return the outer divisor over all ranks, divided by dp_size: FSDP's mean divides by dp_size again."""
     ranks = info.get("dp_size") or 1
-    name = _TOTALS.get(objective.aggregation, "global_batch_size")
-    if name is None:
+    if objective.aggregation == "sum":
         return 1.0 / ranks
+    name = "batch_num_tokens" if objective.aggregation == "token_mean" else "global_batch_size"
     total = info.get(name)
     if total is None and ranks > 1:
         raise IntegrationError(
@@ -178,37 +178,12 @@ def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
     return float(total) / ranks if total else None
 
 
-def _metrics(
-    objective: Objective, log_prob: Tensor, metrics: Mapping[str, Tensor], terms: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    cut = metrics["clip_fraction/tokens"]
-    dual = torch.zeros_like(cut)
-    if getattr(objective, "dual_clip", None) is not None:
-        without_dual: Any = dataclasses.replace(objective, dual_clip=None)  # type: ignore[call-arg]
-        output = policy_loss(log_prob.detach(), objective=without_dual, **terms)
-        by_range = output.metrics["clip_fraction/tokens"]
-        cut, dual = by_range, cut - by_range
-    return {
-        "actor/pg_clipfrac": cut,
-        "actor/ppo_kl": metrics["kl/old"],
-        "actor/pg_clipfrac_lower": dual,
-        "actor/ratio/mean": metrics["ratio/mean"],
-        "actor/ratio/min": metrics["ratio/min"],
-        "actor/ratio/max": metrics["ratio/max"],
-        "actor/active_fraction": metrics["active_fraction"],
-    }
-
-
 LOSSES = {
     f"{name}{suffix}": VerlPolicyLoss(f"{name}{suffix}", objective, follow_config=suffix != "")
     for name, objective in hooks.named_objectives().items()
     for suffix in ("", "_config")
 }
 """All losses by name. A loss that verl can't serve raises IntegrationError when it is called."""
-
-
-def _refuse(reason: str, *args: Any, **keywords: Any) -> NoReturn:
-    raise IntegrationError(reason)
 
 
 def register(name: str, objective: Objective) -> VerlPolicyLoss:
@@ -226,22 +201,24 @@ def register(name: str, objective: Objective) -> VerlPolicyLoss:
         IntegrationError: verl is missing or too old, calls losses in another way, or can't serve the
             objective.
     """
-    loss = VerlPolicyLoss(name, checks.objective(objective, Objective))
-    _check_verl()
+    _check(objective)
+    loss = VerlPolicyLoss(name, objective)
     _algorithms().register_policy_loss(name)(loss)
     return loss
 
 
 def _algorithms() -> Any:
-    return importlib.import_module("verl.trainer.ppo.core_algos")
+    """Return verl's module of losses.
 
-
-def _check_verl() -> None:
-    """Raise IntegrationError if verl is missing or too old, or passes other arguments to a loss."""
+    Raises:
+        IntegrationError: verl is missing or too old, or passes other arguments to a loss.
+    """
     require_package("verl")
-    theirs = getattr(_algorithms(), "compute_policy_loss_vanilla", None)
+    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
+    theirs = getattr(algorithms, "compute_policy_loss_vanilla", None)
     name = "trainer.ppo.core_algos.compute_policy_loss_vanilla"
-    check_signature("verl", name, theirs, [*inspect.signature(VerlPolicyLoss.__call__).parameters][1:])
+    check_signature("verl", name, theirs, LOSSES["gk_gspo"])
+    return algorithms
 
 
 def _register_all() -> None:
@@ -249,13 +226,18 @@ def _register_all() -> None:
 
     verl hides errors that a plugin raises, so this function must not raise.
     """
+    losses: Mapping[str, Callable[..., Any]] = LOSSES
     try:
-        _check_verl()
-        losses: Mapping[str, Callable[..., Any]] = LOSSES
+        _algorithms()
     except IntegrationError as error:
-        losses = dict.fromkeys(LOSSES, partial(_refuse, str(error)))
+        reason = str(error)
+
+        def refuse(*args: Any, **named: Any) -> NoReturn:
+            raise IntegrationError(reason)
+
+        losses = dict.fromkeys(LOSSES, refuse)
     for name, loss in losses.items():
-        _algorithms().register_policy_loss(name)(loss)
+        importlib.import_module("verl.trainer.ppo.core_algos").register_policy_loss(name)(loss)
 
 
 if importlib.util.find_spec("verl") is not None:

@@ -3,7 +3,6 @@
 verl divides by counts of the whole batch. SkyRL scales advantages beforehand, and its loss is a plain sum.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,39 +241,6 @@ def test_skyrl_s_sum_over_micro_batches_is_the_mean(reduction):
         assert_equal(torch.cat([part[1] for part in parts]), torch.autograd.grad(expected, leaf)[0])
 
 
-COMING_FROM = (ROOT / "docs" / "integrations" / "coming_from.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("gk_grpo_config", "gk.GRPO(clip_ratio_low, clip_ratio_high, dual_clip=clip_ratio_c)"),
-        ("gk_gspo_token_config", "gk.GSPOToken(clip_ratio_low, clip_ratio_high)"),
-        ("gk_cispo_config", "gk.CISPO(1 - clip_ratio_low, 1 + clip_ratio_high)"),
-        ("gk_dppo_config",
-         'gk.DPPO(clip_ratio_low, clip_ratio_high, divergence="tv", max_ratio=clip_ratio_c)'),
-        ("gk_grpo", "gk.GRPO(eps_clip_low, eps_clip_high)"),
-        ("gk_gspo_token", "gk.GSPOToken(eps_clip_low, eps_clip_high)"),
-        ("gk_cispo", "gk.CISPO(1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)"),
-        ("gk_dppo", 'gk.DPPO(delta_low, delta_high, divergence="tv")'),
-    ],
-)  # fmt: skip
-def test_calls_of_the_page_are_what_the_adapters_compute(name, text):
-    """verl's names end in _config here, and its mode is the sum."""
-    assert f"`{text}`" in COMING_FROM
-    by_verl, (start, old, advantages, *_) = name.endswith("_config"), batch()
-    config = verl_config() if by_verl else skyrl_config()
-    words = vars(config) | vars(skyrl_config().cispo) | vars(skyrl_config().dppo)
-    objective = dataclasses.replace(eval(text, {"gk": gk, **words}), aggregation="sum")
-    leaf = start.clone().requires_grad_()
-    want = gk.policy_loss(leaf, old, advantages, loss_mask=MASK, objective=objective).loss
-    if by_verl:
-        got = verl_call(verl.LOSSES[name], start, old, advantages, config, mode="token-sum")
-    else:
-        got = skyrl_call(skyrl.LOSSES[name], start, old, advantages, config)
-    assert_equal(got[:2], (want.detach(), *torch.autograd.grad(want, leaf)))
-
-
 def test_masks_and_autocast():
     """An empty mask counts no token, mask=None counts all; SkyRL's worker calls the loss under autocast."""
     start, old, advantages, *_ = batch()
@@ -294,51 +260,58 @@ def test_masks_and_autocast():
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-def test_warnings_come_once():
-    rows = batch()[:3]
-    by_verl = "gk_gspo: aggregates by 'seq-mean-token-mean', while loss_agg_mode='token-mean'"
-    by_skyrl = "loss_reduction='token_mean', while the objective aggregates by 'sequence_mean'"
-    wide = skyrl_config(loss_reduction="token_mean")
-    for call, loss_fn, config, first, low, high in (
-        (verl_call, verl.LOSSES["gk_gspo"], verl_config(), by_verl, "clip_ratio_low", "clip_ratio_high"),
-        (skyrl_call, skyrl.LOSSES["gk_gspo"], wide, by_skyrl, "eps_clip_low", "eps_clip_high"),
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_warnings_of_ranges_and_aggregations_come_once():
+    rows, aggregates = batch()[:3], "loss_reduction='token_mean', .* by 'sequence_mean'"
+    wide, narrow = {"eps_clip_low": 0.2}, {"eps_clip_low": 3e-4, "eps_clip_high": 4e-4}
+    mean, by_token = {"loss_reduction": "sequence_mean"}, {"loss_reduction": "token_mean"}
+    for name, config, message in (
+        ("gk_gspo", mean | wide, "range of 0.28 hardly ever .* eps_clip_low=0.0003, eps_clip_high=0.0004"),
+        ("gk_gspo", by_token | narrow, aggregates),
+        ("gk_gspo", mean | narrow, None),
+        ("gk_dapo", by_token | wide, None),
     ):
-        with pytest.warns(UserWarning) as caught:
-            for _ in range(2):
-                call(loss_fn, *rows, config)
-        aggregation, clip = (str(each.message) for each in caught)
-        assert first in aggregation and "clip range of 0.28 hardly ever" in clip
-        assert f"{low}=0.0003, {high}=0.0004" in clip
+        loss_fn, config = skyrl.LOSSES[name], skyrl_config(**config)
+        if message is not None:
+            with pytest.warns(UserWarning, match=message):
+                skyrl_call(loss_fn, *rows, config)
+        skyrl_call(loss_fn, *rows, config)
     narrow = verl_config(clip_ratio_low=3e-4, clip_ratio_high=4e-4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        verl_call(verl.LOSSES["gk_gspo"], *rows, narrow, mode="seq-mean-token-mean")
-        verl_call(verl.LOSSES["gk_gspo_config"], *rows, narrow)
-        verl_call(verl.LOSSES["gk_grpo_config"], *rows, verl_config())
-        narrow = skyrl_config(eps_clip_low=3e-4, eps_clip_high=4e-4)
-        skyrl_call(skyrl.LOSSES["gk_gspo"], *rows, narrow)
-        skyrl_call(skyrl.LOSSES["gk_dapo"], *rows, wide)
+    for name, config, mode, message in (
+        ("gk_gspo", verl_config(), "seq-mean-token-mean", "clip_ratio_low=0.0003, clip_ratio_high=0.0004"),
+        ("gk_gspo", narrow, "token-mean", "by 'seq-mean-token-mean', while loss_agg_mode='token-mean'"),
+        ("gk_gspo", narrow, "seq-mean-token-mean", None),
+        ("gk_gspo_config", narrow, "token-mean", None),
+        ("gk_grpo_config", verl_config(), "token-mean", None),
+    ):
+        loss_fn = verl.LOSSES[name]
+        if message is not None:
+            with pytest.warns(UserWarning, match=message):
+                verl_call(loss_fn, *rows, config, mode=mode)
+        verl_call(loss_fn, *rows, config, mode=mode)
 
 
 ALONE = {"global_batch_info": {"dp_size": 2}}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "options", "message"),
+    ("name", "changes", "mode", "message"),
     [
-        ("gk_gspo", None, {}, "config: got None"),
-        ("gk_gspo", {}, {"mode": "mean"}, "loss_agg_mode: got 'mean'"),
-        ("gk_gspo", {"clip_ratio_low": None, "clip_ratio": None}, {}, r"config\.clip_ratio_low: missing"),
-        ("gk_grpo", {"clip_ratio_c": 1.1}, {}, "gk_grpo: dual_clip: got 1.1.*clip_low=0.2, clip_high=0.28"),
-        ("gk_dro", {"policy_loss": SimpleNamespace(dro_beta=None)}, {}, r"policy_loss\.dro_beta: missing"),
-        ("gk_grpo_config", ALONE, {"mode": "token-mean"}, "dp_size=2 but no batch_num_tokens"),
-        ("gk_grpo_config", ALONE, {"mode": "seq-mean-token-sum"}, "dp_size=2 but no global_batch_size"),
+        ("gk_gspo", None, "token-mean", "config: got None"),
+        ("gk_gspo", {}, "mean", "loss_agg_mode: got 'mean'"),
+        ("gk_gspo", {"clip_ratio_low": None, "clip_ratio": None}, "token-mean", r"\.clip_ratio_low: missing"),
+        ("gk_grpo", {"clip_ratio_c": 1.1}, "token-mean", "gk_grpo: dual_clip: got 1.1.*clip_low=0.2"),
+        ("gk_dro", {"policy_loss": SimpleNamespace(dro_beta=None)}, "token-mean", r"\.dro_beta: missing"),
+        ("gk_grpo_config", ALONE, "token-mean", "dp_size=2 but no batch_num_tokens"),
+        ("gk_grpo_config", ALONE, "seq-mean-token-sum", "dp_size=2 but no global_batch_size"),
+        ("gk_grpo_config", ALONE, "token-sum", None),
     ],
 )
-def test_configs_that_verl_s_loss_refuses(name, changes, options, message):
+def test_configs_that_verl_s_loss_refuses(name, changes, mode, message):
     config = None if changes is None else verl_config(**changes)
-    with pytest.raises((IntegrationError, ValueError), match=message):
-        verl_call(verl.LOSSES[name], *batch()[:3], config, **options)
+    refusal = pytest.raises((IntegrationError, ValueError), match=message) if message else nullcontext()
+    with refusal:
+        verl_call(verl.LOSSES[name], *batch()[:3], config, mode=mode)
 
 
 def test_wrong_calls():
@@ -347,15 +320,14 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="advantages: differ within a sequence, but GSPO"):
         verl_call(verl.LOSSES["gk_gspo"], start, old, varied, verl_config())
     verl_call(verl.LOSSES["gk_gspo_token"], start, old, varied, verl_config())
-    verl_call(verl.LOSSES["gk_grpo_config"], start, old, advantages, verl_config(**ALONE), mode="token-sum")
-    with pytest.raises(ValueError, match="follow_config: got True"):
-        verl.VerlPolicyLoss("mine", gk.GSPO(), follow_config=True)
     with pytest.raises(TypeError, match="old_log_probs: got NoneType"):
         skyrl_call(gspo, start, None, advantages, skyrl_config())
     with pytest.raises(IntegrationError, match=r"config\.eps_clip_low: missing"):
         skyrl_call(gspo, start, old, advantages, SimpleNamespace(loss_reduction="sequence_mean"))
     with pytest.raises(IntegrationError, match="DRO is not proportional"):
-        skyrl.SkyRLPolicyLoss("mine", gk.DRO())
+        skyrl.register("mine", gk.DRO())
+    with pytest.raises(IntegrationError, match="TLGRPO needs turn_ids"):
+        verl.register("mine", gk.TLGRPO())
     for adapter in (verl, skyrl):
         with pytest.raises(TypeError, match="objective: got the class GSPO"):
             adapter.register("mine", gk.GSPO)
@@ -428,12 +400,6 @@ def test_skyrl_s_correction_multiplies_the_loss_and_masks(monkeypatch):
         assert metrics.get("is_ratio_mean") == (1.5 if enabled else None)
 
 
-def verl_vanilla(
-    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="", config=None, rollout_is_weights=None
-):
-    """What verl 0.9.1 passes to a loss."""
-
-
 def test_an_objective_of_ones_own():
     """The loss for verl uses the objective unchanged; SkyRL passes scaled advantages."""
     start, old, advantages, *_ = batch()
@@ -460,10 +426,10 @@ def test_an_objective_of_ones_own():
 @pytest.mark.parametrize(
     ("installed", "vanilla", "reason"),
     [
-        ("0.7.0", verl_vanilla, "version 0.7.0 is installed"),
+        ("0.7.0", verl.LOSSES["gk_gspo"], "version 0.7.0 is installed"),
         ("99.0", None, "compute_policy_loss_vanilla does not exist in version 99.0"),
         ("99.0", lambda log_prob, *, config: None, r"takes \(log_prob, config\) in version 99.0"),
-        ("99.0", verl_vanilla, None),
+        ("99.0", verl.LOSSES["gk_gspo"], None),
     ],
 )
 def test_registering_in_verl(installed, vanilla, reason, monkeypatch):
@@ -479,36 +445,34 @@ def test_registering_in_verl(installed, vanilla, reason, monkeypatch):
     if reason is None:
         assert registry == verl.LOSSES
         assert verl.register("mine", gk.GSPO()) is registry["mine"]
-    else:
-        for refused in (lambda: registry["gk_gspo"](another=2), lambda: verl.register("mine", gk.GSPO())):
-            with pytest.raises(IntegrationError, match=reason):
-                refused()
-    assert importlib.import_module(entry_point()[1]) is verl
-
-
-def skyrl_loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
-    """What SkyRL 0.3 passes to a loss."""
-
-
-def skyrl_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
-    """What SkyRL 0.3 takes for its correction."""
+        return
+    for refused in (lambda: registry["gk_gspo"](another=2), lambda: verl.register("mine", gk.GSPO())):
+        with pytest.raises(IntegrationError, match=reason):
+            refused()
 
 
 @pytest.mark.parametrize(
-    ("loss", "correction", "reason"),
+    ("takes", "corrects", "reason"),
     [
-        (None, skyrl_correction, "ppo_utils.ppo_policy_loss does not exist in version 9.0"),
-        (lambda log_probs, *, config: None, skyrl_correction, r"takes \(log_probs, config\) in version 9.0"),
-        (skyrl_loss, lambda loss: None, r"apply_off_policy_correction takes \(loss\) in version 9.0"),
-        (skyrl_loss, skyrl_correction, None),
+        (None, True, "ppo_utils.ppo_policy_loss does not exist in version 9.0"),
+        (lambda log_probs, *, config: None, True, r"takes \(log_probs, config\) in version 9.0"),
+        (skyrl.LOSSES["gk_gspo"], False, r"apply_off_policy_correction takes \(loss\) in version 9.0"),
+        (skyrl.LOSSES["gk_gspo"], True, None),
     ],
 )
-def test_registering_in_skyrl(loss, correction, reason, monkeypatch):
+def test_registering_in_skyrl(takes, corrects, reason, monkeypatch):
     """A newer SkyRL is accepted, unless a function that the adapter knows has other parameters."""
+
+    def correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
+        pass
+
     registered = {}
-    registry = SimpleNamespace(list_available=lambda: ["gk_grpo"], register=registered.setdefault)
     utilities = SimpleNamespace(
-        ppo_policy_loss=loss, apply_off_policy_correction=correction, PolicyLossRegistry=registry
+        ppo_policy_loss=takes,
+        apply_off_policy_correction=correction if corrects else lambda loss: None,
+        PolicyLossRegistry=SimpleNamespace(
+            list_available=lambda: ["gk_grpo"], register=registered.setdefault
+        ),
     )
     monkeypatch.setattr(errors, "version", lambda name: "9.0")
     monkeypatch.setattr(skyrl, "_utilities", lambda name: utilities)
@@ -520,15 +484,6 @@ def test_registering_in_skyrl(loss, correction, reason, monkeypatch):
         with pytest.raises(IntegrationError, match=reason):
             register()
     assert not registered
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [((gk.GSPO, "yes"), "follow_config: got str"), ((int,), "objective: got <class 'int'>")],
-)
-def test_wrong_arguments_of_a_loss_for_verl(given, message):
-    with pytest.raises(TypeError, match=message):
-        verl.VerlPolicyLoss("mine", *given)
 
 
 def entry_point():
@@ -813,25 +768,6 @@ def test_equals_skyrl(ours):
         assert_equal(got[0], expected[0], guard)
         for metric, value in expected[2].items():
             assert got[2][metric] == pytest.approx(value, rel=1e-6, abs=1e-7), metric
-
-
-@needs("skyrl")
-def test_skyrl_s_registry():
-    """A name can be registered once; SkyRL sends losses to its workers by cloudpickle."""
-    import cloudpickle
-    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
-
-    for _ in range(2):
-        skyrl.register_all()
-    assert set(skyrl.LOSSES) <= set(PolicyLossRegistry.list_available())
-    with pytest.raises(ValueError, match="already registered"):
-        skyrl.register("gk_gspo", gk.GSPO())
-    skyrl.register("mine", gk.GSPO(dual_clip=3.0))
-    try:
-        there = cloudpickle.loads(cloudpickle.dumps(PolicyLossRegistry.get("mine")))
-        assert there == PolicyLossRegistry.get("mine")
-    finally:
-        PolicyLossRegistry.unregister("mine")
 
 
 class Table(torch.nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -47,21 +46,23 @@ class Replacements:
         require_package(self.framework)
         found = []
         for path, ours in self.functions.items():
-            module, _, name = path.partition(":")
-            owner = _module(self.framework, module)
-            *classes, name = name.split(".")
+            module, _, qualified = path.partition(":")
+            *classes, name = qualified.split(".")
+            owner = self._module(module)
             for each in classes:
                 owner = getattr(owner, each, None)
             theirs: Any = getattr(owner, name, None)
             path = path.replace(":", ".")
-            known = inspect.signature(ours).parameters
-            required = sum(each.default is each.empty for each in known.values())
-            check_signature(self.framework, path, theirs, [*known], required=required)
+            check_signature(self.framework, path, theirs, ours)
             found.append((owner, name, theirs, _either(path, ours, theirs), bool(classes)))
         for owner, name, theirs, stand_in, in_class in found:
             self._set(owner, name, stand_in)
-            if not in_class:
-                self._set_where_imported(theirs, stand_in)
+            if in_class:
+                continue
+            for importer, loaded in list(sys.modules.items()):
+                if importer.startswith(f"{self.framework}.") and loaded is not None:
+                    for attribute in [key for key, value in vars(loaded).items() if value is theirs]:
+                        self._set(loaded, attribute, stand_in)
 
     def remove(self) -> None:
         """Restore the framework's functions."""
@@ -76,22 +77,14 @@ class Replacements:
         self._undo.append((owner, name, vars(owner).get(name, _INHERITED)))
         setattr(owner, name, value)
 
-    def _set_where_imported(self, theirs: Any, stand_in: Any) -> None:
-        prefix = self.framework + "."
-        for name, module in list(sys.modules.items()):
-            if name.startswith(prefix) and module is not None:
-                for attribute in [key for key, value in vars(module).items() if value is theirs]:
-                    self._set(module, attribute, stand_in)
-
-
-def _module(framework: str, name: str) -> Any:
-    """Return a framework's module; None if the framework has none of this name."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not f"{error.name}.".startswith(f"{framework}."):
-            raise  # a dependency of the framework
-        return None
+    def _module(self, name: str) -> Any:
+        """Return a framework's module; None if the framework has none of this name."""
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not f"{error.name}.".startswith(f"{self.framework}."):
+                raise  # a dependency of the framework
+            return None
 
 
 def _either(path: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,15 +93,15 @@ def _either(path: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> 
         try:
             result = ours(*arguments, **named)
         except NotServedError as reason:
-            _say_once(f"{path} stays as it is where {reason}")
+            _log_once(f"{path} stays as it is where {reason}")
             return theirs(*arguments, **named)
-        _say_once(f"{path} runs in gspo_kernels")
+        _log_once(f"{path} runs in gspo_kernels")
         return result
 
     return stand_in
 
 
-def _say_once(message: str) -> None:
+def _log_once(message: str) -> None:
     if not torch.compiler.is_compiling():  # torch.compile would try to compile the log call
         _log(message)
 

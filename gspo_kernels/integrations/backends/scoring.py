@@ -13,52 +13,46 @@ from gspo_kernels.integrations.backends.replacing import NotServedError
 IGNORED = -100
 
 
-def scores(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    keep: Tensor | None = None,
-    entropy: bool = False,
-    inplace: bool = False,
-) -> gk.TokenLogprobs:
-    """Return the log-probs, and the entropy, in fp32; both are 0 where ``keep`` is 0.
+def scores(logits: Tensor, labels: Tensor, *, inplace: bool = False, **options: Any) -> gk.TokenLogprobs:
+    """Return log-probs [...], and entropy where asked for, in fp32, from logits [..., V] and labels [...].
 
     Args:
         logits: [..., V].
-        labels: [...], column indices.
-        temperature: a divisor of the logits.
-        keep: the labels' shape; rows at 0 do not count; None: all count.
-        entropy: also return the entropy.
+        labels: [...], column indices; values are 0 where they are ``IGNORED``.
         inplace: the backward may overwrite the logits with their gradient; never done with leaves.
+        options: those of ``token_logprobs``.
 
     Raises:
         NotServedError: logits or labels that aren't plain tensors.
     """
     refuse_other_tensors(logits, labels)
-    if keep is not None:
-        labels = labels.masked_fill(keep == 0, IGNORED)
     # token_logprobs takes two and three dimensions with any strides; a reshape would copy the logits
     rows = logits if logits.ndim in (2, 3) else logits.reshape(-1, logits.shape[-1])
     overwrite = inplace and torch.is_grad_enabled() and logits.requires_grad and not logits.is_leaf
-    scored = gk.token_logprobs(
-        rows,
-        labels.reshape(rows.shape[:-1]),
-        temperature=temperature,
-        return_entropy=entropy,
-        inplace_backward=overwrite and rows is logits,
-    )
-    return gk.TokenLogprobs(
-        scored.logprobs.view(labels.shape),
-        None if scored.entropy is None else scored.entropy.view(labels.shape),
-    )
+    options["inplace_backward"] = overwrite and rows is logits
+    return _as(labels, gk.token_logprobs(rows, labels.reshape(rows.shape[:-1]), **options))
 
 
 def entropy_of(logits: Tensor, chunk_size: int = 0) -> Tensor:
     """Return the entropy [...] of logits [..., V] in fp32. Frameworks pass ``chunk_size``; it is unused."""
-    scored = scores(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), entropy=True).entropy
-    assert scored is not None
-    return scored
+    labels = logits.new_zeros(logits.shape[:-1], dtype=torch.int64)
+    return scores(logits, labels, return_entropy=True).entropy  # type: ignore[return-value]
+
+
+def linear_scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> gk.TokenLogprobs:
+    """Return the same from hidden states [..., H] and a head's weight [V, H], without making all logits.
+
+    ``options`` are those of ``linear_token_logprobs``.
+
+    Raises:
+        NotServedError: a weight that DeepSpeed gathers for each use, or arguments that aren't plain tensors.
+    """
+    refuse_other_tensors(labels)
+    weight, bias = head_of(hidden, weight, bias)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return _as(labels, gk.linear_token_logprobs(rows, weight, labels.reshape(-1), bias=bias, **options))
 
 
 def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -75,34 +69,15 @@ def head_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple
     return weight, None if bias is None else bias.to(hidden.dtype)
 
 
-def linear_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    entropy: bool = True,
-    **options: Any,
-) -> gk.TokenLogprobs:
-    """Return the same from hidden states [..., H] and a head's weight [V, H], without making all logits.
-
-    ``options`` are those of ``linear_token_logprobs``.
-
-    Raises:
-        NotServedError: a weight that DeepSpeed gathers for each use, or arguments that aren't plain tensors.
-    """
-    refuse_other_tensors(labels)
-    weight, options["bias"] = head_of(hidden, weight, bias)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    scored = gk.linear_token_logprobs(rows, weight, labels.reshape(-1), return_entropy=entropy, **options)
-    shape = labels.shape
-    return gk.TokenLogprobs(
-        scored.logprobs.view(shape), None if scored.entropy is None else scored.entropy.view(shape)
-    )
-
-
 def refuse_other_tensors(*tensors: Tensor) -> None:
     """Raise NotServedError for tensors that aren't plain: each framework shards DTensors in its own way."""
     for tensor in tensors:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise NotServedError(f"it gets a {type(tensor).__name__}")
+
+
+def _as(labels: Tensor, result: gk.TokenLogprobs) -> gk.TokenLogprobs:
+    logprobs, entropy = result
+    return gk.TokenLogprobs(
+        logprobs.view(labels.shape), None if entropy is None else entropy.view(labels.shape)
+    )

@@ -34,9 +34,9 @@ def _compute_logprobs(
     _refuse_shards(logits, labels)
     if not return_entropy:
         return scores(logits, labels).logprobs
-    scored = scores(logits, labels.clamp(min=0), entropy=True)  # rows of ignored labels have an entropy
-    assert scored.entropy is not None
-    return scored.logprobs.masked_fill(labels == IGNORED, 0.0), scored.entropy.detach()
+    # rows of ignored labels have an entropy
+    logprobs, entropy = scores(logits, labels.clamp(min=0), return_entropy=True)
+    return logprobs.masked_fill(labels == IGNORED, 0.0), entropy.detach()  # type: ignore[union-attr]
 
 
 REPLACEMENTS = Replacements(

@@ -21,7 +21,7 @@ def _selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
     if index.ndim < logits.ndim:
-        return scores(logits, index, temperature=temperature, keep=row_mask).logprobs
+        return scores(logits, _kept(index, row_mask), temperature=temperature).logprobs
     if row_mask is not None:
         raise NotServedError("several ids of a row have a mask")
     rows, ids = logits.reshape(-1, logits.shape[-1]), index.reshape(-1, index.shape[-1])
@@ -35,9 +35,14 @@ def _selective_log_softmax_and_entropy(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    scored = scores(logits, index, temperature=temperature, keep=row_mask, entropy=True)
-    assert scored.entropy is not None
-    return scored.logprobs, scored.entropy if entropy_requires_grad else scored.entropy.detach()
+    labels = _kept(index, row_mask)
+    logprobs, entropy = scores(logits, labels, temperature=temperature, return_entropy=True)
+    assert entropy is not None
+    return logprobs, entropy if entropy_requires_grad else entropy.detach()
+
+
+def _kept(labels: Tensor, row_mask: Tensor | None) -> Tensor:
+    return labels if row_mask is None else labels.masked_fill(row_mask == 0, IGNORED)
 
 
 def _chunked_logprobs(
@@ -54,10 +59,17 @@ def _chunked_logprobs(
     others = [name for name in outputs if name not in ("log_probs", "entropy")]
     if others:
         raise NotServedError(f"{', '.join(others)} is asked for")
-    options: dict[str, Any] = {"temperature": temperature, "logit_scale": logit_scale}
-    options["softcap"] = final_logit_softcapping
-    scored = linear_scores(hidden, weight, targets, bias=bias, entropy="entropy" in outputs, **options)
-    return scored.logprobs, scored.entropy, None, None, None
+    logprobs, entropy = linear_scores(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=final_logit_softcapping,
+        return_entropy="entropy" in outputs,
+    )
+    return logprobs, entropy, None, None, None
 
 
 def _chunked_divergence_loss(

@@ -22,8 +22,8 @@ def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool
 def _fused_linear_for_ppo(
     self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    scored = linear_scores(hidden_states, vocab_weights, input_ids, temperature=temperature)
-    return scored.logprobs, scored.entropy
+    options: dict[str, Any] = {"temperature": temperature, "return_entropy": True}
+    return linear_scores(hidden_states, vocab_weights, input_ids, **options)
 
 
 def _linear_cross_entropy(
@@ -40,8 +40,8 @@ def _linear_cross_entropy(
     parallel = gk.Parallel()
     if dist_process_group is not None and dist_process_group.size() > 1:
         parallel = gk.Parallel(tp_group=dist_process_group, reduce_hidden_grad=False)
-    scored = linear_scores(hidden, weight, labels.reshape(-1), temperature=temperature, parallel=parallel)
-    return scored.logprobs, scored.entropy
+    options: dict[str, Any] = {"temperature": temperature, "return_entropy": True, "parallel": parallel}
+    return linear_scores(hidden, weight, labels.reshape(-1), **options)
 
 
 REPLACEMENTS = Replacements(
