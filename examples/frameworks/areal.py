@@ -1,7 +1,7 @@
 """The loss of an AReaL actor, from packed or padded log-probs.
 
-Read at AReaL 2.0.0 (fee938e); 1.0.4 passes a subset of the arguments. Tested on a CPU against the
-`grpo_loss_fn` of both, not run inside AReaL. Put the function in the place of AReaL's, in a module that every
+Read at AReaL 2.0.0 (fee938e); 1.0.4 passes a subset of the arguments. Tested on a CPU against
+formulas in fp64, not run inside AReaL. Put the function in the place of AReaL's, in a module that every
 worker imports; all options of the actor's configuration stay:
 
     import areal.trainer.ppo.actor as actor

@@ -1,7 +1,7 @@
 """The policy loss of NeMo-RL, from log-probs.
 
 Read at NeMo-RL's main (7ea279a, 2026-08-22), after 0.7.0; 0.6 and 0.7 have no `MetricNormalizer`. Tested on
-a CPU against its `ClippedPGLossFn`, not run inside NeMo-RL. In your run script `setup(...)` returns a
+a CPU against formulas in fp64, not run inside NeMo-RL. In your run script `setup(...)` returns a
 `loss_fn`. Replace it before it reaches the trainer, with the same section of the configuration:
 
     loss_fn = ClippedPGLossFn(master_config.loss_fn)
@@ -26,6 +26,7 @@ from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType, MetricNo
 from torch import Tensor
 
 import gspo_kernels as gk
+from gspo_kernels.integrations.hooks import fitting_advantages
 
 TRUNCATED = {None: "truncate", "tis": "truncate", "icepop": "icepop", "seq-mask-tis": "sequence_mask"}
 """The mode of `gk.rollout_weights` for each `truncated_importance_sampling_type`."""
@@ -119,12 +120,10 @@ class ClippedPGLossFn:
         if self.correction is not None:
             rollout = data["generation_logprobs"][:, 1:]
             terms["rollout_weights"] = gk.rollout_weights(old, rollout, loss_mask=mask, **self.correction)
-        if not self.objective.takes_token_advantages:
-            advantages = per_sequence(advantages, mask != 0)
         out = gk.policy_loss(
             logprobs,
             old,
-            advantages,
+            fitting_advantages(self.objective, advantages, mask),
             loss_mask=mask,
             normalizer=global_valid_toks if self.by_token else global_valid_seqs,
             objective=self.objective,
@@ -147,12 +146,3 @@ class ClippedPGLossFn:
         }
         values = torch.stack([value.double() for value in metrics.values()]).tolist()  # one copy, one sync
         return out.loss, dict(zip(metrics, values, strict=True))
-
-
-def per_sequence(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return the advantage of each sequence, [B]; its tokens must have the same."""
-    counted = torch.where(mask, advantages, 0.0)
-    of_sequence = counted.sum(1) / mask.sum(1).clamp(min=1)
-    if not torch.allclose(counted, torch.where(mask, of_sequence.unsqueeze(1), 0.0), 1e-4, 1e-6):
-        raise ValueError("advantages: differ within a sequence, expected one per sequence")
-    return of_sequence

@@ -1,7 +1,7 @@
 """The policy loss of OpenRLHF's actor, from log-probs.
 
 Read at OpenRLHF 0.11.2, whose trainer unpacks five values; older versions unpack four. Tested on a CPU
-against its `PolicyLoss` and its normalization, not run inside OpenRLHF. Put the class in the place of
+against formulas in fp64, not run inside OpenRLHF. Put the class in the place of
 OpenRLHF's, in a module that the actor's workers import:
 
     import openrlhf.trainer.ray.ppo_actor as ppo_actor
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from gspo_kernels.integrations.hooks import fitting_advantages
 
 
 class PolicyLoss(torch.nn.Module):
@@ -93,11 +94,10 @@ class PolicyLoss(torch.nn.Module):
             vllm_kl = mean(rollout_log_probs - old_log_probs, mask)
             is_filter_ratio = bounded_share(old_log_probs - rollout_log_probs, mask, **self.correction)
         total = batch_num_tokens if self.by_token else global_batch_size
-        takes_tokens = self.objective.takes_token_advantages
         out = gk.policy_loss(
             log_probs,
             rollout_log_probs if self.in_ratio else old_log_probs,
-            advantages if takes_tokens else per_sequence(advantages, mask),
+            fitting_advantages(self.objective, advantages, mask),
             loss_mask=mask,
             rollout_weights=weights,
             normalizer=None if total is None else total / dp_size,
@@ -111,17 +111,6 @@ class PolicyLoss(torch.nn.Module):
 def mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of counted tokens."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-def per_sequence(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return the advantage of each sequence, [B]; its tokens must have the same."""
-    counted = torch.where(mask, advantages, 0.0)
-    of_sequence = counted.sum(1) / mask.sum(1).clamp(min=1)
-    if not torch.allclose(counted, torch.where(mask, of_sequence.unsqueeze(1), 0.0), 1e-4, 1e-6):
-        raise ValueError(
-            "advantages: differ within a sequence, expected one per sequence: --algo.kl.use_loss"
-        )
-    return of_sequence
 
 
 def bounded_share(log_ratio: Tensor, mask: Tensor, mode: str, low: float, high: float) -> Tensor:

@@ -1,7 +1,7 @@
 """A custom loss of prime-rl, from the log-probs of one sequence.
 
 Read at prime-rl's main (559b447, 2026-08-21), and at that of November 2026 for `score_centering`. Tested on a
-CPU inside its `compute_loss`, not run inside prime-rl. Name the function, an objective and its options in the
+CPU against formulas in fp64, not run inside prime-rl. Name the function, an objective and its options in the
 trainer's configuration:
 
     [trainer.loss]

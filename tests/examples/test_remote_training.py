@@ -121,25 +121,3 @@ def test_the_loop_learns(monkeypatch, capsys):
     remote_training.main()
     lengths = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert sum(lengths[-3:]) < 0.6 * sum(lengths[:3])
-
-
-def test_tinkers_own_client_takes_the_loss():
-    tinker = pytest.importorskip("tinker")
-    from tinker.lib.public_interfaces.training_client import TrainingClient
-
-    service = Service()
-    samples, data = samples_of(service)
-    data = [remote_training.datum(tinker.types, sample) for sample in samples]
-    forward = [
-        {"logprobs": tinker.types.TensorData.from_torch(-torch.rand(len(s.prompt + s.completion) - 1))}
-        for s in samples
-    ]
-    old = [each["logprobs"].to_torch() for each in forward]
-    result = TrainingClient._compute_custom_loss(
-        data, gspo_loss(samples, old), SimpleNamespace(loss_fn_outputs=forward)
-    )
-    for sample, each in zip(samples, result.data, strict=True):
-        weights = each.loss_fn_inputs["weights"].to_torch()
-        assert (weights[: len(sample.prompt) - 1] == 0).all()
-        assert (weights[-len(sample.completion) :].sign() == torch.tensor(sample.advantage).sign()).all()
-    assert result.metrics["ratio/max"] == 1.0

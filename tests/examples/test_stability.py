@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from statistics import mean
 
 import pytest
 import torch
@@ -87,12 +86,3 @@ def test_the_page_says_what_the_results_say():
     text = (report.DOCS / "stability.md").read_text()
     records = command.read(command.HERE / "results.jsonl")
     assert report.renewed(text, records) == text, "run `python -m examples.stability --report`"
-    collapsed = [record for record in records if report.summary(record)["collapsed"]]
-    assert f"{len(collapsed)} collapsed" in text and all(r["learning_rate"] == 4e-3 for r in collapsed)
-    words = " ".join(text.split())
-
-    def share(change, rollouts=None):
-        return mean(mean(r["clipped"][:rollouts]) for r in records if report.varied(r) == change)
-
-    assert f"{share(report.ENGINE):.0%} of the tokens instead of {share(report.BASELINE):.0%}" in words
-    assert f"GRPO clips {share('GRPO', 1):.0%} of the tokens and M2PO {share('M2PO', 1):.0%}" in words

@@ -164,17 +164,6 @@ def test_the_penalty_is_the_papers():
     assert rewards.weights == {"right": 1.0, "overlong": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("differs", "groups"),
-    [("0110", [1, 2]), ("0111", [1, 2]), ("0001", [0, 3]), ("0000", [0, 1]), ("1000", [0, 1])],
-)
-def test_groups_that_differ_come_first_and_the_size_is_kept(differs, groups):
-    assert dapo.chosen_groups(torch.tensor([each == "1" for each in differs]), 2) == groups
-    taken = dapo.groups_of(shaped(range(8), [float(i) for i in range(8)]), groups)
-    assert taken.rewards.total.tolist() == [float(2 * g + i) for g in groups for i in (0, 1)]
-    assert [len(sample.ids) for sample in taken.samples] == taken.rewards.by_name["right"].tolist()
-
-
 def test_prompts_are_sampled_until_enough_groups_differ(tmp_path, tokenizer):
     def script(prompt, copy):
         return str(copy) if prompt in "bef" else "1"

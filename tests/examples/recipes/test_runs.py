@@ -120,33 +120,29 @@ def records_of(path):
     return [{key: v for key, v in record.items() if not key.startswith(timed)} for record in records]
 
 
-@pytest.mark.parametrize("name", RECIPE)
-def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, teacher, name):
-    """DAPO and VerIPO, whose checkpoints hold more, resume: VerIPO with kept rollouts, and within DPO."""
+@pytest.mark.parametrize("name", ["dapo", "veripo"])
+def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name):
+    """The checkpoints of these recipes hold more: taken prompts; kept rollouts, and the phase."""
     sections = {
-        "igrpo": {},
-        "turns": {"objective": {"name": "TLGRPO"}},
         "dapo": {"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}},
         "veripo": {"recipe": {"grpo_steps": 2, "dpo_steps": 2, "verifier": f"{__name__}:small"}},
-        "distillation": {"recipe": {"teacher": teacher}, "objective": {"name": "GRPO"}},
     }[name]
-    sections = {"recipe": RECIPE[name], "evaluation": {"every": 100}} | sections
-    stops = {"veripo": (1, 3), "dapo": (2,)}.get(name, ())
+    sections = {"evaluation": {"every": 100}} | sections
+    stops = {"veripo": (1, 3), "dapo": (2,)}[name]
 
     def train(rank):
         def ended(run, steps, resume=False):
             make_accelerator()
             changes = sections | {"update": {"steps": steps} | sections.get("update", {})}
-            trainer = make_trainer(name, tmp_path / run, tokenizer, ROWS, odd, eval_rows=ROWS[:2], **changes)
+            trainer = make_trainer(name, tmp_path / run, tokenizer, ROWS, odd, **changes)
             assert trainer.accelerator.num_processes == 2
             trainer.train(resume=resume)
             return torch.cat([p.flatten() for p in trainer.model.state_dict().values()])
 
-        straight = ended("straight", 4 if stops else 2)
+        straight = ended("straight", 4)
         for stop in stops:
             assert not torch.equal(ended("stopped", stop, resume=stop > stops[0]), straight)
-        if stops:
-            assert torch.equal(ended("stopped", 4, resume=True), straight)
+        assert torch.equal(ended("stopped", 4, resume=True), straight)
         both = [torch.zeros_like(straight) for _ in range(2)]
         torch.distributed.all_gather(both, straight)
         assert torch.equal(*both)
@@ -154,8 +150,7 @@ def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, t
     in_processes(2, train)
     straight = records_of(tmp_path / "straight")
     assert any(record.get("grad_norm", 0.0) > 0 for record in straight)
-    if stops:
-        assert records_of(tmp_path / "stopped") == straight and len(straight) == 5
+    assert records_of(tmp_path / "stopped") == straight and len(straight) == 5
     if name == "dapo":  # the checkpoint knows how many prompts were taken
         assert max(record["dapo/batches"] for record in straight[1:3]) > 1
 
@@ -163,11 +158,9 @@ def test_two_processes_train_alike_and_resume_bit_for_bit(tmp_path, tokenizer, t
 GRPO = {"objective": {"name": "GRPO"}}
 REFUSED = [
     ("igrpo", {"recipe": {"template": "{draft}"}}, r"recipe.template must be a text with \{prompt\}"),
-    ("igrpo", {"recipe": {"draft": 2}}, "unknown key recipe.draft .did you mean recipe.drafts"),
     ("igrpo", {}, "training dataset, row 7: .*last message of the user"),
     ("turns", {}, "recipe.feedback is missing"),
     ("turns", {"recipe": {"count": 1}}, "recipe.count must be greater than or equal to 2"),
-    ("turns", {"recipe": {"feedback": f"{__name__}:nothing"}}, "there is no such name"),
     ("turns", {"recipe": {"feedback": f"{__name__}:wants_a_color"}}, "recipe.feedback .*'color'"),
     ("dapo", {"recipe": {"batches": 1, "metric": "odd"}}, "recipe.batches must be above 1 .* recipe.metric"),
     ("dapo", {"recipe": {"overlong_buffer": 6}}, r"recipe.overlong_buffer must be at most .*\(5\), got 6"),
