@@ -72,7 +72,7 @@ def test_a_reward_that_halves_for_good_has_collapsed():
     )
 
 
-def test_differences_are_those_of_the_same_model_and_seed():
+def test_differences_are_of_the_same_model_and_seed():
     baseline = {("dense", seed): {"reward": float(seed)} for seed in range(5)}
     runs = {("dense", seed): {"reward": seed + 0.1 * seed} for seed in (1, 3)} | {("moe", 1): {"reward": 9.0}}
     differences = report.against_baseline(runs, baseline)

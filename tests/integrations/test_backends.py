@@ -294,16 +294,19 @@ def test_verls_log_probs(lines):
     assert len(lines()) == 4
 
 
-def test_verls_log_probs_leave_their_gradient_in_the_logits_by_default_as_verls_do():
+def test_verls_log_probs_leave_their_gradient_in_logits():
     function = verl.REPLACEMENTS.functions["verl.utils.torch_functional:logprobs_from_logits"]
     (leaf,), labels, _ = draw()
     for options, overwritten in (({}, True), ({"inplace_backward": False}, False)):
         logits = leaf.clone().requires_grad_() * 1.0
         function(logits, labels, **options).sum().backward()
         assert torch.equal(logits.detach(), leaf) != overwritten
+    logits = leaf.clone().requires_grad_()
+    function(logits, labels).sum().backward()
+    assert torch.equal(logits.detach(), leaf)  # a leaf is never overwritten
 
 
-def test_functions_compute_their_formulas_without_their_packages(monkeypatch):
+def test_formulas_without_the_packages(monkeypatch):
     """For torchtitan, SkyRL and verl; torchtitan's label of -100 has an entropy, but no log-prob."""
     size = 1
     for name, module in (
@@ -369,7 +372,7 @@ def test_heads_that_ranks_share():
     in_processes(2, over_ranks)
 
 
-def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch, lines):
+def test_replacements_reach_modules_that_imported_it(monkeypatch, lines):
     framework, user = types.ModuleType("some_framework"), types.ModuleType("some_framework.user")
 
     def theirs(x):
@@ -395,8 +398,9 @@ def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch,
         "some_framework.double runs in gspo_kernels",
         "some_framework.double stays as it is where x is negative",
     }
-    framework.changed = lambda x, other: x
+    framework.changed, framework.fewer = lambda x, other: x, lambda: None
     for path in (
+        "framework:fewer",
         "framework:changed",
         "framework:missing",
         "framework:Missing.apply",

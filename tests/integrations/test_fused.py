@@ -102,7 +102,7 @@ ADAPTERS = {"LoRA, frozen head": {}, "LoRA, trained head": {"modules_to_save": [
 
 
 @pytest.mark.parametrize("name", [*MODELS, *ADAPTERS])
-def test_scores_loss_and_all_gradients_equal_the_logits_path(name):
+def test_values_and_gradients_equal_the_logits_path(name):
     """In fp64, for fused losses with several schedules, and for a loss of differentiable log-probs."""
 
     def close(got, want):
@@ -136,7 +136,7 @@ def test_scores_loss_and_all_gradients_equal_the_logits_path(name):
             close(gradients(model, separate), want)
 
 
-def test_without_the_adapter_the_model_is_the_original_one():
+def test_a_disabled_adapter_gives_the_original_model():
     inputs, labels = batch()
     base = tiny()
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_without_the_adapter_the_model_is_the_original_one():
         assert not torch.allclose(model(**call).logprobs, want)
 
 
-def test_labels_are_shifted_and_shift_labels_take_a_mask():
+def test_labels_are_shifted_shift_labels_take_a_mask():
     model = fuse_lm_head(tiny())
     inputs, labels = batch()
     terms = terms_of(model(**inputs, labels=labels, return_logprobs=True).logprobs)
@@ -194,7 +194,7 @@ def test_calls_without_our_arguments_are_the_models_own():
     assert "forward" not in model.__dict__ and "forward" not in model.lm_head.__dict__
 
 
-def test_copies_and_a_forward_that_the_instance_had_before():
+def test_copies_and_an_earlier_forward():
     model = tiny()
     inputs, labels = batch()
     own, calls = model.forward, []
@@ -243,7 +243,7 @@ def test_accelerate_may_unwrap_the_model(fused):
     assert "_gspo_fused" not in unfuse_lm_head(model).__dict__
 
 
-def test_a_second_call_patches_a_model_again_that_a_library_has_reset():
+def test_a_second_call_patches_a_reset_model_again():
     model = fuse_lm_head(tiny())
     _, labels = batch()
     call = {"input_ids": labels.clamp(min=0), "labels": labels, "return_logprobs": True}
@@ -357,7 +357,7 @@ def test_packed_rows_equal_padded_ones(name, attention):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
-def test_a_packed_row_s_mask_and_offsets_may_lie_on_the_host(monkeypatch):
+def test_a_packed_row_s_offsets_may_be_on_the_host(monkeypatch):
     pytest.importorskip("triton")
     gpu, model = FakeGpu(monkeypatch), fuse_lm_head(tiny("Qwen3"))
     ids, cu_seqlens, *_ = packed_batch()
@@ -437,7 +437,7 @@ def test_a_packed_row_s_hidden_states_may_be_a_dtensor(group_of_one):
 
 
 @pytest.mark.parametrize("kind", list(ROPES))
-def test_rope_frequencies_that_depend_on_the_longest_sequence(kind, group_of_one):
+def test_rope_frequencies_that_depend_on_lengths(kind, group_of_one):
     """Such sequences are not packed, padded rows are warned about, and no earlier call counts."""
     model = fuse_lm_head(model_of_varying_rope(kind))
     long = torch.randint(3, 60, (1, 3 * LIMIT), generator=torch.Generator().manual_seed(shifted_seed(0)))
@@ -578,7 +578,7 @@ def test_prompt_learning_is_refused():
                     function(model)
 
 
-def test_models_that_are_no_causal_language_models_are_refused():
+def test_models_that_are_not_causal_are_refused():
     import transformers as library
 
     config = library.T5Config(vocab_size=96, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)

@@ -395,7 +395,7 @@ def test_verl_s_clip_ratio_stands_in_for_both_ends():
     assert torch.equal(one, two)
 
 
-def test_skyrl_s_correction_multiplies_the_loss_and_masks(monkeypatch):
+def test_skyrl_s_correction_weighs_and_masks(monkeypatch):
     """A stand-in replaces SkyRL's own function, which returns weights and a mask."""
     start, old, advantages, weights, rollout = batch()
     kept = torch.arange(8) % 3 != 0

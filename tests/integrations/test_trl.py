@@ -470,7 +470,7 @@ def test_newer_versions_of_trl(monkeypatch, models, problem, tmp_path):
         evaluate(newer, models, tmp_path, Case(GRPO), problem)
 
 
-def test_sequences_in_parts_are_refused_where_trl_does_not_look(tmp_path, monkeypatch):
+def test_sequences_in_parts_are_refused(tmp_path, monkeypatch):
     """TRL does not check accelerate's ParallelismConfig."""
     for name in ("cp_size", "sp_size"):
         accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{name: 2}))

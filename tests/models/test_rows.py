@@ -100,7 +100,7 @@ def assert_as_exact(model, run, reference):
 @pytest.mark.parametrize(
     "family", ["qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "gpt2", "adapters", *ROPES]
 )
-def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
+def test_rows_equal_each_sequence_alone(family, layout):
     prompts, completions = sequences(layout)
     model, row = build(family), LAYOUTS[layout]
     check_rows_of(model, row)
@@ -175,7 +175,7 @@ def test_a_model_that_cannot_be_packed_is_refused():
         check_rows_of(model)
 
 
-def test_a_model_is_tried_without_dropout_and_with_finite_weights():
+def test_the_check_has_no_dropout_and_finite_weights():
     model = build("gpt2").train()  # it drops a tenth
     check_rows_of(model)
     assert all(module.training for module in model.modules())
@@ -199,7 +199,7 @@ def test_a_hundredth_is_rounding_in_16_bit_alone():
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60), st.integers(0, 3))
-def test_batches_hold_every_sequence_once_and_keep_the_budget(lengths, budget, more):
+def test_batches_keep_the_budget(lengths, budget, more):
     batches = token_budget_batches(lengths, budget)
     fixed = token_budget_batches(lengths, budget, count=len(batches) + more)
     assert len(fixed) == len(batches) + more

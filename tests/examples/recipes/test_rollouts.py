@@ -44,7 +44,7 @@ def made(recipe, tmp_path, tokenizer, script, rows=ROWS, reward=digit, eval_rows
     return scripted(recipe, tmp_path / "run", tokenizer, rows, script, reward, **sections)
 
 
-def test_a_template_is_filled_once_and_in_the_last_message_of_the_user():
+def test_a_template_is_filled_in_the_last_message():
     filled = refined_prompt("a{draft}", "b{prompt}", "{{prompt}|{draft}|{draft}{x}")
     assert filled == "{a{draft}|b{prompt}|b{prompt}{x}"
     system, question = {"role": "system", "content": "s"}, {"role": "user", "content": "q", "name": "n"}
@@ -56,7 +56,7 @@ def test_a_template_is_filled_once_and_in_the_last_message_of_the_user():
     assert refined == [system, {"role": "user", "content": "q<wd>", "name": "n"}, begun]
 
 
-def test_the_best_draft_goes_into_the_prompt_and_refinements_are_trained(tmp_path, tokenizer):
+def test_the_best_draft_goes_into_the_prompt(tmp_path, tokenizer):
     seen = []
 
     def reward(prompts, completions, letter):
@@ -138,7 +138,7 @@ def test_a_history_without_room_ends_its_trajectory(tmp_path, tokenizer):
     assert rollout.metrics["turns/ended_early"] == 1 and len(trainer.engine.calls) == 2
 
 
-def test_evaluation_is_of_the_first_turn_and_of_the_best(tmp_path, tokenizer):
+def test_evaluation_of_the_first_and_the_best_turn(tmp_path, tokenizer):
     script = {"ab": "4", "ab4a4": "6", "ab4a46a6": "2", "cd": "3", "cd3c3": "no", "cd3c3noc-": "1"}
     trainer = made("turns", tmp_path, tokenizer, lambda prompt, _: script[prompt], eval_rows=ROWS)
     metrics = trainer.evaluate()
@@ -194,7 +194,7 @@ def length(completion_ids):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def test_groups_are_compared_before_the_penalty_and_by_the_metric(tmp_path, tokenizer):
+def test_groups_are_compared_before_the_penalty(tmp_path, tokenizer):
     """Completions of "a" differ in length alone: they have advantages, but their group does not differ."""
     for name, reward, metric in (("one", digit, None), ("two", [digit, length], "digit")):
         recipe = {"batches": 2, "overlong_buffer": 2, "overlong_penalty": 0.5, "metric": metric}

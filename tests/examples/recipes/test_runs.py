@@ -188,7 +188,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[0]} {case[2]:.30}")
-def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tokenizer, monkeypatch, case):
+def test_wrong_options_are_refused_before_any_write(tmp_path, tokenizer, monkeypatch, case):
     name, sections, words = case
     rows = ROWS
     monkeypatch.setattr("gspo_kernels.trainer.vllm.WAIT", 0.0)  # for a server that is not there
@@ -200,7 +200,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tokeni
     assert not (tmp_path / "run").exists()
 
 
-def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer):
+def test_wrong_feedback_is_named_and_nothing_is_lost(tmp_path, tokenizer):
     for name, words in (
         ("too_few", r"returned \['a'\], expected a list of 3 texts"),
         ("raises", "raised ValueError.*out of order"),
@@ -259,7 +259,7 @@ def served(tokenizer):
 
 
 @pytest.mark.parametrize("where", ["in process", "served"])
-def test_advantages_are_the_teachers_log_probs_minus_the_policys(
+def test_advantages_are_teacher_minus_policy(
     tmp_path, tokenizer, teacher, monkeypatch, where
 ):
     place = {"teacher": teacher}
