@@ -294,7 +294,7 @@ def test_verls_log_probs(lines):
     assert len(lines()) == 4
 
 
-def test_verls_log_probs_leave_their_gradient_in_logits():
+def test_verls_log_probs_leave_gradients_in_logits():
     function = verl.REPLACEMENTS.functions["verl.utils.torch_functional:logprobs_from_logits"]
     (leaf,), labels, _ = draw()
     for options, overwritten in (({}, True), ({"inplace_backward": False}, False)):

@@ -176,7 +176,7 @@ def test_the_same_weights_have_a_ratio_of_exactly_one():
         out.loss.backward()
 
 
-def test_calls_without_our_arguments_are_the_models_own():
+def test_calls_without_our_arguments_are_the_model_s():
     model = tiny()
     inputs, labels = batch()
     call = {**inputs, "labels": labels, "ignore_index": IGNORED}

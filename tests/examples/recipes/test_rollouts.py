@@ -164,7 +164,7 @@ def test_the_penalty_is_the_papers():
     assert rewards.weights == {"right": 1.0, "overlong": 2.0}
 
 
-def test_prompts_are_sampled_until_enough_groups_differ(tmp_path, tokenizer):
+def test_prompts_are_sampled_until_groups_differ(tmp_path, tokenizer):
     def script(prompt, copy):
         return str(copy) if prompt in "bef" else "1"
 
