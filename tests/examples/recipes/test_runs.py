@@ -259,9 +259,7 @@ def served(tokenizer):
 
 
 @pytest.mark.parametrize("where", ["in process", "served"])
-def test_advantages_are_teacher_minus_policy(
-    tmp_path, tokenizer, teacher, monkeypatch, where
-):
+def test_advantages_are_teacher_minus_policy(tmp_path, tokenizer, teacher, monkeypatch, where):
     place = {"teacher": teacher}
     if where == "served":
         monkeypatch.setattr(VLLMServer, "ask", served(tokenizer))
