@@ -621,7 +621,7 @@ def test_slime_calls():
     assert loss.item() == pytest.approx(-sum(ADVANTAGES[:5])) and metrics["ppo_kl"] == 0
     with raises("use_tis: got no log_probs"):
         slime_call({"use_tis": True}, log_probs=None)
-    with raises(r"response_lengths: got 9 of 9 tokens, expected a prompt of at least one"):
+    with raises(r"response_lengths: got 9 of \d tokens, expected a prompt of at least one"):
         slime_call(gspo, rows=[0], response_lengths=[9])
     with raises(r"logits: got \d+ rows, total_lengths have \d+ on this rank"):
         slime_call(gspo, total_lengths=[30] * 6, unconcat_tokens=[torch.zeros(30, dtype=torch.int64)] * 6)
