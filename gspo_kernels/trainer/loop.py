@@ -32,7 +32,7 @@ from gspo_kernels.trainer.processes import map_shares, on_main, seed_everything,
 from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output, read_metrics
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, RolloutEngine, Sampling, sampling_of
-from gspo_kernels.trainer.sizes import Size, ran_out_of_memory
+from gspo_kernels.trainer.sizes import Size
 from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
 
 
@@ -248,22 +248,14 @@ class GSPOTrainer:
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """Let the engine complete prompts; repeat that in smaller batches if memory runs out."""
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-        while True:
-            try:
-                completions: list[Completion] = self.engine.generate(prompts, sampling)
-                return completions
-            except RuntimeError as error:
-                if not ran_out_of_memory(error):
-                    raise
-                message = str(error)
-            own = isinstance(self.engine, ModelEngine)
-            self.batch_size.halve(message, alone=not own or self.batch_size.value == 1)
-            self.engine.batch_size = self.batch_size.value
-            torch.set_rng_state(states[0])
-            for device, cuda_state in zip(devices, states[1], strict=True):
-                torch.cuda.set_rng_state(cuda_state, device)
+        own = isinstance(self.engine, ModelEngine)
+
+        def attempt() -> list[Completion]:
+            if own:
+                self.engine.batch_size = self.batch_size.value
+            return self.engine.generate(prompts, sampling)  # type: ignore[no-any-return]
+
+        return self.batch_size.fit(attempt, alone=lambda: not own or self.batch_size.value == 1)
 
     def score(self, samples: Sequence[Sample], prompts: data.Prompts | None = None) -> Rewards:
         """Call the reward functions, each process on its share of the groups; all get all rewards."""
@@ -336,8 +328,6 @@ class GSPOTrainer:
         for size in self.sizes():
             if size.shrinks:
                 size.value = state["sizes"][size.option]
-        if isinstance(self.engine, ModelEngine):
-            self.engine.batch_size = self.batch_size.value
         if state["processes"] != self.accelerator.num_processes:
             self.report.say("another number of processes than before: sampling has new seeds")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ AUTO = {"micro_batch_tokens": 16384, "batch_size": 256}
 """Where ``auto`` starts on a GPU. On a CPU, where the system may end a process instead, it is a quarter."""
 
 _LOGGER = logging.getLogger("gspo_kernels")
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -35,11 +37,28 @@ class Size:
         start = AUTO[name] if accelerator.device.type == "cuda" else AUTO[name] // 4
         return cls(option, start, accelerator.num_processes == 1)
 
-    def halve(self, error: str, *, alone: bool) -> None:
-        """Free cached memory and halve the value, or raise an `InputError` with the options that help.
+    def fit(self, work: Callable[[], _Result], *, alone: Callable[[], bool]) -> _Result:
+        """Return what ``work`` returns. While memory runs out, halve the value and call it again.
 
-        ``alone``: one sequence at a time was tried, so that a smaller value does not help.
+        Every attempt starts with the same random numbers. ``alone`` tells whether one sequence at a time was
+        tried, so that a smaller value does not help: an `InputError` then names the options that do.
         """
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+        while True:
+            try:
+                return work()
+            except RuntimeError as error:
+                if not ran_out_of_memory(error):
+                    raise
+                message = str(error)
+            # Out of the except block, no traceback holds the tensors of the failed attempt.
+            self._halve(message, alone())
+            torch.set_rng_state(states[0])
+            for device, state in zip(devices, states[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+
+    def _halve(self, error: str, alone: bool) -> None:
         if alone or not self.shrinks:
             smaller = "a smaller rollout.max_new_tokens" if alone else f"a smaller {self.option}"
             helps = f"{smaller}, update.gradient_checkpointing or lora.rank"

@@ -35,7 +35,7 @@ from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, n
 from gspo_kernels.trainer.model import Policy, end_token_ids, padding_token_id
 from gspo_kernels.trainer.processes import reshard, whole_weights
 from gspo_kernels.trainer.rollout import ModelEngine
-from gspo_kernels.trainer.sizes import Size, ran_out_of_memory
+from gspo_kernels.trainer.sizes import Size
 from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights, vllm_engine
 
 Metrics = dict[str, float]
@@ -138,6 +138,11 @@ class Minibatch(NamedTuple):
     micro_batches: list[Tensor]  # this process's part of the active rows
 
 
+def runs_one_by_one(minibatches: Sequence[Minibatch]) -> bool:
+    """Return whether no micro-batch has more than one row."""
+    return all(len(rows) <= 1 for part in minibatches for rows in part.micro_batches)
+
+
 class Updater:
     """The owner of optimizer, schedule and objective; ``reference`` is called as the policy is."""
 
@@ -187,26 +192,23 @@ class Updater:
         such completions; that of the entropy is over their tokens, and NaN without any.
         """
         each: list[Metrics] = []
-        while len(each) < self.config.update.minibatches * self.config.update.epochs:
+        minibatches: list[Minibatch] = []
+        old, terms = batch.loss_mask, Terms()  # set in the first attempt
+
+        def attempt() -> None:
+            """Take the steps that are left; before the first one, compute what they share."""
+            nonlocal minibatches, old, terms
+            self.optimizer.zero_grad()  # of an attempt that ran out of memory
             minibatches = self._minibatches(batch, step)
-            first_epoch = minibatches[: self.config.update.minibatches]
-            try:
-                if not each:
-                    old = self._old_logprobs(batch, first_epoch)
-                    terms = self._terms(batch, old, first_epoch)
-                for minibatch in minibatches[len(each) :]:
-                    on_policy = not each and self._starts_on_policy(batch)
-                    each.append(self._update_minibatch(batch, old, terms, minibatch, on_policy))
-            except RuntimeError as error:
-                if not ran_out_of_memory(error):
-                    raise
-                message = str(error)
-            else:
-                break
-            # Here no traceback holds activations. The minibatch, or without a step all of it, is done again.
-            self.optimizer.zero_grad()
-            alone = all(len(rows) <= 1 for part in minibatches for rows in part.micro_batches)
-            self.micro_batch_tokens.halve(message, alone=alone)
+            if not each:
+                first_epoch = minibatches[: self.config.update.minibatches]
+                old = self._old_logprobs(batch, first_epoch)
+                terms = self._terms(batch, old, first_epoch)
+            for minibatch in minibatches[len(each) :]:
+                on_policy = not each and self._starts_on_policy(batch)
+                each.append(self._update_minibatch(batch, old, terms, minibatch, on_policy))
+
+        self.micro_batch_tokens.fit(attempt, alone=lambda: runs_one_by_one(minibatches))
         tokens = [int(batch.counted[minibatch.active].sum()) for minibatch in minibatches]
         for count, values in zip(tokens, each, strict=True):
             values["entropy"] = values["entropy"] if count else math.nan
@@ -225,15 +227,22 @@ class Updater:
         return metrics | self._off_policy_metrics(batch, old, terms)
 
     @torch.no_grad()
-    def score(
-        self, policy: Any, batch: Batch, step: int = 0, minibatches: Sequence[Minibatch] | None = None
-    ) -> gk.TokenLogprobs:
+    def score(self, policy: Any, batch: Batch, step: int = 0) -> gk.TokenLogprobs:
         """Return log-probs and entropy, [N], of the rows that the update of a step uses; 0 elsewhere.
 
         Micro-batches are those of that update, because the last bit of a result may depend on their shape.
         """
-        if minibatches is None:
+        minibatches: list[Minibatch] = []
+
+        def attempt() -> gk.TokenLogprobs:
+            nonlocal minibatches
             minibatches = self._minibatches(batch, step)[: self.config.update.minibatches]
+            return self._score(policy, batch, minibatches)
+
+        return self.micro_batch_tokens.fit(attempt, alone=lambda: runs_one_by_one(minibatches))
+
+    @torch.no_grad()
+    def _score(self, policy: Any, batch: Batch, minibatches: Sequence[Minibatch]) -> gk.TokenLogprobs:
         micros = [rows for minibatch in minibatches for rows in minibatch.micro_batches]
         return gk.TokenLogprobs(*self._run(policy, batch, micros)[:2])
 
@@ -305,7 +314,7 @@ class Updater:
         if batch.old_logprobs is not None:
             return batch.old_logprobs
         later = first_epoch[1:] if self._starts_on_policy(batch) else first_epoch
-        return self.score(self.policy, batch, minibatches=later).logprobs
+        return self._score(self.policy, batch, later).logprobs
 
     def _terms(self, batch: Batch, old: Tensor, first_epoch: Sequence[Minibatch]) -> Terms:
         """Return the terms, besides the old log-probs, that the losses of all minibatches share."""
@@ -315,7 +324,7 @@ class Updater:
         if needs_reference(config):
             ref = batch.ref_logprobs
             if ref is None:
-                ref = self.score(self.reference, batch, minibatches=first_epoch).logprobs
+                ref = self._score(self.reference, batch, first_epoch).logprobs
             terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta}
         if config.off_policy.level != "none":
             sampled = batch.rollout_logprobs
@@ -398,7 +407,7 @@ class Updater:
         """Learn from a loss of the whole minibatch; the micro-batches then backpropagate its gradient."""
         rows, _, micros = minibatch
         places, world = batch.places(rows), self.accelerator.num_processes
-        current: Any = self.score(self.policy, batch, minibatches=[minibatch])
+        current: Any = self._score(self.policy, batch, [minibatch])
         logprobs, entropy = (values[places].requires_grad_() for values in current)
         output = gk.policy_loss(logprobs, entropy=entropy, **batch.pick(terms, rows))
         gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)

@@ -9,20 +9,27 @@ from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.model import Policy
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import ModelEngine
-from tests.trainer.conftest import ROWS, make_trainer, odd_share, same, small_config, weights
+from tests.trainer.conftest import ROWS, batch_of, make_trainer, same, small_config, weights
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 ON_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
 
+def in_order(completion_ids):
+    """Return rewards of which no two in a group are equal, so that every completion is learned from."""
+    return [float(place) for place in range(len(completion_ids))]
+
+
 @pytest.fixture
 def trainer_of(tokenizer):
-    """Return a function that makes a trainer with these sizes."""
+    """Return a function that makes a trainer with these sizes, whose completions all have five tokens."""
 
     def make(output, tokens, completions, **update):
         update = {"micro_batch_tokens": tokens, "epochs": 2} | update
         config = small_config(output, update=update, rollout={"batch_size": completions})
-        return make_trainer(tokenizer, ROWS, odd_share, config)
+        trainer = make_trainer(tokenizer, ROWS, in_order, config)
+        trainer.engine.end_ids = []
+        return trainer
 
     return make
 
@@ -49,24 +56,30 @@ def fail(monkeypatch, owner, name, error, when):
     monkeypatch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("error", [FULL, ON_CPU], ids=["GPU", "CPU"])
-@pytest.mark.parametrize("learns", [False, True], ids=["scoring", "learning"])
-def test_halved_sizes_give_the_run_that_had_them(trainer_of, tmp_path, monkeypatch, error, learns):
-    """Of an update that learns, one micro-batch has left its gradient when memory runs out."""
+@pytest.mark.parametrize(
+    ("error", "learns", "call"), [(FULL, False, 1), (ON_CPU, True, 2)], ids=["scoring", "learning"]
+)
+def test_halved_sizes_give_the_run_that_had_them(trainer_of, tmp_path, monkeypatch, error, learns, call):
+    """Nothing of the failed attempt is left. Memory runs out before the first optimizer step: when the second
+    minibatch is scored, or when one of the two micro-batches of the first has left its gradient.
+    """
     explicit = trainer_of(tmp_path / "explicit", 12, 4)
     explicit.train()
     monkeypatch.setattr(sizes, "AUTO", {"micro_batch_tokens": 4 * 24, "batch_size": 4 * 8})
     calls = []
 
-    def second_call(prompts, completions, terms=None, mask=None):
+    def runs_out(prompts, completions, terms=None, mask=None):
         calls.append((terms is not None) == learns)
-        return calls[-1] and sum(calls) == 2
+        return calls[-1] and sum(calls) == call
 
     with monkeypatch.context() as patch:
-        fail(patch, Policy, "forward", error, second_call)
+        fail(patch, Policy, "forward", error, lambda *given: auto.step > 0 and runs_out(*given))
         fail(patch, ModelEngine, "_complete", error, lambda prompts, sampling: len(prompts) > 4)
         auto = trainer_of(tmp_path / "auto", "auto", "auto")
+        steps, step = [], auto.updater.optimizer.step
+        patch.setattr(auto.updater.optimizer, "step", lambda: (steps.append(len(calls)), step()))
         auto.train()
+    assert steps[0] > calls.index(True) + call - 1, "memory ran out before the first step"
     assert same(results(auto)[0], results(explicit)[0]) and results(auto)[1] == results(explicit)[1]
     halved = {"update.micro_batch_tokens": 12, "rollout.batch_size": 4}
     assert load_state(auto.directory.latest_checkpoint())["sizes"] == halved
@@ -90,6 +103,15 @@ def test_a_later_minibatch_is_repeated_alone(trainer_of, tmp_path, monkeypatch):
         assert records[1][name] == pytest.approx(value, rel=1e-2, abs=1e-4), name
 
 
+def test_scores_of_a_recipe_shrink_as_well(trainer_of, tmp_path, monkeypatch):
+    """A recipe scores by the policy or a teacher before the update."""
+    trainer = trainer_of(tmp_path, "auto", 8)
+    trainer.updater.micro_batch_tokens.value = 24
+    fail(monkeypatch, Policy, "forward", FULL, lambda *_: trainer.updater.micro_batch_tokens.value == 24)
+    scored = trainer.updater.score(trainer.updater.policy, batch_of(trainer), 1).logprobs
+    assert trainer.updater.micro_batch_tokens.value == 12 and (scored < 0).all()
+
+
 def test_what_cannot_shrink_is_an_error(trainer_of, tmp_path, monkeypatch):
     """The last checkpoint stays; sizes that were set do not change, and one sequence cannot be cut."""
     trainer = trainer_of(tmp_path, 24, 8)
@@ -97,6 +119,7 @@ def test_what_cannot_shrink_is_an_error(trainer_of, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"out of memory with update\.micro_batch_tokens = 24"):
         trainer.train()
     assert trainer.directory.latest_checkpoint().name == "step_000002"
+    monkeypatch.setattr(sizes, "AUTO", {"micro_batch_tokens": 4 * 24, "batch_size": 4 * 8})
     trainer = trainer_of(tmp_path / "auto", "auto", "auto")
     trainer.step = 2
     fail(monkeypatch, ModelEngine, "_complete", FULL, lambda *_: True)

@@ -307,7 +307,7 @@ def test_centering_is_a_term_of_every_update(tokenizer, masks, monkeypatch):
     wrong = ~batch.loss_mask
     ids[wrong], q[wrong] = 10**6, math.nan
     batch = replace(batch, centering=gk.ScoreCentering(ids, q))
-    monkeypatch.setattr(Updater, "score", None)
+    monkeypatch.setattr(Updater, "_score", None)
     options = {"centering": K, "min_ratio": 0.5, "max_ratio": 1.5}
     config = make_config("CISPO", options, update={"micro_batch_tokens": 14, "epochs": 2})
     metrics = assert_exact_gradients(tokenizer, config, batch)
@@ -362,7 +362,7 @@ def test_in_bf16_the_reference_is_half_as_large_and_scores_the_same(tokenizer):
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     batch = make_batch()
     minibatches = updater._minibatches(batch, 0)
-    scores = [updater.score(each, batch, minibatches=minibatches) for each in (updater.policy, reference)]
+    scores = [updater.score(each, batch) for each in (updater.policy, reference)]
     assert torch.equal(scores[0].logprobs, scores[1].logprobs) and scores[0].logprobs.abs().max() > 1
 
 
@@ -434,13 +434,13 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
     """Its loss scores the first minibatch, with ratios of exactly 1. Rollout weights need a pass before."""
     for sections, scored in (({}, 6), ({"off_policy": {"level": "token"}}, 12)):
         updater = make_updater(tokenizer, make_config(**sections))
-        seen, inner = [], updater.score
+        seen, inner = [], updater._score
 
         def spy(policy, batch, minibatches, seen=seen, inner=inner):
             seen.extend(row for part in minibatches for micro in part.micro_batches for row in micro.tolist())
-            return inner(policy, batch, minibatches=minibatches)
+            return inner(policy, batch, minibatches)
 
-        monkeypatch.setattr(updater, "score", spy)
+        monkeypatch.setattr(updater, "_score", spy)
         batch = make_batch()
         batch.loss_mask[batch.places(torch.tensor([2]))[0]] = True
         metrics = updater.update(batch)
