@@ -99,10 +99,10 @@ class RunDirectory:
             changed: list[str] = []
             if resume and self.config.exists():
                 changed = changed_settings(load_config(self.config, cls=type(config)), config)
-            if resume and (checkpoint := self.latest_checkpoint()):
-                before = load_state(checkpoint).get("dataset", rows)  # older checkpoints do not say
-                if before != rows:
-                    changed.append(f"rows of the dataset, or their order: {before} -> {rows}")
+            checkpoint = self.latest_checkpoint() if resume else None
+            before = rows if checkpoint is None else load_state(checkpoint)["dataset"]
+            if before != rows:
+                changed.append(f"rows of the dataset, or their order: {before} -> {rows}")
             if changed and not force:
                 what = f"other settings or data ({'; '.join(changed)})"
                 raise InputError(f"the run was started with {what}; --force goes on with these")

@@ -32,12 +32,11 @@ def reason(error: BaseException) -> str:
 
 
 def place_of(error: BaseException, function: Any) -> str:
-    """Return `` (file, line n)``: the last line in the function's file, and the innermost if it differs."""
+    """Return `` (file, line n)``, the last line in the function's file that was running; "" if none was."""
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    places = [f"{frame.filename}, line {frame.lineno}" for frame in (*inside[-1:], *frames[-1:])]
-    return f" ({', below it '.join(dict.fromkeys(places))})" if places else ""
+    return f" ({inside[-1].filename}, line {inside[-1].lineno})" if inside else ""
 
 
 def option(default: Any, help: str, **bounds: Any) -> Any:
@@ -175,7 +174,6 @@ class UpdateConfig(Section):
     learning_rate: float = option(1e-6, "AdamW's learning rate after the warmup", gt=0)
     warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0", ge=0)
     learning_rate_decay: Literal["none", "linear", "cosine"] = option("none", "to 0 at the last step")
-    weight_decay: float = option(0.0, "AdamW's weight decay", ge=0)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", gt=0, allow_inf_nan=True)
 
 
@@ -204,11 +202,10 @@ class OffPolicyConfig(Section):
 
 
 class LoraConfig(Section):
-    """Train small adapters instead of the weights, by peft; the reference is the model without them."""
+    """Train small adapters of all linear layers but the head; the reference is the model without them."""
 
     rank: int = option(0, "rank of the adapters; 0 trains all weights", ge=0)
     alpha: int = option(32, "adapters are scaled by alpha / rank", ge=1)
-    target_modules: str = option("all-linear", "layers that get one, by comma; or all-linear")
 
 
 class EvaluationConfig(Section):

@@ -6,7 +6,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -58,9 +57,8 @@ def load_prompts(
         raise InputError("; ".join(faults))
     if prompt_column == "prompt":
         return rows
-    dropped = (prompt_column, "prompt")
-    others = [{key: value for key, value in row.items() if key not in dropped} for row in rows]
-    return [other | {"prompt": row[prompt_column]} for other, row in zip(others, rows, strict=True)]
+    renamed = [{**row, "prompt": row[prompt_column]} for row in rows]
+    return [{key: value for key, value in row.items() if key != prompt_column} for row in renamed]
 
 
 def _read_json(path: Path) -> Any:
@@ -215,16 +213,6 @@ def prepare_prompts(
     if any(ids[-1] == tokenizer.eos_token_id and not text.endswith(end) for text, ids in texts):
         why = "so completions begin after the end; set add_eos_token to false in tokenizer_config.json"
         warnings.warn(f"{name}: the tokenizer appends its end token {end} to prompts, {why}", stacklevel=2)
-    start = getattr(tokenizer, "bos_token_id", None)
-    if start is not None and any(ids[:2] == [start, start] for ids in tokens):
-        cure = "remove one from the texts, or set add_bos_token to false in tokenizer_config.json"
-        warnings.warn(f"{name}: prompts begin with two {tokenizer.bos_token} tokens; {cure}", stacklevel=2)
-    last = [prompt[-1]["content"] for prompt in asked if not isinstance(prompt, str)]
-    if last and (end := _end_of_turn(tokenizer, options)) and any(end in text for text in last):
-        cure = "set data.prompt_template to '{prompt}', or give messages without it"
-        warnings.warn(
-            f"{name}: prompts have the chat template ({end}) and get it again; {cure}", stacklevel=2
-        )
     return Prompts(rows, tokens, column_names(rows), asked)
 
 
@@ -240,19 +228,6 @@ def _ask(prompt: Any, tokenizer: Any, options: DataConfig) -> Any:
     if system is None or prompt[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": system}, *prompt]
-
-
-def _end_of_turn(tokenizer: Any, options: DataConfig) -> str:
-    """Return what the chat template writes after the message of a user, "" if that is not known."""
-    content = "content 0123"
-    for opens_next in (False, True):
-        with suppress(Exception):  # of a template that does not take this conversation
-            turn = {"add_generation_prompt": opens_next, **options.template_options}
-            asked = _ask(content, tokenizer, options)
-            text = tokenizer.apply_chat_template(asked, tokenize=False, **turn)
-            if end := text.rpartition(content)[2].strip():
-                return str(end)
-    return ""
 
 
 def encode_prompt(tokenizer: Any, prompt: Any, place: str, options: Mapping[str, Any]) -> list[int]:

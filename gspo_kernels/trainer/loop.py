@@ -22,10 +22,12 @@ from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollo
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import (
+    end_token_ids,
     export_model,
     load_model_config,
     load_tokenizer,
     make_policies,
+    padding_token_id,
     weights_digest,
 )
 from gspo_kernels.trainer.processes import map_shares, on_main, seed_everything, set_up
@@ -33,7 +35,8 @@ from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, RolloutEngine, Sampling, sampling_of
 from gspo_kernels.trainer.sizes import Size
-from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
+from gspo_kernels.trainer.update import Updater, check_config, needs_reference
+from gspo_kernels.trainer.vllm import vllm_engine
 
 
 def check_data(rewards: RewardSet, dataset: data.Rows, eval_dataset: data.Rows | None) -> None:
@@ -56,15 +59,17 @@ def prepare_prompts(
     eval_dataset: data.Rows | None,
     config: TrainConfig,
     *,
+    longest: int | None,
+    embedded: int | None = None,
     say: Callable[..., object],
-    **limits: Any,
 ) -> tuple[data.Prompts, data.Prompts | None]:
     """Return the prompts of both datasets as tokens; print the first one, and warn of prompts in both."""
-    prepare: Any = partial(data.prepare_prompts, tokenizer, options=config.data, say=say, **limits)
-    train: data.Prompts = prepare(dataset, "the training dataset")
-    held_out: data.Prompts | None = None
+    limits: Any = {"longest": longest, "embedded": embedded, "options": config.data, "say": say}
+    train = data.prepare_prompts(tokenizer, dataset, "the training dataset", **limits)
+    held_out = None
     if eval_dataset is not None:
-        held_out = prepare(list(islice(eval_dataset, config.evaluation.prompts)), "the eval dataset")
+        rows = list(islice(eval_dataset, config.evaluation.prompts))
+        held_out = data.prepare_prompts(tokenizer, rows, "the eval dataset", **limits)
     say(f"the first prompt, as the model sees it:\n{excerpt(tokenizer.decode(train.tokens[0]), 2000)}")
     distinct = {tuple(ids) for ids in held_out.tokens} if held_out else set()
     if shared := distinct.intersection(map(tuple, train.tokens)):
@@ -107,7 +112,6 @@ class GSPOTrainer:
         self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
         check_data(self.rewards, dataset, eval_dataset)
         self.directory = RunDirectory(config.output)
-        config = config.model_copy(update={"output": str(self.directory.path)})
         self.accelerator, config = set_up(config, self.directory.trackers, accelerator)
         self.config = config
         self.report = Report(config, self.accelerator, self.directory)
@@ -115,19 +119,27 @@ class GSPOTrainer:
         self.model, *policies = make_policies(model, self.tokenizer, config, self.accelerator, compares)
         self.updater = Updater(self.accelerator, config, *policies)
         self.longest_prompt = longest_prompt(self.model.config, config)
-        embedded = self.model.get_input_embeddings().weight.shape[0]
-        limits = {"embedded": embedded, "longest": self.longest_prompt, "say": self.report.say}
-        prompts = prepare_prompts(self.tokenizer, dataset, eval_dataset, config, **limits)
-        self.train_prompts, self.eval_prompts = prompts
+        self.train_prompts, self.eval_prompts = prepare_prompts(
+            self.tokenizer,
+            dataset,
+            eval_dataset,
+            config,
+            longest=self.longest_prompt,
+            embedded=self.model.get_input_embeddings().weight.shape[0],
+            say=self.report.say,
+        )
+        self.batch_size = Size.of(config, "rollout.batch_size", self.accelerator)
         every = [*self.train_prompts.tokens, *(self.eval_prompts.tokens if self.eval_prompts else ())]
-        self.longest = max(map(len, every))  # tokens of a prompt
+        length = max(map(len, every)) + config.rollout.max_new_tokens
+        self.engine: Any = self.make_engine(engine, model, length)
         for rope in varying_ropes(self.model):
-            if self.longest + config.rollout.max_new_tokens > rope.limit:
+            if length > rope.limit:
                 other = f"the model's {rope.kind} RoPE has other frequencies beyond {rope.limit} tokens"
                 both = "a completion that crosses them is sampled with both, and scored with the later ones"
                 self.report.say(f"{other}: {both}; set off_policy, or sample less", warning=True)
-        self.batch_size = Size.of(config, "rollout.batch_size", self.accelerator)
-        self.engine: Any = make_engine(self, engine, model)
+        if self.accelerator.num_processes > 1:
+            sizes = ", ".join(f"{size.option} = {size.value}" for size in self.sizes())
+            self.report.say(f"several processes: set smaller sizes if memory runs out ({sizes})")
         self.step, self.prompts_used = 0, 0
 
     @lenient_output()
@@ -154,6 +166,23 @@ class GSPOTrainer:
                 while self.step < self.config.update.steps:
                     self.take_step(signals)
             return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
+
+    def make_engine(self, engine: RolloutEngine | None, source: Any, length: int) -> Any:
+        """Return what completes prompts: a passed engine, vLLM that has loaded ``source``, or the model.
+
+        Prompt and completion have at most ``length`` tokens together.
+        """
+        config, end_ids = self.config, end_token_ids(self.model, self.tokenizer)
+        if engine is not None and config.engine.url is not None:
+            raise InputError(
+                f"engine.url: got {config.engine.url!r} and an engine; only one of them can sample"
+            )
+        if engine is not None:
+            return engine
+        if config.engine.url is not None:
+            rest = self.accelerator, self.report.say
+            return vllm_engine(config, self.model, source, end_ids, length, *rest)
+        return ModelEngine(self.model, end_ids, padding_token_id(self.tokenizer), self.batch_size.value)
 
     def evaluated(self) -> bool:
         """Return whether the last step in the metrics has an evaluation, if there is one at all."""
@@ -253,7 +282,8 @@ class GSPOTrainer:
         def attempt() -> list[Completion]:
             if own:
                 self.engine.batch_size = self.batch_size.value
-            return self.engine.generate(prompts, sampling)  # type: ignore[no-any-return]
+            completions: list[Completion] = self.engine.generate(prompts, sampling)
+            return completions
 
         return self.batch_size.fit(attempt, alone=lambda: not own or self.batch_size.value == 1)
 

@@ -94,20 +94,12 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
     """Inject LoRA adapters in place; return peft's model around it, for ``disable_adapter``."""
     import peft
 
-    targets = config.target_modules
     options = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
-        task_type="CAUSAL_LM",
+        r=config.rank, lora_alpha=config.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    try:
-        with warnings.catch_warnings():  # peft asks transformers by a name that goes away
-            warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
-            adapted = peft.get_peft_model(model, options)
-    except ValueError as error:
-        raise InputError(f"lora.target_modules: {error}") from error
-    return adapted
+    with warnings.catch_warnings():  # peft asks transformers by a name that goes away
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+        return peft.get_peft_model(model, options)
 
 
 class Policy(nn.Module):
@@ -141,9 +133,7 @@ class Policy(nn.Module):
     def tie_weights(self) -> None:
         """Make embedding and head one weight again, for accelerate, which replaces both under FSDP2."""
         if self.model.config.tie_word_embeddings:
-            ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-            embedding, head = (getattr(end, "base_layer", end) for end in ends)
-            head.weight = embedding.weight
+            self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
 
     @torch.no_grad()
     def check(self) -> None:
@@ -231,9 +221,6 @@ def make_policies(
     if adapted:
         seed_everything(config.seed)
         wrapper = add_adapters(model, config.lora)
-        if config.engine.url is not None and model.config.tie_word_embeddings and not is_tied(model):
-            one = "the model's embedding and head are one weight, and vLLM cannot load them as two"
-            raise InputError(f"lora.target_modules: got {config.lora.target_modules!r} and engine.url; {one}")
     elif not any(p.requires_grad for p in model.parameters()):
         none = f"{type(model).__name__} has no weights that require gradients: all are frozen"
         raise InputError(f"{none}; model.requires_grad_(True) trains them")
@@ -297,7 +284,6 @@ def export_model(
     logging.disable_progress_bar()
     model.config = copy.deepcopy(original)  # save_pretrained changes it
     try:
-        model.config.tie_word_embeddings = is_tied(model)
         weights, writes = exported_weights(model, dtype), accelerator.is_main_process
         state = {name: weight.cpu() for name, weight in weights if writes}
         if writes:
@@ -316,15 +302,9 @@ def export_model(
             logging.enable_progress_bar()
 
 
-def is_tied(model: Any) -> bool:
-    """Return whether embedding and head are one weight; an adapter on either of them makes two of it."""
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    return bool(model.config.tie_word_embeddings) and not any(hasattr(end, "base_layer") for end in ends)
-
-
 def _merged(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights (shards under FSDP2) with the adapters added, by the names of the plain model."""
-    tied = set(model._tied_weights_keys or ()) if is_tied(model) else set()
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     for name, tensor in model.state_dict().items():
         plain, tensor = name.replace(".base_layer.", "."), tensor.detach()
         if ".lora_" in name or plain in tied:

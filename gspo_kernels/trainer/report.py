@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
-from uuid import uuid4
 
 import torch
 import yaml
@@ -107,29 +106,16 @@ class Report:
         if self.health.mismatch == math.inf:
             two = "sampling cuts off tokens that training counts, so their log-probs are of two distributions"
             self.say(f"{two}; rollout.keep_sampling_mask trains on the sampler's", warning=True)
-        # A resumed run goes on in the trackers' run, which a file names.
-        folder, name = self.directory.trackers, self.directory.path.resolve().name
-        file = folder / "run_id"
         settings = config.model_dump(mode="json")
         if self.accelerator.is_main_process:
             last, before = -1 if step is None else step, read_metrics(self.directory.metrics)
             records = [each for each in before if each["step"] <= last]
             write_text(self.directory.metrics, "".join(json.dumps(each) + "\n" for each in records))
             write_text(self.directory.config, yaml.safe_dump(settings, sort_keys=False))
-            if config.trackers and not file.exists():
-                folder.mkdir(exist_ok=True)
-                write_text(file, f"{name}-{uuid4().hex[:8]}")
-        run_id = file.read_text(encoding="utf-8") if file.exists() else name
-        again = "never" if step is None else "allow"
+        name = self.directory.path.resolve().name
         options = {
             "tensorboard": {"purge_step": 0 if step is None else step + 1},
-            "wandb": {
-                "name": os.environ.get("WANDB_NAME", name),
-                "id": run_id,
-                "resume": again,
-                "dir": str(folder),
-            },
-            "trackio": {"name": run_id, "resume": again},
+            "wandb": {"name": os.environ.get("WANDB_NAME", name), "dir": str(self.directory.trackers)},
             "mlflow": {"run_name": name},
         }
         plain = {k: v if isinstance(v, int | float) else str(v) for k, v in flat(settings).items()}

@@ -12,7 +12,6 @@ import ast
 import asyncio
 import builtins
 import copy
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -27,8 +26,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def load_reward(spec: str) -> RewardFunction:
         bound = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise InputError(f"reward {spec!r}: expected (name=value, ...) with plain values") from error
-    return functools.partial(function, **bound)
+    return partial(function, **bound)
 
 
 def _import(location: str) -> Any:
@@ -120,8 +120,7 @@ class RewardSet:
     """Several reward functions, called together and summed with weights.
 
     ``async`` functions run at the same time, in threads; plain ones one after the other, in the calling
-    thread or, under a limit, in one that nothing can stop. ``weights`` are all 1 by default; ``timeout`` is
-    in seconds.
+    thread. ``weights`` are all 1 by default; ``timeout`` is in seconds.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class RewardSet:
             raise InputError(f"reward_timeout must be above 0 seconds, or None for no limit; got {timeout}")
         self._calls: dict[str, _Call] = {}
         for function in functions:
-            inner = function.func if isinstance(function, functools.partial) else function
+            inner = function.func if isinstance(function, partial) else function
             base = getattr(inner, "__name__", type(inner).__name__)
             names = [base, *(f"{base}_{n}" for n in range(2, len(functions) + 1))]
             name = next(name for name in names if name not in self._calls)
@@ -164,12 +163,12 @@ class RewardSet:
         self.check(columns)
         arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
         calls = list(self._calls.values())
-        # Coroutines go on while the plain functions are called, one after the other.
+        # Coroutines run while the plain functions are called, one after the other.
         with restored_globals():
             started = {call: call.start(arguments) for call in calls if call.is_async}
             plain = [call for call in calls if not call.is_async]
-            values = {call.name: call.finish(call.start(arguments), arguments) for call in plain}
-            values |= {call.name: call.finish(future, arguments) for call, future in started.items()}
+            values = {call.name: call.values(arguments, partial(call.run, arguments)) for call in plain}
+            values |= {c.name: c.values(arguments, partial(c.wait, future)) for c, future in started.items()}
         by_name = {n: torch.tensor(values[n], dtype=torch.float32, device="cpu") for n in self.names}
         weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])
         if (infinite := weighted.nansum(0).isinf()).any():
@@ -211,16 +210,23 @@ def own_copies(arguments: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 class _TimeIsUp(BaseException):
-    """The time limit of a plain function; no ``Exception``, which the function may handle."""
+    """The end of a time limit; not an ``Exception``, which a reward function may handle."""
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float | None) -> Iterator[None]:
     """Raise `_TimeIsUp` in the main thread after some time. A function that sets SIGALRM ends the limit."""
+    if seconds is None:
+        yield
+        return
 
     def stop(*_: object) -> None:
         raise _TimeIsUp
 
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError(
+            f"reward_timeout: got {seconds:g} in a thread; only the main thread can have a limit"
+        )
     before = signal.signal(signal.SIGALRM, stop)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -238,7 +244,6 @@ class _Call:
     def __init__(self, name: str, function: RewardFunction, timeout: float | None) -> None:
         self.name, self.function, self.timeout = name, function, timeout
         self.what = f"reward function {name}"
-        self.inner = function.func if isinstance(function, functools.partial) else function
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         # An event loop lives as long as its function, so that clients and connections outlive a call.
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -250,7 +255,7 @@ class _Call:
         return {name: v for name, v in arguments.items() if takes_all or name in parameters}
 
     def check(self, columns: Sequence[str]) -> None:
-        bound = self.function.keywords if isinstance(self.function, functools.partial) else {}
+        bound = self.function.keywords if isinstance(self.function, partial) else {}
         if twice := [name for name in (*RESERVED, *columns) if name in bound]:
             raise InputError(f"{self.what}: {', '.join(twice)} is an option and a column")
         try:
@@ -260,50 +265,49 @@ class _Call:
             names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
             raise InputError(f"{self.what} cannot be called with {names}, all by name: {error}") from error
 
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Call a plain function in this thread: only the main thread can set and interrupt by signals."""
+        with _time_limit(self.timeout):
+            return self.function(**own_copies(self.accepted(arguments)))
+
     def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Run a plain function in the main thread, because only that thread can set signal handlers; start a
-        daemon thread with this thread's torch state for others.
-        """
-        future: Future[Any] = Future()
-        grad = torch.is_grad_enabled()
+        """Start a coroutine in a daemon thread, with this thread's torch state."""
+        grad, own = torch.is_grad_enabled(), own_copies(self.accepted(arguments))
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        if self.is_async and self.loop is None:
-            self.loop = asyncio.new_event_loop()
-        loop = self.loop
-        is_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-        runs_here = loop is None and (self.timeout is None or is_main)
-        limit = _time_limit(self.timeout) if runs_here and self.timeout is not None else nullcontext()
+        future: Future[Any] = Future()
+        loop = self.loop = self.loop or asyncio.new_event_loop()
+        self.ends = None if self.timeout is None else time.monotonic() + self.timeout
 
         def run() -> None:
             torch.set_grad_enabled(grad)
             if device is not None:
                 torch.cuda.set_device(device)
             try:
-                with limit:
-                    values = self.function(**own_copies(self.accepted(arguments)))
-                future.set_result(values if loop is None else loop.run_until_complete(values))
+                future.set_result(loop.run_until_complete(self.function(**own)))
             except BaseException as error:
                 future.set_exception(error)
 
-        self.ends = None if self.timeout is None else time.monotonic() + self.timeout
-        if runs_here:
-            run()
-        else:
-            threading.Thread(target=run, name=self.what, daemon=True).start()
+        threading.Thread(target=run, name=self.what, daemon=True).start()
         return future
 
-    def finish(self, future: Future[Any], arguments: Mapping[str, Any]) -> list[float]:
-        """Wait for the values and check them; raise an `InputError` when the time is over."""
+    def wait(self, future: Future[Any]) -> Any:
+        """Return what a coroutine returns."""
+        if not wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done:
+            self.loop = None  # it may be blocked for good: the next call gets another one
+            raise _TimeIsUp
+        return future.result()
+
+    def values(self, arguments: Mapping[str, Any], call: Callable[[], Any]) -> list[float]:
+        """Return the values of a call, checked; an `InputError` says what is wrong with them."""
         prompts, completions = arguments["prompts"], arguments["completions"]
-        done = wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done
-        if not done or isinstance(future.exception(), _TimeIsUp):
-            self.loop = None  # the loop may be blocked for good: the next call gets another one
-            limit = f"{self.timeout:g} seconds for {len(completions)} completions"
-            raise InputError(f"{self.what} took more than {limit}")
         try:
-            values = future.result()
+            values = call()
+        except _TimeIsUp as error:
+            limit = f"{self.timeout:g} seconds for {len(completions)} completions"
+            raise InputError(f"{self.what} took more than {limit}") from error
         except (Exception, SystemExit) as error:
-            raise InputError(f"{self.what} raised {error!r}{place_of(error, self.inner)}") from error
+            inner = self.function.func if isinstance(self.function, partial) else self.function
+            raise InputError(f"{self.what} raised {error!r}{place_of(error, inner)}") from error
         values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or a NumPy array
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")

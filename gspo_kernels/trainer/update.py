@@ -32,11 +32,10 @@ from gspo_kernels.models.rows import offsets_on, tree_row
 from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches
-from gspo_kernels.trainer.model import Policy, end_token_ids, padding_token_id
+from gspo_kernels.trainer.model import Policy
 from gspo_kernels.trainer.processes import reshard, whole_weights
-from gspo_kernels.trainer.rollout import ModelEngine
 from gspo_kernels.trainer.sizes import Size
-from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights, vllm_engine
+from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights
 
 Metrics = dict[str, float]
 Terms = dict[str, Any]  # of a loss; tensors are [B] or [N]
@@ -116,20 +115,6 @@ def off_policy_options(config: TrainConfig) -> dict[str, Any]:
     return options
 
 
-def make_engine(trainer: Any, engine: Any, source: Any) -> Any:
-    """Return the passed engine, or a trainer's ``engine.url``: vLLM, or the model itself, from ``source``."""
-    config, model, rest = trainer.config, trainer.model, (trainer.accelerator, trainer.report.say)
-    url, end_ids = config.engine.url, end_token_ids(model, trainer.tokenizer)
-    if engine is not None:
-        if url is not None:
-            raise InputError(f"engine.url: got {url!r} and an engine; only one of them can sample")
-        return engine
-    if url is None:
-        return ModelEngine(model, end_ids, padding_token_id(trainer.tokenizer), trainer.batch_size.value)
-    longest = trainer.longest + config.rollout.max_new_tokens
-    return vllm_engine(config, model, source, end_ids, longest, *rest)
-
-
 class Minibatch(NamedTuple):
     """The input of one optimizer update."""
 
@@ -149,8 +134,8 @@ class Updater:
     def __init__(self, accelerator: Any, config: TrainConfig, policy: Policy, reference: Any = None) -> None:
         weights = [p for p in policy.parameters() if p.requires_grad]
         # the unfused optimizer makes temporary copies of every weight
-        rate, decay = config.update.learning_rate, config.update.weight_decay
-        self.optimizer: Any = torch.optim.AdamW(weights, lr=rate, weight_decay=decay, fused=True)
+        rate = config.update.learning_rate
+        self.optimizer: Any = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0, fused=True)
         self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, config=config.update))
         self.accelerator = accelerator
         self.sharded = isinstance(policy, FSDPModule)

@@ -10,7 +10,6 @@ import importlib
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -33,7 +32,6 @@ from gspo_kernels.trainer.processes import on_all, on_main
 from gspo_kernels.trainer.rollout import Completion, Sampling
 from gspo_kernels.trainer.sizes import Size
 
-VERSIONS = (0, 29), (0, 33)  # first and last release for whose published interface this was written
 WAIT = 600.0  # seconds that a server may take until it listens; it loads its model first
 IMPOSSIBLE = -9999.0  # what a server writes for a log-prob of -inf
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
@@ -69,10 +67,6 @@ def vllm_engine(
         if longest > (vllm.max_model_len or longest):
             both = f"prompt and completion have up to {longest} tokens"
             raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {both}: --max-model-len")
-        version = vllm.vllm.__version__ if local else vllm.ask("/version", read=lambda each: each["version"])
-        if not VERSIONS[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= VERSIONS[1]:
-            known = " to ".join(".".join(map(str, each)) for each in VERSIONS)
-            say(f"{vllm.name} is version {version}; only {known} are known to fit")
         ready.append(vllm)
 
     on_all(accelerator, start)

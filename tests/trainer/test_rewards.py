@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import copy
 import functools
-import json
 import math
 import os
 import pickle
@@ -92,17 +91,11 @@ def test_a_reward_that_raises_or_exits_is_named_with_the_place(timeout):
         await asyncio.sleep(0)
         raise error
 
-    def parses(completions):
-        return [json.loads(text) for text in completions]
-
     for function in (my_reward, my_async_reward):
         for error in (LookupError("later"), SystemExit(0)):
             words = re.escape(f"{function.__name__} raised {error!r} (") + ".*test_rewards.py, line"
             with pytest.raises(InputError, match=words):
                 RewardSet([function], timeout=timeout)(*ARGUMENTS)
-    line = parses.__code__.co_firstlineno + 1
-    with pytest.raises(InputError, match=rf"test_rewards.py, line {line}, below it .*decoder.py, line \d+\)"):
-        RewardSet([parses], timeout=timeout)(*ARGUMENTS)
 
 
 def test_what_cannot_be_summed_or_called_is_refused():
@@ -217,7 +210,7 @@ def test_a_reward_that_hangs_keeps_no_program_from_ending():
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("in_main", [False, True])
 def test_grad_mode_and_interrupts_pass_through(is_async, in_main):
-    """Coroutines, and plain functions outside of the main thread, run in a thread of the reward set."""
+    """Coroutines run in a thread of the reward set."""
 
     def grad_mode(completions):
         return [float(torch.is_grad_enabled())] * len(completions)
@@ -230,7 +223,7 @@ def test_grad_mode_and_interrupts_pass_through(is_async, in_main):
             return function(completions)
 
         with torch.set_grad_enabled(enabled):
-            return RewardSet([coroutine if is_async else function], timeout=10.0)(*ARGUMENTS).total.tolist()
+            return RewardSet([coroutine if is_async else function])(*ARGUMENTS).total.tolist()
 
     with ThreadPoolExecutor(1) as pool:
         run = call if in_main else lambda *args: pool.submit(call, *args).result()
@@ -238,6 +231,9 @@ def test_grad_mode_and_interrupts_pass_through(is_async, in_main):
             assert run(grad_mode, enabled) == [enabled] * 2
         with pytest.raises(KeyboardInterrupt):
             run(interrupted, True)
+        if not in_main:
+            with pytest.raises(InputError, match="only the main thread can have a limit"):
+                pool.submit(RewardSet([grad_mode], timeout=1.0), *ARGUMENTS).result()
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])

@@ -361,7 +361,6 @@ def test_in_bf16_the_reference_is_half_as_large_and_scores_the_same(tokenizer):
     assert [w.dtype for w in linear] == [torch.bfloat16] * (len(linear) - 1) + [torch.float32]  # the head
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     batch = make_batch()
-    minibatches = updater._minibatches(batch, 0)
     scores = [updater.score(each, batch) for each in (updater.policy, reference)]
     assert torch.equal(scores[0].logprobs, scores[1].logprobs) and scores[0].logprobs.abs().max() > 1
 

@@ -244,8 +244,6 @@ class LocalModule:
     It refuses to sample or to load while a part that this needs is asleep, and to wake a part twice.
     """
 
-    __version__ = "0.33.0"
-
     def __init__(self, stand_in):
         self.stand_in, self.options, self.asleep, self.naps = stand_in, None, set(), 0
 
@@ -415,7 +413,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, other_weights, mod
     assert not (tmp_path / "run").exists()
 
 
-def test_a_server_is_waited_for_and_its_version_compared(stand_in, monkeypatch, tokenizer):
+def test_a_server_is_waited_for(stand_in, monkeypatch):
     ask, calls, said = VLLMServer.ask, iter(range(9)), []
 
     def late(self, path, *rest, **options):
@@ -426,7 +424,5 @@ def test_a_server_is_waited_for_and_its_version_compared(stand_in, monkeypatch, 
     monkeypatch.setattr(VLLMServer, "ask", late)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     config = TrainConfig(engine={"url": stand_in.url})
-    stand_in.release = "0.34.1.dev3+cu130"
     engine = vllm.vllm_engine(config, stand_in.model, "", ENDS, 9, ALONE, said.append)
-    assert engine.vllm.model == "policy" and len(said) == 2 and "does not listen yet" in said[0]
-    assert "is version 0.34.1.dev3+cu130; only 0.29 to 0.33 are known to fit" in said[1]
+    assert engine.vllm.model == "policy" and len(said) == 1 and "does not listen yet" in said[0]

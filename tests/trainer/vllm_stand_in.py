@@ -35,7 +35,7 @@ class StandIn:
     def __init__(self, model):
         self.model, self.dtype = model.eval(), torch.float32  # the dtype of reloaded weights
         self.names, self.key, self.seconds = ["policy"], None, 0.0  # listed models, API key, delay of answers
-        self.release, self.max_model_len = "0.33.0", 4096
+        self.max_model_len = 4096
         self.developing = True  # whether it reloads weights
         self.spoil = lambda answer: answer  # may change an answer before it is sent
         self.reloads, self.loaded = [], self.model  # loaded directories; the model after the next reset
@@ -49,8 +49,6 @@ class StandIn:
             card = {"parent": None, "max_model_len": self.max_model_len}
             listed = [{"id": name} | card for name in self.names]
             return {"object": "list", "data": [*listed, {"id": "an adapter", "parent": "policy"}]}
-        if (method, path) == ("GET", "/version"):
-            return {"version": self.release}
         if (method, path) == ("GET", "/get_world_size") and self.developing:
             return {"world_size": 2}
         posted = {"/v1/completions": self.complete, "/inference/v1/generate": self.generate}
