@@ -1,19 +1,15 @@
 """``gspo mismatch`` on a tiny model; transformers' ``generate`` samples in the command, or for files."""
 
-import copy
-import itertools
 import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from gspo_kernels import cli
-from gspo_kernels.mismatch import command_line
 from gspo_kernels.mismatch.measure import Comparison
 from gspo_kernels.mismatch.report import explanation, make_report
 from gspo_kernels.mismatch.scoring import Samples, Setting, Switched, score
@@ -100,27 +96,14 @@ def test_generate_in_fp32_agrees(tmp_path, directory, capsys):
     assert (tmp_path / "out" / "mismatch.png").stat().st_size > 10_000
 
 
-def test_generate_in_bf16_is_found(tmp_path, directory, peaked, monkeypatch, capsys, no_picture):
+def test_generate_in_bf16_is_found(tmp_path, directory, no_picture):
     """Some processors round bf16 products by the number of rows, and so score otherwise than they sample."""
-    drawn, sample = [], command_line._samples
-    monkeypatch.setattr(command_line, "_samples", lambda *given: drawn.append(sample(*given)) or drawn[0])
     arguments = (directory, "--prompts", directory / "prompts.jsonl", "--max-new-tokens", LENGTH)
     report = reported(tmp_path, *arguments, "--sampler-dtype", "bf16")
     assert report["summary"]["sequences/outside"] > 0.5
-    left, (samples,) = left_by(report), drawn
-
-    def apart(model):
-        pairs = zip(samples.prompts, samples.completions, strict=True)
-        logp = torch.cat([plain_logits(model, *pair) for pair in pairs]).detach().double().log_softmax(-1)
-        trained = logp.gather(-1, torch.cat(samples.completions).unsqueeze(-1)).squeeze(-1)
-        return (trained - samples.logprobs).abs().mean()
-
-    allowed = 0.05 + 1.25 * apart(copy.deepcopy(peaked).bfloat16()) / apart(peaked)
-    # over ten seeds nothing is left, or 0.18 to 0.37; the next best switch leaves 0.59 or more
+    left = left_by(report)
     whole, decoded = left.pop("weights and head in bf16"), left.pop("decoding in bf16 with a cache")
-    assert decoded < 0.02 and decoded <= whole < allowed < 1 and whole < min(left.values())
-    named = "weights and head in bf16" if whole <= decoded + 0.01 else "decoding in bf16 with a cache"
-    assert f"Where it comes from: with {named}" in " ".join(capsys.readouterr().out.split())
+    assert decoded < 0.02 and decoded <= whole < min(left.values())
 
 
 def test_decoding_with_a_cache_is_found_as_the_cause(tmp_path, tokenizer, capsys, no_picture):
@@ -237,14 +220,10 @@ def test_weights_that_did_not_sample_are_named(tmp_path, directory, flags, no_pi
 def test_a_report_is_not_overwritten(tmp_path, peaked, tokenizer, capsys, no_picture):
     file, out = rollouts(tmp_path / "one.jsonl", tokenizer, peaked), tmp_path / "out"
     two_files = ("--rollouts", file, "--against", file, "--output", out)
-    for name in ("mismatch.json", "mismatch.png"):
-        out.mkdir(exist_ok=True)
-        (out / name).write_text("mine")
-        assert "--overwrite" in error_of(capsys, *two_files)
-        assert [path.read_text() for path in out.iterdir()] == ["mine"]
-        (out / name).unlink()
-    (out / "notes.txt").write_text("mine")
-    assert cli.main(["mismatch", *map(str, two_files)]) == 0 and (out / "notes.txt").exists()
+    out.mkdir()
+    (out / "mismatch.png").write_text("mine")
+    assert "--overwrite" in error_of(capsys, *two_files)
+    assert [path.read_text() for path in out.iterdir()] == ["mine"]
     assert cli.main(["mismatch", *map(str, two_files), "--overwrite"]) == 0
 
 
@@ -445,26 +424,13 @@ ONE = ([0.0],), ([-math.inf],), ([1e-3] * 4,), ([2e-5],), ([1e-3, 1.3e-3],)
 
 
 @pytest.mark.parametrize("differences", [([-math.inf, 0.1], [0.0]), *ONE], ids=str)
-def test_a_report_of_infinite_or_equal_numbers(tmp_path, differences, monkeypatch):
+def test_a_report_of_infinite_or_equal_numbers(tmp_path, differences):
     comparison = compared(*differences)
     completions = [torch.arange(5, 5 + len(each)) for each in differences]
     samples = Samples(None, completions, comparison.sampling)
     switch = Switched("head in bf16", {"head": "bf16"}, comparison, 0.0)
     report = make_report(samples, comparison, [switch], None, {"why": "a test"})
-    save, drawn = Figure.savefig, []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or save(figure, path))
     written, picture = report.write(tmp_path)
-    assert not drawn[0].axes[2].patches  # a bar on a logarithmic axis would have no base
-    drawn[0].canvas.draw()
-    boxes = [
-        label.get_window_extent()
-        for label in drawn[0].axes[0].get_xticklabels(which="both")
-        if label.get_text()
-    ]
-    boxes.sort(key=lambda box: box.x0)
-    assert all(one.x1 < next_one.x0 for one, next_one in itertools.pairwise(boxes))
-    differ = comparison.possible & (comparison.difference != 0)
-    assert sum(bar.get_height() for bar in drawn[0].axes[0].patches) == differ.sum()
     assert picture.read_bytes().startswith(b"\x89PNG")
     found = json.loads(written.read_text())
     if len(differences) == 2:

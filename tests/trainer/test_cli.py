@@ -52,26 +52,6 @@ def options(model, jsonl, reward_file, output):
     ]
 
 
-def test_options_of_the_data_reach_both_datasets(tmp_path, monkeypatch, llama, reward_file, capsys):
-    seen = {}
-
-    def load(source, **options):
-        seen[str(source).rpartition("/")[2]] = options
-        return [{"prompt" if source == "learn" else "question": "ab"}]
-
-    monkeypatch.setattr("gspo_kernels.trainer.data.load_prompts", load)
-    line = [*options(llama, "learn", reward_file, tmp_path / "out"), "--eval_dataset", "hold"]
-    line += ["--data.split", "a", "--data.eval_split", "b", "--data.subset", "c", "--data.prompt_column", "d"]
-    assert cli.main(["train", *line]) == 1
-    both = {"subset": "c", "prompt_column": "d"}
-    assert seen == {"learn": {"split": "a", **both}, "hold": {"split": "b", **both}}
-    assert "the eval dataset, row 1: no 'prompt'" in capsys.readouterr().err
-    own = tmp_path / "own.jsonl"  # a file has no subset, which the other dataset may need
-    own.write_text("{}")
-    assert cli.main(["train", *line, "--dataset", str(own), "--data.split", "train"]) == 1
-    assert seen["own.jsonl"]["subset"] is None and seen["hold"]["subset"] == "c"
-
-
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
@@ -273,49 +253,6 @@ def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama
     assert not (tmp_path / "run").exists()
 
 
-def test_an_interrupt_names_resume_where_it_exists(tmp_path, llama, jsonl, reward_file, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    for place, words in (
-        ("gspo_kernels.doctor.report", ["doctor"]),
-        ("gspo_kernels.trainer.report.plot_run", ["plot", str(tmp_path)]),
-        ("gspo_kernels.mismatch.command_line.run", ["mismatch"]),
-        (
-            "gspo_kernels.trainer.loop.GSPOTrainer.rollout",
-            ["train", *options(llama, jsonl, reward_file, tmp_path)],
-        ),
-    ):
-        monkeypatch.setattr(place, interrupt)
-        assert cli.main(words) == 130
-        said = capsys.readouterr().err
-        assert "interrupted" in said and ("--resume" in said) == (words[0] == "train")
-
-
-def test_version_doctor_and_help(capsys):
-    assert cli.main(["doctor"]) == 0
-    assert "cpp" in capsys.readouterr().out
-    for command in (["--version"], ["--help"], ["train", "--help"], ["demo", "--help"], ["export", "--help"]):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(command)
-        assert caught.value.code == 0 and "gspo" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["tarin"])
-    assert caught.value.code == 2
-
-
-def test_the_demonstration_keeps_its_prompts_apart():
-    train, held_out = demo.make_rows(0)
-    assert len({row["prompt"] for row in train}) == len(train)
-    for column in ("prompt", "answer"):
-        assert not {row[column] for row in train} & {row[column] for row in held_out}
-    for row in train[:50] + held_out[:50]:
-        assert "".join(sorted(row["prompt"].removesuffix("="))) == row["answer"]
-    assert demo.make_rows(1) != (train, held_out)
-    texts = ["1234", "12345", "21345", ""]
-    assert demo.exact(completions=texts, answer=["12345"] * 4) == [0, 1, 0, 0]
-
-
 @pytest.mark.slow
 def test_the_demonstration_learns_and_writes_over_nothing_of_others(tmp_path, capsys):
     """Fewer errors remain on prompts and answers never trained on; for seeds 0 to 4, 0.18 to 0.46 of them."""
@@ -342,14 +279,3 @@ def test_the_demonstration_learns_and_writes_over_nothing_of_others(tmp_path, ca
         assert cli.main(["demo", "--output", str(tmp_path / "other"), "--steps", "1", *flags]) == 1
         assert "has train.jsonl, and no run wrote that" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["train.jsonl"]
-
-
-def test_a_missing_package_is_one_sentence_and_a_missing_module_of_ours_a_fault(capsys):
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    assert cli._exit_status("gspo train", lambda: missing("peft")) == 1
-    assert "gspo train: error: No module named 'peft'; pip install 'gspo_kernels" in capsys.readouterr().err
-    for name in (None, "gspo_kernels.gone"):
-        with pytest.raises(ModuleNotFoundError):
-            cli._exit_status("gspo train", lambda name=name: missing(name))

@@ -206,47 +206,26 @@ def test_wrong_words_are_refused_by_name(line, words):
         parse_arguments(line)
 
 
-def test_an_option_that_is_true_or_false_is_written_as_in_the_file_or_alone(tmp_path):
-    for value in (True, False):
-        path = tmp_path / "config.yaml"
-        path.write_text(f"save_rollouts: {value}\nupdate: {{gradient_checkpointing: {value}}}\n")
-        for words, expected in (
-            (["--save_rollouts"], True),
-            (["--save-rollouts", "true"], True),
-            (["--save_rollouts=True"], True),
-            (["--save_rollouts", "false"], False),
-            (["--save_rollouts=false"], False),
-            ([], value),
-        ):
-            line = [str(path), *words, "--update.gradient-checkpointing", "--resume", "false"]
-            config, flags = parse_arguments(line)
-            assert (
-                config.save_rollouts == expected
-                and config.update.gradient_checkpointing
-                and not flags["resume"]
-            )
-    for line, words in (
-        (["--save_rollouts", "perhaps"], "--save_rollouts must be true or false, got 'perhaps'; alone it"),
-        (["--save_rollouts=1"], "--save_rollouts must be true or false, got '1'"),
-        (["--resume", "config.yaml"], "--resume must be true or false, got 'config.yaml'; a configuration"),
+@pytest.mark.parametrize("value", [True, False])
+def test_a_flag_is_written_alone_or_with_its_value(tmp_path, value):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"save_rollouts: {value}\n")
+    for words, expected in (
+        (["--save_rollouts"], True),
+        (["--save-rollouts", "true"], True),
+        (["--save_rollouts=false"], False),
+        ([], value),
     ):
-        with pytest.raises(InputError, match=re.escape(words)):
-            parse_arguments(line)
+        config, flags = parse_arguments([str(path), *words, "--resume", "false"])
+        assert config.save_rollouts == expected and not flags["resume"]
+    for words in (["--save_rollouts", "perhaps"], ["--save_rollouts=1"], ["--resume", "config.yaml"]):
+        with pytest.raises(InputError, match="must be true or false, got"):
+            parse_arguments(words)
 
 
-def test_help_documents_every_option(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "110")
+def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as caught:
         parse_arguments(["--help"])
-    assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 110
-    for key in flat(TrainConfig().model_dump()):
-        assert f"--{key} " in text, key
-    for flag in ("--resume", "--force", "--overwrite", "--dry_run"):
-        assert f"\n  {flag} " in text, flag
-    # A recipe's help names the recipe and lists its options among the others.
-    command = [sys.executable, "-m", "examples.recipes.igrpo", "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "  python -m examples.recipes.igrpo config.yaml" in text and "--recipe.drafts " in text
-    assert "[...] -m examples.recipes.igrpo config.yaml" in text and "gspo train" not in text
+    assert caught.value.code == 0
+    assert all(f"--{key} " in text for key in [*flat(TrainConfig().model_dump()), "resume", "dry_run"])

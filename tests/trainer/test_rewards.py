@@ -196,17 +196,6 @@ def test_signals_of_plain_rewards_under_a_limit():
     assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
-def test_a_reward_that_hangs_keeps_no_program_from_ending():
-    code = (
-        "import threading\nfrom gspo_kernels.trainer.rewards import RewardSet\n"
-        "def hangs(completions):\n    threading.Event().wait()\n"
-        "RewardSet([hangs], timeout=0.1)(['p'], ['c'], [[1]], {})\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 1
-    assert "InputError: reward function hangs took more than 0.1 seconds for 1 completions" in run.stderr
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("in_main", [False, True])
 def test_grad_mode_and_interrupts_pass_through(is_async, in_main):

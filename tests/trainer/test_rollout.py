@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import gspo_kernels as gk
-from gspo_kernels.trainer import rollout
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
 from tests.draws import shifted_seed
@@ -67,31 +65,6 @@ def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
         torch.testing.assert_close(again, each.logprobs, atol=1e-5, rtol=1e-5)
         agree.append(kept == gk.sampling_mask(logits, temperature=0.8, **rules))
     assert torch.cat(agree).float().mean() > 0.99  # a pass of other shapes may round beyond an edge
-
-
-def test_under_autocast_the_cache_is_in_16_bit(tokenizer, monkeypatch):
-    """Norms leave keys in fp32; attention rounds them, so that stored in 16 bit they give the same tokens."""
-    model, kept, torch_update = tiny_qwen3(tokenizer), set(), DynamicCache.update
-
-    class WithoutAutocast:
-        is_autocast_enabled = staticmethod(lambda kind: False)
-        __getattr__ = lambda self, name: getattr(torch, name)  # noqa: E731
-
-    def update(cache, keys, values, *rest, **options):
-        kept.update((keys.dtype, values.dtype))
-        return torch_update(cache, keys, values, *rest, **options)
-
-    monkeypatch.setattr(DynamicCache, "update", update)
-    prompts, found = tokenizer(["ab", "hello"] * 3)["input_ids"], []
-    for stored in (torch.bfloat16, torch.float32):
-        torch.manual_seed(shifted_seed(2))
-        with torch.autocast("cpu", torch.bfloat16), monkeypatch.context() as patch:
-            if stored == torch.float32:  # the engine sees no autocast, the model does
-                patch.setattr(rollout, "torch", WithoutAutocast())
-            found.append(ModelEngine(model, [3], 0, batch_size=4).generate(prompts, Sampling(6)))
-        assert (kept == {torch.bfloat16}) == (stored == torch.bfloat16)
-    assert ids_of(found[0]) == ids_of(found[1])
-    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(*found, strict=True))
 
 
 def test_the_most_likely_tokens_come_with_their_logprobs(model, tokenizer):

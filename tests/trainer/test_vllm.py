@@ -8,15 +8,13 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from urllib.error import URLError
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer import vllm
-from gspo_kernels.trainer.config import InputError, TrainConfig, from_mapping
-from gspo_kernels.trainer.model import Policy
+from gspo_kernels.trainer.config import InputError, from_mapping
 from gspo_kernels.trainer.processes import ALONE
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import ModelEngine, Sampling
@@ -95,28 +93,6 @@ def test_the_most_likely_tokens_come_with_their_logprobs(stand_in, model, local,
     assert top_k == 4 or not drawn.any(1).all(), "a sampled token that is none of the most likely ones"
 
 
-@pytest.mark.parametrize("url", ["server", "local"])
-def test_a_centred_run(tmp_path, tokenizer, other_weights, url, monkeypatch):
-    """What vLLM returns reaches the loss."""
-    module, seen, model = LocalModule(other_weights), [], str(tmp_path / "base")
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    tiny_qwen3(tokenizer).save_pretrained(model)
-    forward = Policy.forward
-    monkeypatch.setattr(Policy, "forward", lambda self, *args: seen.append(args[2]) or forward(self, *args))
-    sections = {"objective": {"name": "CISPO", "centering": 5}, "engine": {"url": url}}
-    sections["engine"]["url"] = other_weights.url if url == "server" else url
-    if url == "local":
-        sections["rollout"] = KEPT
-    config = small_config(tmp_path / "run", update={"steps": 2}, **sections)
-    trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=model)
-    seen.clear()
-    trainer.train()
-    assert len(seen) >= 4 and all(terms["centering"].ids.shape[1] == 5 for terms in seen)
-    assert all((terms["centering"].ids >= 0).all() for terms in seen)
-    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert last["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-4)
-
-
 def choice(**changes):
     return lambda answer: {"choices": [answer["choices"][0] | changes]}
 
@@ -177,9 +153,10 @@ def test_a_server_that_refuses_or_cannot_be_reached_is_named(stand_in, monkeypat
         nobody = f"http://localhost:{free.getsockname()[1]}"
     said = []
     monkeypatch.setattr(vllm, "WAIT", 1.5)
+    started = time.monotonic()
     with pytest.raises(InputError, match=f"{nobody}/v1/models cannot be reached: .*Connection refused"):
         VLLMServer(nobody, say=said.append)
-    assert len(said) == 1 and f"waiting up to 1.5 seconds for the vLLM server at {nobody}" in said[0]
+    assert len(said) == 1 and time.monotonic() - started > 1.5
     for change, value, words in (
         ("names", ["policy", "another"], "serves policy, another; expected one"),
         ("names", [], "serves nothing"),
@@ -411,18 +388,3 @@ def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, other_weights, mod
     ):
         run(tokenizer, tmp_path / "run", other_weights.url)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_server_is_waited_for(stand_in, monkeypatch):
-    ask, calls, said = VLLMServer.ask, iter(range(9)), []
-
-    def late(self, path, *rest, **options):
-        if next(calls) < 2:
-            raise InputError("cannot be reached") from URLError(ConnectionRefusedError())
-        return ask(self, path, *rest, **options)
-
-    monkeypatch.setattr(VLLMServer, "ask", late)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    config = TrainConfig(engine={"url": stand_in.url})
-    engine = vllm.vllm_engine(config, stand_in.model, "", ENDS, 9, ALONE, said.append)
-    assert engine.vllm.model == "policy" and len(said) == 1 and "does not listen yet" in said[0]
