@@ -346,7 +346,6 @@ class GSPOTrainer:
             "updates": self.updater.updates,
             "sizes": {size.option: size.value for size in self.sizes()},
             "dataset": self.train_prompts.digest,
-            "streaks": dict(self.report.health.streaks),
             "processes": self.accelerator.num_processes,
         }
 
@@ -354,7 +353,6 @@ class GSPOTrainer:
         """Restore the state that `state_dict` returned, and the tensors of a checkpoint."""
         self.updater.load(checkpoint, state["updates"])
         self.step, self.prompts_used = state["step"], state["prompts_used"]
-        self.report.health.streaks = dict(state["streaks"])
         for size in self.sizes():
             if size.shrinks:
                 size.value = state["sizes"][size.option]

@@ -278,10 +278,7 @@ def export_model(
     All processes must call; the first one gathers shards in its host memory and writes. Weights are as
     trained, or rounded to ``dtype``; the folder ``adapter`` has the adapters alone, as trained, for peft.
     """
-    from transformers.utils import logging
-
-    original, bars = model.config, logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    original = model.config
     model.config = copy.deepcopy(original)  # save_pretrained changes it
     try:
         weights, writes = exported_weights(model, dtype), accelerator.is_main_process
@@ -298,8 +295,6 @@ def export_model(
         raise OSError(str(error)) from error
     finally:
         model.config = original
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _merged(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -178,20 +178,19 @@ class Updater:
         """
         each: list[Metrics] = []
         minibatches: list[Minibatch] = []
-        old, terms = batch.loss_mask, Terms()  # set in the first attempt
+        terms: Terms = {}
 
         def attempt() -> None:
             """Take the steps that are left; before the first one, compute what they share."""
-            nonlocal minibatches, old, terms
+            nonlocal minibatches, terms
             self.optimizer.zero_grad()  # of an attempt that ran out of memory
             minibatches = self._minibatches(batch, step)
             if not each:
                 first_epoch = minibatches[: self.config.update.minibatches]
-                old = self._old_logprobs(batch, first_epoch)
-                terms = self._terms(batch, old, first_epoch)
+                terms = self._terms(batch, first_epoch)
             for minibatch in minibatches[len(each) :]:
                 on_policy = not each and self._starts_on_policy(batch)
-                each.append(self._update_minibatch(batch, old, terms, minibatch, on_policy))
+                each.append(self._update_minibatch(batch, terms, minibatch, on_policy))
 
         self.micro_batch_tokens.fit(attempt, alone=lambda: runs_one_by_one(minibatches))
         tokens = [int(batch.counted[minibatch.active].sum()) for minibatch in minibatches]
@@ -209,7 +208,7 @@ class Updater:
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
-        return metrics | self._off_policy_metrics(batch, old, terms)
+        return metrics | self._off_policy_metrics(batch, terms)
 
     @torch.no_grad()
     def score(self, policy: Any, batch: Batch, step: int = 0) -> gk.TokenLogprobs:
@@ -301,10 +300,10 @@ class Updater:
         later = first_epoch[1:] if self._starts_on_policy(batch) else first_epoch
         return self._score(self.policy, batch, later).logprobs
 
-    def _terms(self, batch: Batch, old: Tensor, first_epoch: Sequence[Minibatch]) -> Terms:
-        """Return the terms, besides the old log-probs, that the losses of all minibatches share."""
-        config = self.config
-        terms: Terms = {"advantages": batch.advantages, "loss_mask": batch.loss_mask}
+    def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> Terms:
+        """Return the terms that the losses of all minibatches share."""
+        config, old = self.config, self._old_logprobs(batch, first_epoch)
+        terms: Terms = {"old_logprobs": old, "advantages": batch.advantages, "loss_mask": batch.loss_mask}
         terms["entropy_coef"] = config.update.entropy_coef
         if needs_reference(config):
             ref = batch.ref_logprobs
@@ -326,17 +325,15 @@ class Updater:
             terms["turn_ids"] = one_turn if batch.turn_ids is None else batch.turn_ids
         return terms
 
-    def _update_minibatch(
-        self, batch: Batch, old: Tensor, terms: Terms, minibatch: Minibatch, on_policy: bool
-    ) -> Metrics:
+    def _update_minibatch(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> Metrics:
         objective = self.objective
         if hasattr(objective, "seed"):  # the objective draws random numbers: other ones in each update
             objective = replace(objective, seed=objective.seed + self.updates)
         terms = terms | {"objective": objective}
         if self.needs_full_minibatch:
-            output = self._learn_full(batch, terms | {"old_logprobs": old}, minibatch)
+            output = self._learn_full(batch, terms, minibatch)
         else:
-            output = self._learn_each(batch, old, terms, minibatch, on_policy)
+            output = self._learn_each(batch, terms, minibatch, on_policy)
         return self._optimizer_step({**output.metrics, "loss": output.loss.detach()})
 
     def _optimizer_step(self, measured: Mapping[str, Tensor]) -> Metrics:
@@ -354,27 +351,27 @@ class Updater:
         self.optimizer.zero_grad()
         return values | {"updates_left_out": float(not finite)}
 
-    def _learn_each(
-        self, batch: Batch, old: Tensor, terms: Terms, minibatch: Minibatch, on_policy: bool
-    ) -> gk.LossOutput:
+    def _learn_each(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> gk.LossOutput:
         """Learn from a loss that each micro-batch computes alone; return the loss of the whole minibatch.
 
-        If ``on_policy``, the minibatch's new log-probs are written into ``old``.
+        If ``on_policy``, the minibatch's new log-probs are written into the old ones.
         """
         rows, active, micros = minibatch
         divisor, world = self._divisor(batch, rows), self.accelerator.num_processes
         # DDP and FSDP average gradients over the processes.
-        micro_terms = terms | {"old_logprobs": None if on_policy else old, "normalizer": divisor / world}
+        micro_terms = terms | {"normalizer": divisor / world}
+        if on_policy:
+            micro_terms["old_logprobs"] = None
         if centers := self.config.objective.centering > 0:
             micro_terms["centering"] = batch.centering
         logprobs, entropy, output = self._run(self.policy, batch, micros, micro_terms)
         places = batch.places(active)
         if on_policy:
-            old[places] = logprobs[places]
+            terms["old_logprobs"][places] = logprobs[places]
         if len(micros) == 1 == world and output is not None and not centers:
             return output
         # The loss of the whole minibatch, so that metrics do not depend on how it was cut.
-        whole = batch.pick(terms | {"old_logprobs": old, "normalizer": divisor}, active)
+        whole = batch.pick(terms | {"normalizer": divisor}, active)
         return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
 
     def _divisor(self, batch: Batch, rows: Tensor) -> float | Tensor:
@@ -406,15 +403,15 @@ class Updater:
         self._run(self.policy, batch, micros, micro_terms)
         return output
 
-    def _off_policy_metrics(self, batch: Batch, old: Tensor, terms: Terms) -> Metrics:
+    def _off_policy_metrics(self, batch: Batch, terms: Terms) -> Metrics:
         """Return metrics of the gap, in nats, between log-probs of training, before the first update, and of
         the engine, NaN without any token; and of rollout weights.
         """
         if batch.rollout_logprobs is None or self.config.objective.centering:
             return {}
         rows = self._active(batch).nonzero()[:, 0]
-        part = batch.pick(terms | {"old": old, "sampled": batch.rollout_logprobs}, rows)
-        gaps = (exact(part["old"]) - exact(part["sampled"]))[part["loss_mask"]]
+        part = batch.pick(terms | {"sampled": batch.rollout_logprobs}, rows)
+        gaps = (exact(part["old_logprobs"]) - exact(part["sampled"]))[part["loss_mask"]]
         sizes = gaps.abs()
         largest = sizes.max() if len(sizes) else sizes.new_tensor(math.nan)
         metrics = {

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AttentionInterface, FalconConfig, FalconForCausalLM
-from transformers.utils import logging
 
 from gspo_kernels.integrations import transformers as adapter
 from gspo_kernels.models.lm_head import lm_head_of
@@ -15,7 +14,6 @@ from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import (
     Policy,
     end_token_ids,
-    export_model,
     load_model,
     make_policies,
     padding_token_id,
@@ -47,13 +45,6 @@ def test_a_model_whose_forward_fails_in_a_trial_is_refused_by_name():
     falcon = FalconForCausalLM(FalconConfig(alibi=True, **sizes)).eval()
     with pytest.raises(InputError, match=r"FalconForCausalLM cannot be trained: .* raised ValueError"):
         Policy(falcon, temperature=1.0).check()
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_an_export_draws_no_bar_and_leaves_bars_as_they_were(tmp_path, tokenizer, capsys, shown):
-    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
-    export_model(tiny_qwen3(tokenizer), tokenizer, tmp_path)
-    assert "%" not in capsys.readouterr().err and logging.is_progress_bar_enabled() == shown
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "a_flash"])
