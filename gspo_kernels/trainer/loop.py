@@ -158,7 +158,7 @@ class GSPOTrainer:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
             step = None if checkpoint is None else self.step
             self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
-            with self.report, defer_signals() as signals:
+            with defer_signals() as signals:
                 if checkpoint is None:
                     self.report.step(0, self.evaluate())
                 elif self.step == self.config.update.steps and not on_main(self.accelerator, self.evaluated):

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,12 +21,6 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import gather_object
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress
-from rich.table import Table
-from rich.text import Text
 
 from gspo_kernels.plots import plot_progress
 from gspo_kernels.trainer.batch import Batch, Rollout
@@ -47,39 +42,25 @@ EVALUATION = "eval reward: greedy {eval/greedy_reward:.3f}, sampled {eval/sample
 
 
 class Report:
-    """A writer of a run's metrics and completions to files, trackers and the console, live on a terminal.
+    """A writer of a run's metrics and completions to files, trackers and stdout.
 
-    The first process writes; all processes must call. A report is a context manager around the loop.
+    The first process writes; all processes must call.
     """
 
-    def __init__(
-        self, config: TrainConfig, accelerator: Any, directory: RunDirectory, console: Console | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, accelerator: Any, directory: RunDirectory) -> None:
         self.config = config
         self.accelerator = accelerator
         self.directory = directory
         self.health = Health(config)
-        self.console = console or Console(quiet=not accelerator.is_main_process)
         self.unwritten = b""  # metrics that wait for room on the disk
         self.last: Metrics = {}  # of the last step, which another node's process cannot read from a file
         self.failing: set[str] = set()
-        columns = *Progress.get_default_columns(), MofNCompleteColumn()
-        self.progress = Progress(*columns, speed_estimate_period=math.inf)  # a step may take minutes
-        self.task = self.progress.add_task("training", total=config.update.steps)
-        self.live = Live(self.progress, console=self.console, transient=True)
-
-    def __enter__(self) -> Report:
-        if self.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
+        self.started: tuple[float, int] | None = None  # time and number of the first step in this process
 
     def say(self, text: str, *, warning: bool = False) -> None:
-        """Print a line, above the live display."""
-        prefix = "[yellow]warning:[/yellow] " if warning else ""
-        self.console.print(prefix + escape(text), soft_wrap=True, highlight=False)
+        """Print a text."""
+        if self.accelerator.is_main_process:
+            print(f"warning: {text}" if warning else text, flush=True)
 
     @contextmanager
     def output_to(self, what: str) -> Iterator[None]:
@@ -123,7 +104,10 @@ class Report:
         self.accelerator.init_trackers(project, plain if step is None else None, init_kwargs=options)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write, track and show a step, without a terminal each tenth; print the warnings that are due."""
+        """Write, track and print a step; print the warnings that are due.
+
+        Without a terminal, only every tenth step is printed.
+        """
         if step > 0:
             unit = 1 if sys.platform == "darwin" else 1024
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -144,11 +128,11 @@ class Report:
         steps, line = self.config.update.steps, metrics_line(record, STEP) if step > 0 else ""
         if "eval/greedy_reward" in record:
             self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
-        self.progress.update(self.task, completed=step)
-        if self.console.is_terminal:  # under the progress bar, where lines wrap
-            self.live.update(Group(self.progress, Text(line, style="cyan")))
-        elif step > 0 and (step % 10 == 0 or step == steps):
-            left = self.progress.tasks[0].time_remaining or 0.0
+        now = time.monotonic()
+        self.started = self.started or (now - metrics.get("seconds", 0.0), max(step - 1, 0))
+        if step > 0 and (sys.stdout.isatty() or step % 10 == 0 or step == steps):
+            start, before = self.started
+            left = (now - start) / max(step - before, 1) * (steps - step)
             self.say(f"step {step}/{steps}  {line}  {left:.0f} s left")
         for warning in self.health.check(record) if step > 0 else ():
             self.say(f"step {step}: {warning}", warning=True)
@@ -173,12 +157,8 @@ class Report:
         pairs = zip(rollout.samples, rollout.rewards.total.tolist(), strict=True)
         rows = [(tokenizer.decode(sample.prompt), sample.text, total) for sample, total in pairs][-16:]
         columns = ["prompt", "completion", "reward"]
-        table, above = Table(*columns, title=f"completions of step {step}"), ""
         for prompt, completion, reward in rows[-3:]:
-            texts = ("" if prompt == above else prompt), completion
-            table.add_row(*(escape(excerpt(text)) for text in texts), f"{reward:.3f}")
-            above = prompt
-        self.console.print(table)
+            self.say(f"[reward {reward:.3f}] {excerpt(prompt)} -> {excerpt(completion)}")
         for tracker in self.accelerator.trackers:
             with self.output_to("a tracker"):
                 if hasattr(tracker, "log_table"):  # wandb and clearml

@@ -30,7 +30,7 @@ def writer(text):
     def write(path):
         (path / "inner").mkdir()
         (path / "inner" / "a.txt").write_text(text)
-        torch.save({}, path / "state.pt")
+        torch.save({"dataset": "the same rows"}, path / "state.pt")
 
     return write
 

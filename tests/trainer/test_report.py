@@ -1,14 +1,12 @@
-"""Metrics files, warnings, output to terminals of several widths and to none, and the plot."""
+"""Metrics files, warnings, printed lines, and the plot."""
 
-import io
 import json
 import math
-import re
 import resource
+import sys
 import time
 
 import pytest
-from rich.console import Console
 
 from gspo_kernels.plots import plot_progress
 from gspo_kernels.trainer.checkpoint import RunDirectory
@@ -40,17 +38,15 @@ RECORD = {
 SHOWN = "reward 0.250 no-variance groups 50% ratio 0.9900..1.0100 clipped 10% low 20% high entropy 1.50"
 
 
-def make_report(tmp_path, width=100, terminal=False, steps=20):
-    out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
+def make_report(tmp_path, steps=20):
     config = TrainConfig(update={"steps": steps}, save_rollouts=True)
     directory = RunDirectory(tmp_path)
     tmp_path.mkdir(exist_ok=True)
-    return Report(config, make_accelerator(), directory, console), out
+    return Report(config, make_accelerator(), directory)
 
 
-def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path):
-    report, out = make_report(tmp_path)
+def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path, capsys):
+    report = make_report(tmp_path)
     report.begin(None, changed=[], evaluates=False)
     for step in range(4):
         report.step(step, {"a": math.nan, "b": -math.inf, "c": 0.5, "d": None})
@@ -61,13 +57,14 @@ def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     report.begin(2, changed=["seed: 0 -> 1"], evaluates=False)
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    assert "no eval dataset" in out.getvalue() and "settings changed: seed: 0 -> 1" in out.getvalue()
+    said = capsys.readouterr().out
+    assert "no eval dataset" in said and "settings changed: seed: 0 -> 1" in said
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_a_full_disk_or_a_failing_tracker_never_ends_a_run(tmp_path, monkeypatch):
+def test_a_full_disk_or_a_failing_tracker_never_ends_a_run(tmp_path, monkeypatch, capsys):
     """A file size limit cuts the line of step 2; with room again nothing is missing, and it was said once."""
-    report, out = make_report(tmp_path)
+    report = make_report(tmp_path)
     report.begin(None, changed=[], evaluates=True)
 
     def fail(*_):
@@ -86,49 +83,29 @@ def test_a_full_disk_or_a_failing_tracker_never_ends_a_run(tmp_path, monkeypatch
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     report.step(4, RECORD | {"step": 4})
     assert [record["step"] for record in map(json.loads, metrics.read_text().splitlines())] == [1, 2, 3, 4]
-    said = " ".join(out.getvalue().split())
+    said = " ".join(capsys.readouterr().out.split())
     for what in ("metrics.jsonl", "a tracker"):
         assert said.count(f"warning: {what} cannot be written, and the run goes on: ") == 1
     assert "no server" in said
 
 
-@pytest.mark.parametrize("seconds", [0.5, 50.0])
-def test_the_time_left_is_that_of_all_steps_since_the_start(tmp_path, monkeypatch, seconds):
-    """Also where a step takes longer than the half minute over which rich measures by default."""
-    now = [0.0]
-    report, out = make_report(tmp_path, steps=30)
-    report.progress.get_time = lambda: now[0]
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_step_is_a_line_with_the_time_left(tmp_path, monkeypatch, capsys, terminal):
+    """Every step on a terminal, otherwise every tenth; the time is that of all steps since the start."""
+    report, now = make_report(tmp_path, steps=30), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    report.step(0, {"eval/greedy_reward": 7.0, "eval/sampled_reward": 0.25})
+    assert "eval reward: greedy 7.000, sampled 0.250" in capsys.readouterr().out
+    report.started = None
     for step in range(11, 31):  # resumed after step 10
-        now[0] += seconds
-        report.step(step, RECORD)
-    assert f"{10 * seconds:.0f} s left" in out.getvalue() and " 0 s left" in out.getvalue()
-
-
-@pytest.mark.parametrize("width", [80, 160])
-def test_the_terminal_shows_every_metric_and_the_time_left_at_any_width(tmp_path, width):
-    report, out = make_report(tmp_path, width, terminal=True)
-    with report:
-        report.step(0, {"eval/greedy_reward": 7.0, "eval/sampled_reward": 0.25})
-        for step in (1, 2, 3):
-            time.sleep(0.02)
-            report.step(step, RECORD)
-        report.live.refresh()
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
-    assert "eval reward: greedy 7.000, sampled 0.250" in text
-    last = text[text.rindex("training") :]
-    assert "3/20" in last and re.search(r"\d:\d\d:\d\d", last), "the bar with its time left"
-    assert SHOWN in " ".join(last.split()) and "tok/s" in last and "GiB" in last
-    assert max(map(len, last.splitlines())) <= width
-
-
-def test_without_a_terminal_every_tenth_step_is_a_line(tmp_path):
-    report, out = make_report(tmp_path)
-    with report:
-        for step in range(21):
-            report.step(step, RECORD | {"step": step})
-    lines = [line for line in out.getvalue().splitlines() if line.startswith("step")]
-    assert [line.split()[1] for line in lines if "reward 0.250" in line] == ["10/20", "20/20"]
-    assert all(re.search(r"\d+ s left$", line) for line in lines)
+        now[0] += 50.0
+        report.step(step, RECORD | {"step": step, "seconds": 50.0})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "reward 0.250" in line]
+    shown = [int(line.split()[1].removesuffix("/30")) for line in lines]
+    assert shown == ([*range(11, 31)] if terminal else [20, 30])
+    for step, line in zip(shown, lines, strict=True):
+        assert line.endswith(f" {50 * (30 - step)} s left") and SHOWN in " ".join(line.split())
     assert "reward -" in metrics_line({}, STEP) and "greedy -" in metrics_line({}, EVALUATION)
 
 
