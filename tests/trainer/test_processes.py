@@ -109,7 +109,9 @@ def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, ca
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_nodes_without_a_shared_file_system(tmp_path, tokenizer, kind):
+def test_nodes_without_a_shared_file_system(tmp_path, tokenizer, kind, capfd):
+    """The run prints its sizes, which do not shrink in several processes."""
+
     def train(rank):
         config = small_config(tmp_path / str(rank), update={"steps": 1}, save_rollouts=True)
         options = {"accelerator": accelerator_of(kind), "eval_dataset": None}
@@ -117,6 +119,7 @@ def test_nodes_without_a_shared_file_system(tmp_path, tokenizer, kind):
         assert last["step"] == 1 and "reward/mean" in last
 
     in_processes(2, train)
+    assert "(rollout.batch_size = 64, update.micro_batch_tokens = 24)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
