@@ -3,7 +3,6 @@
 import platform
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -48,17 +47,6 @@ def test_bits_depend_neither_on_threads_nor_on_the_run(threads, dtype):
     for count in (1, 2, 2, 3, 64):
         threads(count)
         assert same(everything(), want)
-
-
-def test_two_threads_share_the_work(threads):
-    logits, labels = torch.randn(1, 400, 32000), torch.zeros(1, 400, dtype=torch.int64)
-    labels[:, :200] = IGNORE  # equal shares of the rows would leave one thread idle
-    threads(2)
-    ROWS.forward(logits, labels)
-    process, thread = time.process_time(), time.thread_time()
-    for _ in range(10):
-        ROWS.forward(logits, labels)
-    assert time.thread_time() - thread < 0.9 * (time.process_time() - process)
 
 
 @pytest.mark.parametrize("vocabulary", [32000, 30011])
@@ -111,24 +99,6 @@ def test_more_than_2_to_31_logits():
 def test_the_thread_keeps_its_subnormals():
     ROWS.forward(torch.randn(1, 2, 100), torch.zeros(1, 2, dtype=torch.int64))
     assert (torch.tensor([1e-40]) * 1.0).item() != 0.0
-
-
-def test_refused():
-    logits, labels, grad, _ = draw(12, torch.float32)
-    stats = ROWS.forward(logits, labels)
-    with pytest.raises(ValueError, match="labels: got shape"):
-        ROWS.forward(logits, labels[:1])
-    with pytest.raises(ValueError, match=r"stats\.entropy"):
-        ROWS.backward(logits, labels, stats._replace(entropy=None), grad, grad)
-    for out, error, message in (
-        (torch.empty(2, 3, 11), ValueError, "out: got shape"),
-        (torch.empty(12, 2, 3).permute(1, 2, 0), ValueError, "vocabulary stride 1"),
-        (logits.long(), TypeError, "out: got torch.int64"),
-    ):
-        with pytest.raises(error, match=message):
-            ROWS.backward(logits, labels, stats, grad, out=out)
-    with pytest.raises(TypeError, match=r"out: got torch\.float16, expected torch\.float32"):
-        ROWS.and_rows(logits, labels, out=logits.half())
 
 
 # --- clones of the loops for other instruction sets than the one that the loader picks here

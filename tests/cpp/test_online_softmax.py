@@ -89,19 +89,3 @@ def test_who_computes_a_block_leaves_no_trace():
     some = of_product(hidden[20:40], weight, None, labels[:, 20:40])[0]
     assert same(results[0], results[1]) and same(results[0], results[2])
     assert same(some, results[0].each(lambda stat: stat[:, 20:40]))
-
-
-def test_what_does_not_fit_is_refused():
-    for change, message in (
-        ({"hidden": torch.empty(4, 3)}, "sums: their shape"),
-        ({"hidden": torch.empty(5, 2)}, "shapes of hidden, weight"),
-        ({"weight": torch.empty(BLOCK + 1, 3)}, "sums: their shape"),
-        ({"bias": torch.empty(6)}, "bias"),
-        ({"hidden": torch.empty(5, 3).double()}, "both be fp32 or both bf16"),
-    ):
-        operands = {"hidden": torch.empty(5, 3), "weight": torch.empty(7, 3), "bias": None} | change
-        with pytest.raises(RuntimeError, match=message):
-            online_softmax(labels_of(5, 7), PLAIN, 7).add_product(**operands)
-    for first in (1, BLOCK):
-        with pytest.raises(RuntimeError, match="must begin with a block"):
-            online_softmax(labels_of(5, 2 * BLOCK), PLAIN, 2 * BLOCK).add(torch.empty(5, BLOCK + 1), first)

@@ -18,12 +18,9 @@ import triton
 import triton.language as tl
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import clipped_ratios as step_kernels
-from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
-from gspo_kernels.kernels.columns import element
+from gspo_kernels.kernels import gradients
 from gspo_kernels.kernels.launch import Tile
-from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
-from gspo_kernels.types import LogitRows, RatioClip, RatioOperands, RowOptions, RowPair
+from gspo_kernels.types import LogitRows, RatioClip, RatioOperands, RowPair
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 from tests.kernels.accesses import backwards, counted, rebuilt, without_races
@@ -31,7 +28,6 @@ from tests.kernels.row_calls import IGNORE, PLAIN, Rows, draw
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are seen under the interpreter")
 ROWS = Rows("triton")
-OPTIONS = RowOptions(PLAIN, IGNORE, "triton")
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +95,8 @@ def test_gradients_over_their_own_rows_have_no_race(in_one_pass):
 # --- how often rows are read and written
 
 V = 4096 * 2 + 77
-COUNTED, MOVING, WITH_IDS, EACH = [1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1], [1, 1, 0, 1, 1, 0], [1] * 6
-"""Which of the six rows have a counted label; a counted label and a gradient; ids; and all rows."""
+COUNTED, MOVING, EACH = [1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1], [1] * 6
+"""Which of the six rows have a counted label; a counted label and a gradient; and all rows."""
 LABELS = torch.tensor([[0, V - 1, IGNORE], [5000, IGNORE, 4096]])
 GRAD = torch.tensor([[1.0, 0.0, 1.0], [-1.0, 0.0, 2.0]])
 KEPT = PLAIN._replace(kept=torch.full((2, 3, -(-V // 32)), -1, dtype=torch.int32))
@@ -109,18 +105,6 @@ KEPT = PLAIN._replace(kept=torch.full((2, 3, -(-V // 32)), -1, dtype=torch.int32
 def walks(traffic, gradients=0):
     """Return how often the log-sum-exp reads each row of logits; ``gradients`` counts other reads."""
     return (torch.tensor(traffic.per_row(traffic.reads, 0)) - torch.tensor(gradients)).tolist()
-
-
-def selected(logits, out=None):
-    """Return a call that scores some ids per row, or with ``out`` writes their gradient. PyTorch reads the
-    ids' logits once more and writes their gradients, which is not counted.
-    """
-    ids = torch.randint(0, V, (2, 3, 20)).index_fill(1, torch.tensor([2]), IGNORE)
-    found = score(logits, ids, OPTIONS, False)
-    if out is None:
-        return lambda: score(logits, ids, OPTIONS, False)
-    grads = SelectedGradients(torch.ones(2, 3, 20), torch.ones(2, 3))
-    return lambda: write_gradient(out, logits, ids, found, grads, OPTIONS, False)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -136,7 +120,6 @@ def test_rows_are_read_once_and_written_once(dtype):
         (lambda: ROWS.forward(logits, LABELS), COUNTED, [0] * 6),
         (lambda: ROWS.forward(logits, LABELS, KEPT), COUNTED, [0] * 6),
         (lambda: kernels.sequence_ratio_forward(*operands), COUNTED, COUNTED),
-        (selected(logits), WITH_IDS, [0] * 6),
     ):
         with counted(logits, old) as traffic:
             call()
@@ -150,13 +133,6 @@ def test_rows_are_read_once_and_written_once(dtype):
         with counted(logits, out) as traffic:
             ROWS.and_grad(logits, LABELS, GRAD, out=out)
         assert walks(traffic, MOVING) == COUNTED and traffic.per_row(traffic.writes, 1) == EACH
-        if out is not logits:
-            call = selected(logits, out)
-            with counted(logits, out) as traffic:
-                call()
-            assert (
-                traffic.per_row(traffic.reads, 0) == WITH_IDS and traffic.per_row(traffic.writes, 1) == EACH
-            )
 
 
 @pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
@@ -184,85 +160,51 @@ def test_scaling_by_one_touches_nothing():
 
 
 @triton.jit
-def load_one_more(row, start, lanes, width, MASKED, EVICT):
-    return tl.load((row + start) + lanes, mask=start + lanes < width + 1, other=-float("inf"))
+def arrivals_kernel(
+    rows_ptr, counter_ptr, sum_ptr, WIDTH: tl.constexpr, STEP: tl.constexpr, SEM: tl.constexpr,
+    SCOPE: tl.constexpr, BARRIER_BEFORE: tl.constexpr, BARRIER_BEHIND: tl.constexpr, VOLATILE: tl.constexpr,
+):  # fmt: skip
+    """Write a row of 4 numbers, every STEP-th of memory with 5 per row; the last program adds up 3 rows."""
+    lanes = tl.arange(0, 8)
+    tl.store(rows_ptr + tl.program_id(0) * STEP + lanes, lanes, mask=lanes < WIDTH)
+    if BARRIER_BEFORE:
+        tl.debug_barrier()
+    count = tl.atomic_add(counter_ptr, 1, sem=SEM, scope=SCOPE)
+    if BARRIER_BEHIND:
+        tl.debug_barrier()
+    if count == tl.num_programs(0) - 1:
+        lanes = tl.arange(0, 16)
+        pointers = rows_ptr + lanes // 4 * 5 + lanes % 4
+        tl.store(sum_ptr, tl.sum(tl.load(pointers, mask=lanes < 12, other=0, volatile=VOLATILE)))
 
 
-@triton.jit
-def load_one_more_element(pointers, columns, width, MASKED, EVICT):
-    return tl.load(pointers, mask=columns < width + 1, other=-float("inf"))
+def arrive(**changes):
+    rows, counter, total = (torch.zeros(size, dtype=torch.int32) for size in ((4, 5), 1, 1))
+    right = {"WIDTH": 4, "STEP": 5, "SEM": "acq_rel", "SCOPE": "gpu", "VOLATILE": True}
+    right |= {"BARRIER_BEFORE": True, "BARRIER_BEHIND": True}
+    arrivals_kernel[(3,)](rows[:3, :4], counter, total, **right | changes)
+    return total.item()
 
 
-@triton.jit
-def one_element_late(pointer, b, t, stride_b, stride_t, ALIGNED):
-    return element(pointer, b, t, stride_b, stride_t) + 1
-
-
-@triton.jit
-def first_row(pointer, b, t, stride_b, stride_t, ALIGNED):
-    return pointer
-
-
-@triton.jit
-def cached_column(scratch_ptr, row, indices, sequences):
-    pointers = scratch_ptr + row * sequences.to(tl.int64) + indices
-    return tl.load(pointers, mask=indices < sequences, other=0.0)
-
-
-def arrival(before=True, behind=True, sem="acq_rel", scope="gpu"):
-    """Return a faulty ``sequences.signal_and_count``; under the interpreter it may be plain Python."""
-
-    def signal_and_count(counter_ptr):
-        if before:
-            tl.debug_barrier()
-        count = tl.atomic_add(counter_ptr, 1, sem=sem, scope=scope)
-        if behind:
-            tl.debug_barrier()
-        return count
-
-    return signal_and_count
-
-
-def rows_at(first, columns):
-    """Return a call of the forward on ``columns`` columns, from ``first`` on, of rows of 4,160 columns."""
-    logits = torch.randn(1, 3, 4160)[..., first : first + columns]
-    labels = torch.full((1, 3), columns - 1)
-    return lambda: ROWS.forward(logits, labels, entropy=False)
-
-
-def zeros_written():
-    """Run the backward of rows without gradient, which stores zeros and does not read the rows."""
-    out, labels, none = torch.zeros(1, 2, 64), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2)
-    return ROWS.backward(out, labels, ROWS.forward(out, labels), none, out=out)
-
-
-ARRIVALS = [
-    *((arrival(**less), "race: volatile load by .* may not be stored yet") for less in (
-        {"before": False}, {"behind": False}, {"sem": "acquire"}, {"sem": "release"})),
-    (arrival(scope="cta"), "scope CTA"),
-]  # fmt: skip
-CACHED = sequences, "_column", cached_column, "race: load by .* may come from a cache"
-OUT = "out of bounds: "
-FAULTS = [
-    # beyond the last row, and between rows, in memory of the wider tensor that the rows are part of
-    (rows_at(0, 4160), columns, "load_columns", load_one_more, OUT + "load of 4 bytes by program 2 in 1 "),
-    (rows_at(1, 1009), columns, "_load", load_one_more_element, OUT + "load of 4 bytes by program 0"),
-    (rows_at(16, 1008), columns, "load_columns", load_one_more, OUT + "load of 4 bytes by program 0 in 1 "),
-    (zeros_written, gradients, "row_pointer", one_element_late, OUT + "store of 4 bytes by program 1 in 1 "),
-    (zeros_written, gradients, "row_pointer", first_row, "race: store by program 1"),
-    *((LAUNCHES["sequence ratio"], sequence_ratio, "signal_and_count", *fault) for fault in ARRIVALS),
-    *((LAUNCHES["log-probs"], step_kernels, "signal_and_count", *fault) for fault in ARRIVALS),
-    *((LAUNCHES[name], *CACHED) for name in ("sequence ratio", "log-probs")),
-]
-
-
-@pytest.mark.parametrize(("call", "module", "name", "fault", "message"), FAULTS)
-def test_a_fault_is_found(monkeypatch, call, module, name, fault, message):
-    with nullcontext() if message.startswith(OUT) else without_races():
-        call()
-        monkeypatch.setattr(module, name, fault)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"WIDTH": 5}, "out of bounds: store of 4 bytes by program 0 in 1 lanes"),  # between rows
+        ({"STEP": 10}, "out of bounds: store of 4 bytes by program 2 in 4 lanes"),
+        ({"STEP": 0}, "race: store by program 1"),
+        ({"BARRIER_BEFORE": False}, "race: volatile load"),
+        ({"BARRIER_BEHIND": False}, "race: volatile load"),
+        ({"SEM": "acquire"}, "race: volatile load"),
+        ({"SEM": "release"}, "race: volatile load"),
+        ({"SCOPE": "cta"}, "scope CTA"),
+        ({"VOLATILE": False}, "race: load by .* may come from a cache"),
+    ],
+)
+def test_a_fault_is_found(change, message):
+    with nullcontext() if "bounds" in message else without_races():
+        assert arrive() == 18
         with pytest.raises(Exception, match=message):
-            call()
+            arrive(**change)
 
 
 def test_a_missing_barrier_is_found():

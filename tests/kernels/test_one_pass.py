@@ -142,27 +142,6 @@ def test_rows_come_along_only_where_that_is_less_work():
     assert torch.equal(ROWS.and_rows(logits, labels)[0].logprobs, known.logprobs)
 
 
-@pytest.mark.skipif(GPU, reason="asks as on other devices")
-@pytest.mark.parametrize(
-    ("V", "dtype", "expected"),
-    [
-        # (warps, blocks) on sm_80, sm_90 or sm_100, and sm_120
-        (10240, BF16, [(8, 1), (8, 1), (8, 1)]),
-        (20480, FP32, [(16, 1), (8, 2), (8, 2)]),
-        (32000, BF16, [None, (8, 4), (8, 4)]),
-        (151936, BF16, [None, (8, 16), (16, 8)]),
-        (163840, FP32, [None, (8, 16), (16, 8)]),
-        (256000, BF16, [None, (16, 16), None]),
-        (151669, BF16, [None, None, None]),
-    ],
-)
-def test_rows_are_held_where_they_fit(monkeypatch, V, dtype, expected):
-    for blocks, wanted in zip((1, 16, 8), expected, strict=True):
-        monkeypatch.setattr(one_pass, "max_blocks", lambda device, blocks=blocks: blocks)
-        tile = on_chip_tile(*empty(V, dtype), PLAIN)
-        assert (tile and (tile.warps, tile.blocks)) == wanted, blocks
-
-
 def test_clusters_need_a_triton_and_a_gpu_that_know_them(monkeypatch):
     for version, capability, platform, expected in (
         ("3.9.0", (9, 0), "cuda", 16),
