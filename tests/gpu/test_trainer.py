@@ -1,18 +1,11 @@
-"""The trainer on a GPU: a random Qwen3 of 0.6B's shape, two steps in each setting, and a run that is killed.
+"""The trainer on a GPU: a random Qwen3 of 0.6B's shape, two steps in each setting.
 
 ``python -m benchmarks campaign`` keeps the measurements of each setting, as ``--results DIR`` does here.
-Without a GPU the model is tiny, and runs are killed only with ``GSPO_KERNELS_REHEARSE=1``.
+Without a GPU the model is tiny.
 """
 
-import functools
 import gc
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +17,6 @@ demo = pytest.importorskip("gspo_kernels.demo")
 report = pytest.importorskip("gspo_kernels.trainer.report")
 helpers = pytest.importorskip("tests.trainer.conftest")
 one_thread = helpers.one_thread
-ROOT = Path(__file__).parents[2]
-# cuBLAS reads it once, when it begins
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 LARGE = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -127,72 +117,3 @@ def keep(request, name, record):
         path = folder / "trainer.json"
         kept = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(kept | {name: record}, indent=1) + "\n")
-
-
-# --- checkpoint, kill and resume
-
-FEWER = {"num_hidden_layers": 4, "vocab_size": 32768}
-"""Changes of ``LARGE``: a checkpoint of all of it takes longer to write than to compute."""
-
-
-def first_model(device):
-    return make_model(device, **(FEWER if device.type == "cuda" else {}))
-
-
-def train_to_the_end(device, output, reward=odd_share, resume=False):
-    """Train two steps with deterministic operators, and save after each."""
-    model, update = first_model(device), {"steps": 2, "learning_rate": 1e-4}
-    sections = {"checkpoint": {"every": 1}, "update": update}
-    trainer = make_trainer(device, output, model, reward, **sections)
-    torch.use_deterministic_algorithms(True)
-    try:
-        trainer.train(resume=resume)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return helpers.weights(model), [
-        {
-            key: value
-            for key, value in record.items()
-            if not key.startswith(("seconds", "tokens_per", "memory"))
-        }
-        for record in report.read_metrics(trainer.directory.metrics)
-    ]
-
-
-def train_until_killed(device, output):
-    """End this process as ``kill -9`` does, while the completions of the second step are scored."""
-    calls = []
-
-    @functools.wraps(odd_share)  # metrics have the name of the reward
-    def reward(completion_ids):
-        calls.append(None)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return odd_share(completion_ids)
-
-    torch.set_num_threads(1)
-    train_to_the_end(device, output, reward)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and os.environ.get("GSPO_KERNELS_REHEARSE") != "1",
-    reason="no CUDA device: torch.cuda.is_available() is False",
-)
-def test_a_killed_run_goes_on(device, tmp_path, request):
-    """It ends with the same bits as a run that was not killed."""
-    began, output = time.monotonic(), tmp_path / "killed"
-    words = [sys.executable, "-m", "tests.gpu.test_trainer", device.type, str(output)]
-    process = subprocess.run(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert process.returncode == -signal.SIGKILL, process.stderr[-3000:]
-    steps = [record["step"] for record in report.read_metrics(output / "metrics.jsonl")]
-    assert steps == [0, 1], "the kill came after the first step"
-    found, records = train_to_the_end(device, output, resume=True)
-    expected, straight = train_to_the_end(device, tmp_path / "straight")
-    assert records == straight and helpers.same(found, expected)
-    assert not helpers.same(found, helpers.weights(first_model(device)))
-    keep(request, "killed and resumed", {"same bits": True, "s in all": time.monotonic() - began})
-
-
-if __name__ == "__main__":
-    train_until_killed(torch.device(sys.argv[1]), *sys.argv[2:])

@@ -215,15 +215,6 @@ def test_infinities_and_nan_stay_in_their_rows_and_columns(way):
         assert out[3].isnan().all() and torch.equal(out[17, 10:].sign(), b[76, 10:].float().sign())
 
 
-def test_nothing_to_multiply(way):
-    for dtype in way.dtypes if way.name != "triton" else ():
-        a, b, bias = torch.empty(2, 0, dtype=dtype), torch.empty(0, 3, dtype=dtype), torch.arange(3.0)
-        assert way(b, torch.empty(3, 4, dtype=dtype)).shape == (0, 4)
-        assert way(torch.empty(4, 3, dtype=dtype), a.t()[:0].reshape(3, 0)).shape == (4, 0)
-        assert (way(a, b) == 0).all() and torch.equal(way(a, b, bias=bias), bias.expand(2, 3))
-        assert (way(a, b, torch.full((2, 3), 5.0), accumulate=True) == 5).all()
-
-
 # --- instruction sets of the CPU
 
 
