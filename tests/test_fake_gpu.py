@@ -127,9 +127,7 @@ def test_memory_is_that_of_chunks_of_similar_size(gpu, rows, logits):
     assert gpu.peak == pytest.approx(logits * vocabulary * 4, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1.0, 2.0**-30), (2.0**-30, 1.0), (2.0**-90, 2.0**20), (2.0**20, 2.0**-90)]
-)
+@pytest.mark.parametrize("sizes", [(1.0, 2.0**-30), (2.0**-90, 2.0**20)])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
     """The coefficients of two chunks lie many powers of two apart."""
@@ -404,26 +402,28 @@ def test_captured_launches_do_not_depend_on_values(gpu, kind, options, packed):
     assert launched(gpu, kind, first, **options) == launched(gpu, kind, second, **options)
 
 
-LOOK = {
-    "item": lambda values: values.sum().item(),
-    "cpu": lambda values: values.cpu(),
-    "as many as there are": lambda values: values[values > 0],
-    "from the host": lambda values: torch.tensor(1.0, device=values.device),
-}
-
-
-@pytest.mark.parametrize("name", LOOK)
-def test_a_look_that_hinders_a_capture_is_found(gpu, name):
-    class Looking(gk.GRPO):
+@pytest.mark.parametrize(
+    "sync",
+    [
+        lambda values: values.sum().item(),
+        lambda values: values.cpu(),
+        lambda values: bool(values.sum() > 0),
+        lambda values: values[values > 0],
+        lambda values: torch.tensor(1.0, device=values.device),
+    ],
+    ids=["item", "cpu", "bool", "index by mask", "copy to the device"],
+)
+def test_a_sync_that_hinders_a_capture_is_found(gpu, sync):
+    class Syncing(gk.GRPO):
         def evaluate(self, batch):
-            LOOK[name](batch.advantages)
+            sync(batch.advantages)
             return super().evaluate(batch)
 
         def ratio_form(self):
             return None
 
     with pytest.raises(AssertionError, match="looks"):
-        launched(gpu, "logprobs", inputs_of("cpu", STEP, "logprobs", False, 0), objective=Looking())
+        launched(gpu, "logprobs", inputs_of("cpu", STEP, "logprobs", False, 0), objective=Syncing())
 
 
 # --- rows that stay on the chip, of vocabularies that come in 16-byte pieces

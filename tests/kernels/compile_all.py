@@ -7,6 +7,7 @@ for. Run it without TRITON_INTERPRET.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -26,20 +27,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import (
-    clipped_ratios,
-    divergences,
-    exponentials,
-    gradients,
-    logprobs,
-    masks,
-    one_pass,
-    products,
-    row_scaling,
-    scale,
-    sequence_ratio,
-    tiles,
-)
+from gspo_kernels.kernels import exponentials, one_pass, products, tiles
 from gspo_kernels.kernels import launch as launching
 from gspo_kernels.types import (
     KLPenalty,
@@ -54,10 +42,6 @@ from gspo_kernels.types import (
     stats_dtype,
 )
 
-LAUNCHING = (
-    clipped_ratios, divergences, exponentials, gradients, logprobs, masks, one_pass, products, row_scaling,
-    scale, sequence_ratio, tiles,
-)  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -88,8 +72,7 @@ def record(target: str, blocks: int = 0) -> list[Call]:
     def launch(kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any) -> None:
         calls.append((kernel, programs, tile, args, constants))
 
-    modules: Any = (*LAUNCHING, launching)
-    for module in modules:
+    for module in filter(inspect.ismodule, vars(kernels).values()):
         module.platform = lambda: TARGETS[target].backend
         if module is not launching:
             module.launch = launch

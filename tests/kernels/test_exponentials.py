@@ -70,11 +70,15 @@ def memory(n, V, device):
     return torch.full((n, -(-V // 8) * 8), torch.nan, dtype=BF16, device=device)[:, :V]
 
 
+def on_device(functions, hidden, weight, bias, labels, transform):
+    device = functions[1]
+    tensors = (None if each is None else each.to(device) for each in (hidden, weight, bias, labels))
+    return *tensors, transform.rows(lambda row: row.to(device)), IGNORE
+
+
 def run(functions, hidden, weight, bias, labels, transform, *, out=None, **options):
-    module, device = functions
-    hidden, weight, labels = (each.to(device) for each in (hidden, weight, labels))
-    bias, transform = None if bias is None else bias.to(device), transform.rows(lambda row: row.to(device))
-    return module.exponentials(hidden, weight, bias, labels, transform, IGNORE, out, **options)
+    given = on_device(functions, hidden, weight, bias, labels, transform)
+    return functions[0].exponentials(*given, out, **options)
 
 
 def columns_of(
@@ -84,17 +88,17 @@ def columns_of(
     have the entropy's gradient.
     """
     module, device = functions
-    hidden, weight, labels = (each.to(device) for each in (hidden, weight, labels))
-    bias, transform = None if bias is None else bias.to(device), transform.rows(lambda row: row.to(device))
+    given = on_device(functions, hidden, weight, bias, labels, transform)
     out, (n, V) = torch.empty(len(hidden), len(weight), dtype=BF16), (len(hidden), len(weight))
     coefficients = torch.full((n,), coefficient, device=device) if mix is None else None
     active = torch.full((n,), coefficient != 0, device=device)
-    known = module.KnownRows(hidden, weight, bias, labels, transform, IGNORE, stats, coefficients, active)
+    known = module.KnownRows(*given, stats, coefficients, active)
     for first in range(0, V, width):
         part = memory(n, min(width, V - first), device)
         known.exponentials(part, first)
         if mix is not None:
-            module.entropy_rows_(part, labels - first, transform, IGNORE - first, known.head, *mix.to(device))
+            labels_here, transform = given[3] - first, given[4]
+            module.entropy_rows_(part, labels_here, transform, IGNORE - first, known.head, *mix.to(device))
         out[:, first : first + width] = part.cpu()
     return rows_of(known.head, out, labels.cpu()) / (coefficient or 1) if mix is None else out
 

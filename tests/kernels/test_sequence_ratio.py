@@ -431,16 +431,15 @@ def test_masks_of_numbers_are_read_and_checked(launch, length):
     logprobs, mask, old, advantages = tokens(length, FP32, FP32)
     values = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages}
     want = launch(values | {"loss_mask": mask})
-    for dtype in (torch.float16, torch.int32, torch.int64, FP32, FP64):
+    for dtype in (torch.float16, torch.int32, FP32):
         numbers = mask.to(dtype)
         got = launch(values | {"loss_mask": numbers})
         assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
-        if launch.device.type == "cuda":
-            continue  # values are not checked there: reading them would wait for the GPU
         numbers[1, -1] = 2
         for more in ({}, {"entropy": torch.ones(2, length)}, {"lengths": torch.full((2,), 3.0)}):
-            with pytest.raises(ValueError, match=r"loss_mask: got 2(\.0)?, expected only 0 and 1"):
-                launch(values | {"loss_mask": numbers} | more)
+            if launch.device.type == "cpu":  # reading values would wait for a GPU
+                with pytest.raises(ValueError, match=r"loss_mask: got 2(\.0)?, expected only 0 and 1"):
+                    launch(values | {"loss_mask": numbers} | more)
 
 
 @pytest.mark.parametrize("backend", ("triton", "cpp"))
