@@ -235,7 +235,7 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
     for one, (advantage, estimator, beta) in itertools.product(tokens.split(1), kinds):
         values = dict(zip(("logprobs", "old_logprobs", "ref_logprobs"), one.unbind(1), strict=True))
         values |= {"advantages": torch.tensor([advantage]), "objective": objective}
-        values |= {"kl_beta": beta, "kl_estimator": estimator}
+        values |= {"kl_beta": torch.full((1, 2), beta), "kl_estimator": estimator}
         (out, grad), (want, want_grad) = launch(values), launch.evaluated(values, values["logprobs"])
         found, expected = (
             torch.stack([each.loss.detach(), *each.metrics.values(), *of.flatten()])
