@@ -216,6 +216,23 @@ def test_infinities_and_nan_stay_in_their_rows_and_columns(way):
         assert out[3].isnan().all() and torch.equal(out[17, 10:].sign(), b[76, 10:].float().sign())
 
 
+def test_operands_and_ends_that_do_not_fit_are_refused():
+    a, b, out = torch.empty(2, 300), torch.empty(300, 3), torch.empty(2, 3)
+    for ends in ([100, 300], [128, 256]):
+        with pytest.raises(ValueError, match="multiples of 64, then 300"):
+            Way("triton")(a, b, ends=torch.tensor(ends))
+    for ends, message in (
+        ([300], "no more than"),
+        ([2, 2, 300], "ends must grow"),
+        ([2, 3], "last of the ends"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            products.multiply(a, b, out, ends=torch.tensor(ends))
+    for change in ({"b": torch.empty(5, 3)}, {"out": torch.empty(2, 4)}, {"bias": torch.empty(4)}):
+        with pytest.raises(RuntimeError, match="shapes|bias"):
+            products.multiply(**{"a": a, "b": b, "out": out} | change)
+
+
 # --- instruction sets of the CPU
 
 
