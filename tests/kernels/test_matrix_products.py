@@ -229,7 +229,7 @@ def test_operands_and_ends_that_do_not_fit_are_refused():
         with pytest.raises(RuntimeError, match=message):
             products.multiply(a, b, out, ends=torch.tensor(ends))
     for change in ({"b": torch.empty(5, 3)}, {"out": torch.empty(2, 4)}, {"bias": torch.empty(4)}):
-        with pytest.raises(RuntimeError, match="shapes|bias"):
+        with pytest.raises(RuntimeError, match=r"shapes|bias"):
             products.multiply(**{"a": a, "b": b, "out": out} | change)
 
 
