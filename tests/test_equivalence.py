@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import AGGREGATIONS, KIND, LAYOUTS, LOGIT_OPTIONS, for_objective, make_case, run
+from tests.cases import KIND, LAYOUTS, LOGIT_OPTIONS, for_objective, make_case, run
 from tests.judging import assert_equals_oracle
 
 POLICY, *FUSED_ENTRIES = KIND
@@ -86,38 +86,16 @@ def test_every_backend(entry, objective, layout, terms, others, backend):
     check(entry, objective, layout, terms, backend, **{"lengths": BRIEF, "padding": 1} | others)
 
 
-def in_turn(entries, objectives, terms):
-    """Return all combinations, each in one of the layouts."""
-    rows = enumerate(itertools.product(entries, terms, objectives))
-    return [
-        (entry, name, LAYOUTS[(i + i // len(objectives)) % 2], term, {}) for i, (entry, term, name) in rows
-    ]
-
-
-AGGREGATED = [
-    replace(OBJECTIVES[name], aggregation=kind, aggregation_constant=6.0 if kind == "constant" else None)
-    for name in ("GSPO", "GSPOToken", "GRPO dual", "Linear")
-    for kind in AGGREGATIONS[1:]
-]
 ON_CPU = [
-    # Linear has no importance ratio to weight a KL with
-    *in_turn([POLICY], list(OBJECTIVES), [
-        "plain", "on_policy", "weighted", "all", "k1", "kl_tensor", "entropy_tensor", "rollout_token",
-        "on_policy_terms",
-    ]),
-    *in_turn([POLICY, FUSED, LINEAR], ["GSPO", "GSPOToken", "GRPO"], ["kl_ratio_weighted"]),
-    *in_turn([POLICY, FUSED, LINEAR], ["GSPOToken", "GRPO", "GRPO dual"], ["all+token_advantages"]),
-    *in_turn([FUSED, LINEAR], ["GSPO", "GSPOToken", "GRPO"],
-             ["kl_tensor", "entropy_tensor", "on_policy_terms"]),
-    *in_turn(FUSED_ENTRIES, ["GSPO dual", "GRPO", "Linear"], ["weighted", "all"]),
-    *in_turn([POLICY], AGGREGATED, ["holes+lengths", "all"]),
-    *((POLICY, "GSPO", "padded", "all", dtype) for dtype in (HALF, BFLOAT, DOUBLE)),
+    *((POLICY, name, LAYOUTS[i % 2], "all", {}) for i, name in enumerate(OBJECTIVES)),
     *((POLICY, name, "packed", "k3", {"lengths": (150, 0, 1)}) for name in ("GSPO", "GRPO")),
-    *((entry, "GSPO", "padded" if entry in (ROWS, LINEAR) else "packed", "entropy", {"logit_options": name})
-      for entry in FUSED_ENTRIES for name in list(LOGIT_OPTIONS)[1:]),
-    *((LINEAR_ROWS, "GSPO", "packed", terms, {"max_chunk_bytes": size})
-      for terms in ("all", "on_policy") for size in (1, 2 * 61 * 4, 5 * 61 * 4, 1000 * 61 * 4)),
+    *((entry, name, "packed", "kl_ratio_weighted", {})
+      for entry in (POLICY, FUSED) for name in ("GSPO", "GSPOToken", "GRPO")),
+    *((entry, "GRPO dual", "padded", "all+token_advantages", {}) for entry in (POLICY, FUSED, LINEAR)),
+    *((LINEAR, "GSPO", "padded", "entropy", {"logit_options": name}) for name in list(LOGIT_OPTIONS)[1:]),
+    *((LINEAR_ROWS, "GSPO", "packed", "all", {"max_chunk_bytes": size}) for size in (1, 488, 1220)),
 ]  # fmt: skip
+"""Calls that random ones, ``tests.fuzz``, may miss."""
 
 
 @pytest.mark.parametrize(("entry", "objective", "layout", "terms", "others"), ON_CPU)

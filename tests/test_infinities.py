@@ -62,10 +62,6 @@ def make_row(allowed, values, vocabulary, dtype):
 OPTIONS = {torch.float32: {}, torch.bfloat16: {"temperature": 0.7, "logit_scale": 1.7}}
 
 
-def test_the_table_has_these_rows():
-    assert ROWS.keys() == MAKERS.keys()
-
-
 def of_page(line, logits, options):
     """Return what a line of the page says of a row of logits: log-prob, entropy and their gradients, in fp64.
     No operation has an infinite operand.

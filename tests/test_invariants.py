@@ -106,15 +106,6 @@ def test_metrics_by_hand(entry, name, backend):
     assert output.loss.item() == pytest.approx((first + 0.8 + E(0.1)) / 3, rel=1e-6)
 
 
-def test_metrics_of_kl_and_entropy():
-    case = make_case("logits", "padded", "kl_tensor")
-    _, output = forward(case, FUSED, gk.GRPO(), return_entropy=True)
-    d = (output.logprobs - case.terms["ref_logprobs"])[case.counted].double()
-    assert output.metrics["kl/ref"].item() == pytest.approx(float((torch.exp(-d) + d - 1).mean()), rel=1e-5)
-    mean = float(output.entropy[case.counted].double().mean())
-    assert output.metrics["entropy"].item() == pytest.approx(mean, rel=1e-6)
-
-
 # --- the backward
 
 
@@ -150,7 +141,7 @@ def check_backward_passes(entry, terms, backend="auto", **options):
         assert_equals_oracle(replace(result, grads=thirds), case, objective)
 
 
-@pytest.mark.parametrize("terms", ["plain", "all", "on_policy"])
+@pytest.mark.parametrize("terms", ["all", "on_policy"])
 @pytest.mark.parametrize("entry", [POLICY, *FUSED_ENTRIES])
 def test_backward_passes(entry, terms, backend):
     check_backward_passes(entry, terms, backend)
@@ -220,21 +211,6 @@ def test_masked_tokens_of_scores_are_left_out(name, packed, backend):
         assert all(map(torch.equal, results(torch.nan, 70_000, loss_mask), expected))
 
 
-@pytest.mark.parametrize("entry", [ROWS, LINEAR_ROWS])
-def test_upstream_gradients_of_any_strides(entry, backend):
-    case = make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 2))
-    case = case.each(lambda _, value: value.to(device_of(backend)))
-    leaves = {name: value.detach().requires_grad_() for name, value in case.inputs.items()}
-    logprobs = getattr(gk, entry)(**leaves, labels=case.labels, backend=backend).logprobs
-    ramp = torch.arange(1.0, 5.0, device=logprobs.device).view(2, 2)
-    for upstream in (ramp[:1, :1].expand(2, 2), ramp.t()):
-        one, other = (
-            torch.autograd.grad(logprobs, list(leaves.values()), grad, retain_graph=True)
-            for grad in (upstream, upstream.contiguous())
-        )
-        assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize("schedule", ["known", "aligned", "two_pass", "auto"])
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
 def test_frozen_inputs(trained, schedule):
@@ -284,14 +260,6 @@ def test_autocast_rounds_hidden_states_and_weight(entry, backend):
         grads = {name: grad.bfloat16() for name, grad in got.grads.items()}
         assert_same_bits(replace(got, grads=grads), expected)
         assert all(torch.equal(grad, expected.grads[name].to(grad.dtype)) for name, grad in got.grads.items())
-
-
-@pytest.mark.parametrize("entry", [ROWS, FUSED])
-def test_autocast_leaves_logits_alone(entry):
-    case = make_case("logits", "padded", "plain")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = run(case, entry, gk.GSPO())
-    assert_same_bits(got, run(case, entry, gk.GSPO()))
 
 
 @pytest.mark.parametrize(
@@ -407,7 +375,7 @@ def test_a_gradient_or_a_schedule_leaves_the_logprobs_of_scoring_alone(dtype):
     The tokens are one sequence, so that all paths multiply the same rows.
     """
     schedules = {"auto": gk.GSPO(), "two_pass": gk.GSPO(), "deferred": gk.GSPO(), "known": gk.GRPO()}
-    for vocabulary in (2048, 4095, 4096, 4097, 5000, 50257):
+    for vocabulary in (2048, 4095, 4097, 20001):
         hidden = torch.randn(1, 96, 8).to(dtype).requires_grad_()
         weight = (2 * torch.randn(vocabulary, 8)).to(dtype).requires_grad_()
         labels, one = torch.randint(vocabulary, (1, 96)), torch.ones(1)
@@ -472,3 +440,27 @@ def test_nothing_to_do(entry, what, backend):
         assert result.loss == 0.0 and result.logprobs.shape == case.labels.shape
         assert all((grad == 0).all() for grad in result.grads.values())
         assert all(metric.isfinite() for metric in result.metrics.values()), result.metrics
+
+
+def test_metrics_of_kl_and_entropy():
+    case = make_case("logits", "padded", "kl_tensor")
+    _, output = forward(case, FUSED, gk.GRPO(), return_entropy=True)
+    d = (output.logprobs - case.terms["ref_logprobs"])[case.counted].double()
+    assert output.metrics["kl/ref"].item() == pytest.approx(float((torch.exp(-d) + d - 1).mean()), rel=1e-5)
+    mean = float(output.entropy[case.counted].double().mean())
+    assert output.metrics["entropy"].item() == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("entry", [ROWS, LINEAR_ROWS])
+def test_upstream_gradients_of_any_strides(entry, backend):
+    case = make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 2))
+    case = case.each(lambda _, value: value.to(device_of(backend)))
+    leaves = {name: value.detach().requires_grad_() for name, value in case.inputs.items()}
+    logprobs = getattr(gk, entry)(**leaves, labels=case.labels, backend=backend).logprobs
+    ramp = torch.arange(1.0, 5.0, device=logprobs.device).view(2, 2)
+    for upstream in (ramp[:1, :1].expand(2, 2), ramp.t()):
+        one, other = (
+            torch.autograd.grad(logprobs, list(leaves.values()), grad, retain_graph=True)
+            for grad in (upstream, upstream.contiguous())
+        )
+        assert all(map(torch.equal, one, other))

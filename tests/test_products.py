@@ -2,14 +2,10 @@
 and scores, which write no logits.
 """
 
-from unittest import mock
-
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import doctor
-from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.linear import products
 from gspo_kernels.linear.products import blocks, pytorch
 from gspo_kernels.types import LogitTransform, RowOptions
@@ -44,14 +40,6 @@ def test_losses_equal_the_oracle_whoever_multiplies(library, backend, dtype, sch
     assert_equals_oracle(got, case, gk.GSPO())
 
 
-@pytest.mark.parametrize("logits_dtype", ["float32", "input"])
-def test_bf16_rows_share_the_memory_of_their_logits_where_bf16_is_multiplied(library, logits_dtype):
-    found = products_of(torch.empty(50, 8, dtype=BF16), None, logits_dtype)
-    assert found.rows_dtype == (BF16 if library == "cpp" else FP32)
-    other = 50 * 4 if library == "torch" and logits_dtype == "input" else 0
-    assert found.row_bytes == 50 * found.dtype.itemsize + other
-
-
 @pytest.mark.parametrize("library", ["torch"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("known", [True, False])
@@ -66,31 +54,6 @@ def test_rounded_logits_where_onednn_knows_their_dtype_and_where_not(library, mo
 
 
 # --- the rule
-
-
-def test_who_multiplies_is_a_rule_by_weight_and_vendor(monkeypatch):
-    text = doctor.report()
-    assert f"products of fp32 by {products.fp32_library()}" in text and "products of bf16" in text
-    if multiplies(BF16):
-        assert f"by cpp with {best_instructions(BF16)}" in text
-        assert isinstance(products_of(torch.empty(50, 8, dtype=BF16)), blocks.BlockProducts)
-    with monkeypatch.context() as patch:
-        patch.setattr(products, "fp32_library", lambda: "cpp")
-        patch.setattr(products, "multiplies", lambda dtype: dtype == BF16)
-        big, small = torch.empty(products.SMALL, 1), torch.empty(products.SMALL - 1, 1)
-        for weight, kind in (
-            (big, blocks.BlockProducts),
-            (small, blocks.StreamedProducts),
-            (small.to(BF16), blocks.BlockProducts),
-            (big.to("meta"), pytorch.SlabProducts),
-            (big.to(torch.float16), blocks.StreamedProducts),
-            (big.double(), blocks.StreamedProducts),
-        ):
-            assert type(products_of(weight)) is kind
-    for intel, has, expected in ((True, True, "torch"), (False, True, "cpp"), (False, False, "torch")):
-        monkeypatch.setattr(products, "on_intel", lambda intel=intel: intel)
-        monkeypatch.setattr(products, "multiplies", lambda dtype, has=has: has)
-        assert products.fp32_library() == expected
 
 
 # --- scores: they write no logits, and have the bits of scores that do
@@ -142,12 +105,3 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     assert leaf.grad[labels != -100].any(-1).all()
     monkeypatch.setattr(blocks.StreamedProducts, "streams", False)
     assert all(same(mine, theirs) for mine, theirs in zip(folded, scores(), strict=True))
-
-
-@pytest.mark.parametrize("options", [{"logits_dtype": "input"}, {"backend": "reference"}])
-def test_rounded_logits_and_the_reference_take_chunks(options):
-    hidden, weight, _, labels, _ = drawn(BF16)
-    logits_of = pytorch.Products.logits_of
-    with mock.patch.object(pytorch.Products, "logits_of", autospec=True, side_effect=logits_of) as project:
-        gk.linear_token_logprobs(hidden.nan_to_num(), weight, labels, **options)
-    assert sum(call.args[1].size for call in project.call_args_list) == (labels != -100).sum()

@@ -1,7 +1,6 @@
 """Ready-made rewards on cases written by hand."""
 
 import functools
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -126,9 +125,3 @@ def test_a_comparison_that_no_signal_stops_costs_its_own_reward_alone(monkeypatc
     rewards._verifier.process.kill()
     rewards._verifier.process.wait()
     assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"]) == [1.0]
-
-
-def test_without_math_verify_the_package_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
-        math_answer([None], ["3"], [None], answer=["3"])

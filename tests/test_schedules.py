@@ -3,13 +3,11 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import cpp
 from gspo_kernels.exact import times, times_
 from gspo_kernels.linear import gradients
 from gspo_kernels.linear import schedule as linear_schedule
@@ -106,11 +104,6 @@ def test_equal_to_the_oracle_or_refused(name, schedule):
             continue
         with pytest.raises(ValueError, match=reason):
             run(case, ENTRY, objective, **options)
-
-
-def test_frozen_wants_a_frozen_head():
-    with pytest.raises(ValueError, match="'frozen' is not exact here: the lm_head's weight or bias needs"):
-        explain(make_case("linear"), schedule="frozen")
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -364,31 +357,6 @@ def test_rows_in_products(products, schedule, skip_inactive, rows, forward, grad
     assert sum(products["weight"]) == gradient or schedule == "frozen"
 
 
-CHUNKS = {
-    "equal sizes": ({"lengths": (2,) * 15, "advantages": (1.0,) * 15}, 20, "aligned", [16, 14]),
-    "inactive ones fill the last": (WORK, 21, "aligned", [21]),
-    # 18 rows twice, and 6
-    "longer ones between": ({"lengths": (3, 9, 3, 9), "advantages": (1.0,) * 4}, 6, "auto", [6] * 7),
-}
-"""Arguments of a case, rows of a chunk, a schedule, and the rows of the chunks."""
-
-
-@pytest.mark.parametrize("name", CHUNKS)
-def test_sequences_that_fit_share_chunks(products, name):
-    arguments, rows, schedule, chunks = CHUNKS[name]
-    run(make_case("linear", **arguments), ENTRY, GSPO, schedule=schedule, max_chunk_bytes=rows * ROW)
-    assert products["forward"] == chunks
-
-
-def test_later_chunks_keep_to_the_memory_of_the_first(products):
-    """9 rows with room for 8 are chunks of 4 and 5; the 7 of them with a gradient have no larger ones."""
-    case = make_case("linear", "packed", lengths=(9, 2), log_s=(0.0, 0.0), noise=0.0)
-    advantages = torch.ones(11)
-    advantages[2:4] = 0
-    run(replace(case, advantages=advantages), ENTRY, TOKEN, max_chunk_bytes=8 * ROW)
-    assert products["forward"] == [4, 5, 3, 4, 2]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("skip_inactive", ["backward", "all", "none"])
 @pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "two_pass"])
@@ -405,20 +373,6 @@ def test_explained_products_are_those_that_run(products, schedule, skip_inactive
         assert rows == case.labels.numel()
     assert plan.products * rows == pytest.approx(sum(map(sum, products.values())))
     assert max(products["forward"]) <= 11
-
-
-def test_memory_of_the_plan():
-    """What it is by measure, ``tests.test_memory`` and ``tests.test_fake_gpu`` show."""
-    plan = explain(make_case("linear", "packed", "holes"))
-    assert plan.reason in str(plan) and "3.00 matrix products over the counted tokens (aligned" in str(plan)
-    case = make_case("linear", lengths=(40,), width=8, dtype=torch.bfloat16)
-    peaks = {
-        name: explain(case, schedule=name, objective=objective, max_chunk_bytes=10 * ROW).peak_bytes
-        for name, objective in (("known", GRPO), ("deferred", GSPO), ("auto", GSPO))
-    }
-    sums = V * 8 * 4  # the fp32 sum of one sequence
-    assert peaks["deferred"] == peaks["known"] + sums
-    assert peaks["auto"] < peaks["deferred"]  # two_pass, as the sequence is short
 
 
 def test_the_default_chunk():
@@ -449,12 +403,3 @@ def test_an_exact_zero_beats_an_overflow(factors):
     rows, column = torch.tensor([values, values]), torch.tensor(factors).unsqueeze(1)
     for got in (times(rows, column), times_(rows.clone(), column)):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-def test_rows_come_with_the_statistics_where_they_can():
-    """The results are the same either way, so only counting shows it; an entropy bonus needs the logits."""
-    for schedule, terms in (("aligned", "holes"), ("deferred", "holes"), ("aligned", "entropy")):
-        with mock.patch.object(cpp, "logprobs_and_rows", wraps=cpp.logprobs_and_rows) as one_pass:
-            run(make_case("linear", "packed", terms), ENTRY, GSPO, "cpp", schedule=schedule)
-        rows = sum(call.args[0].logits.shape[1] for call in one_pass.call_args_list)
-        assert rows == (0 if terms == "entropy" else 9)

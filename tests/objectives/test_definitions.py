@@ -278,22 +278,6 @@ def test_numpy_scalars_are_python_numbers():
         assert [type(x) for x in vars(numpy).values()] == [type(x) for x in vars(plain).values()]
 
 
-@pytest.mark.parametrize(
-    ("exception", "name", "fields"),
-    [
-        (ValueError, "outside", {"outside": "zeros"}),
-        (ValueError, "low", {"low": 2.0, "high": 1.0}),
-        (ValueError, "low", {"low": -0.1}),
-        (ValueError, "high", {"high": math.nan}),
-        (TypeError, "low", {"low": "0"}),
-        (TypeError, "eps", {"eps": True}),
-    ],
-)
-def test_ratio_weights_are_checked(exception, name, fields):
-    with pytest.raises(exception, match=f"{name}: got"):
-        gk.RatioWeight(**fields)
-
-
 def test_what_evaluate_returns_is_checked():
     class Bare(Scaled):
         def evaluate(self, batch):

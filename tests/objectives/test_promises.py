@@ -72,10 +72,9 @@ BOUNDED = ("ABCGRPO", "CISPO", "DPPO", "TOPR", "VESPO", "SAPO", "GPG", "DRO", "P
 
 
 @every
-@pytest.mark.parametrize("seed", range(2))
-def test_gradients_far_off_policy(objective, seed):
+def test_gradients_far_off_policy(objective):
     """Gradients are never NaN. Where an fp64 gradient fits into fp32, the fp32 one is finite and equal."""
-    batch = far_off(make_batch(objective, seed=seed), generator(seed))
+    batch = far_off(make_batch(objective), generator(0))
     # rounded once, so that both see the same numbers
     batch = batch.each(lambda x: x.float() if x.is_floating_point() else x)
     results = []

@@ -193,21 +193,6 @@ def other_functions():
         assert_all_raise(expected, lambda o=options: gk.policy_coefficients(*arguments, **packed, **o))
 
 
-@of_ranks(4)
-def arguments_of_normalizers():
-    """Arguments are compared over data-parallel ranks, each of which shares its sequences with another."""
-    place = place_of("both", SECONDS)
-    groups = {"group": place.groups["tp_group"], "parallel": gk.Parallel(cp_group=place.groups["cp_group"])}
-    mask, last = torch.ones(3, 4), dist.get_rank() == 3
-    for expected, objective, counted, options in (
-        ("loss_mask: ", GSPO, mask * (1 + last), {}),
-        ("objective: differs", gk.DAPO() if last else GSPO, mask, {}),
-        ("lengths: differs", gk.DAPO(), mask, {"lengths": torch.full((3,), 9.0 + last)}),
-    ):
-        normalizer = functools.partial(gk.normalizer, objective, counted, **options, **groups)
-        assert_all_raise(expected, normalizer)
-
-
 @of_ranks(2, 4)
 def contradicting_dtensors():
     """One rank's weight, bias, hidden states or group do not go with the other ranks' DTensors."""
@@ -260,3 +245,18 @@ def ranks_that_agree():
             assert others == plain.seen, (split, kind, terms)
             order = [groups[name].group_name for name in ("tp_group", "cp_group") if name in groups]
             assert [(what, where) for what, where, _ in first] == [("all_gather", name) for name in order]
+
+
+@of_ranks(4)
+def arguments_of_normalizers():
+    """Arguments are compared over data-parallel ranks, each of which shares its sequences with another."""
+    place = place_of("both", SECONDS)
+    groups = {"group": place.groups["tp_group"], "parallel": gk.Parallel(cp_group=place.groups["cp_group"])}
+    mask, last = torch.ones(3, 4), dist.get_rank() == 3
+    for expected, objective, counted, options in (
+        ("loss_mask: ", GSPO, mask * (1 + last), {}),
+        ("objective: differs", gk.DAPO() if last else GSPO, mask, {}),
+        ("lengths: differs", gk.DAPO(), mask, {"lengths": torch.full((3,), 9.0 + last)}),
+    ):
+        normalizer = functools.partial(gk.normalizer, objective, counted, **options, **groups)
+        assert_all_raise(expected, normalizer)

@@ -1,7 +1,5 @@
 """What ranks send each other, when they do so, and how much memory that takes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +8,6 @@ from torch.utils._pytree import tree_leaves
 
 import gspo_kernels as gk
 from gspo_kernels import policy_step
-from gspo_kernels.linear.products import Products
-from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.models.layouts import tokens_of_rank
 from tests.cases import call, make_case
 from tests.parallel.ranks import (
@@ -24,11 +20,8 @@ from tests.parallel.ranks import (
     leaves_of,
     of_ranks,
     place_of,
-    run,
     share,
 )
-from tests.parallel.results import FORMS, of_shard
-from tests.test_distillation import COUNTED, Problem
 
 SIZES_BYTES = 56
 """Bytes that a rank of a ``tp_group`` sends to each other rank before a pass over hidden states is cut."""
@@ -71,18 +64,6 @@ def bytes_of_shared_vocabularies():
 
 
 @of_ranks(2)
-def bytes_of_teachers():
-    """Ranks send two log-sum-exps and log-probs, the two sums, and dHidden, whatever the vocabulary."""
-    problem = of_shard(Problem(linear=True, V=VOCABULARY), *place_of("tp").columns())
-    counted, width = int(COUNTED.sum()), problem.inputs["hidden"].shape[-1]
-    for form, bytes_of_row in ((FORMS[1], 12 + 12 + 16), (FORMS[3], 2 * 8 * 5 + 2 * 8 * (2 * 5 + 1))):
-        with Wire() as wire:
-            problem.ours("cpp", call={"parallel": gk.Parallel(dist.group.WORLD)}, **form)
-        assert wire.sent("all_gather") == SIZES_BYTES + counted * bytes_of_row
-        assert wire.sent("all_reduce") == counted * width * 4
-
-
-@of_ranks(2)
 def bytes_of_shared_sequences():
     """Bytes follow the formula of docs/parallel.md, whatever the number of tokens."""
     for kind, objective, terms, sums, numbers, extremes, beforehand in (
@@ -107,45 +88,6 @@ def bytes_of_shared_sequences():
     wire, local = sent(case, "cp", gk.KLCov())
     assert wire.sent("all_gather") == 8 + 8 * len(LENGTHS) + 8 * max(every(len(local.labels))) * 4
     assert not wire.sent("all_reduce")
-
-
-def order_of(collective, owner, name, **options):
-    """Return the order in which a call begins and finishes a collective and calls a method of ``owner``."""
-    order, begin = [], getattr(dist, collective)
-
-    def noted(word, function):
-        def called(*arguments, **named):
-            order.append(word)
-            return function(*arguments, **named)
-
-        return called
-
-    def begun(*tensors, **named):
-        return SimpleNamespace(wait=noted("done", begin(*tensors, **named).wait))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, collective, noted("begun", begun))
-        patch.setattr(owner, name, noted("product", getattr(owner, name)))
-        run(make_case("linear", vocabulary=VOCABULARY), "tp", skip_inactive="none", **options)
-    return order
-
-
-@of_ranks(2)
-def what_is_sent_while_products_run():
-    """dHidden is summed while the head's gradient is multiplied. While the logits of a chunk are multiplied,
-    the hidden states of the next chunk are on their way; the last chunk of a pass has no next one.
-    """
-    for schedule, rows in (("deferred", 4), ("two_pass", 4), ("aligned", 9)):
-        options = {"schedule": schedule, "max_chunk_bytes": 4 * VOCABULARY * rows}
-        order = order_of("all_reduce", HeadSums, "add", **options)
-        chunks = order.count("begun")
-        assert chunks and order == ["begun", "product", "done"] * chunks, (schedule, order)
-    options = {"schedule": "two_pass", "max_chunk_bytes": 8 * VOCABULARY, "sequence_parallel": True}
-    order = order_of("broadcast", Products, "logits_of", **options)
-    until = [order[:place] for place, what in enumerate(order) if what == "product"]
-    ahead = [before.count("begun") - before.count("done") for before in until]
-    for one in (ahead[: len(ahead) // 2], ahead[len(ahead) // 2 :]):
-        assert len(one) > 2 and all(one[:-1]) and one[-1] == 0, ahead
 
 
 class Largest(TorchDispatchMode):
