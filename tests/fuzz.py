@@ -135,14 +135,14 @@ def attempt(seed: int, backend: str, largest: int) -> bool:
         return call(backend=backend) is not False
     except Exception as error:
         raise AssertionError(
-            f"{description}\npython -m tests.fuzz --backend {backend} --seed {seed}"
+            f"{description}\npython -m tests.fuzz --seconds 0 --backend {backend} --seed {seed}"
         ) from error
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backend", default="cpp", choices=("reference", "cpp", "triton"))
-    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first call")
     options = parser.parse_args()
     end, served = time.monotonic() + options.seconds, []

@@ -150,7 +150,7 @@ def test_turn_normalized(scale):
     assert torch.equal(packed, torch.cat([got[i, :n] for i, n in enumerate(lengths)]))
 
 
-def test_class_normalized_takes_the_classes_for_a_group():
+def test_class_normalized():
     rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, NAN, 1.0]], dtype=torch.float64)
     for options in ({"eps": 0.0}, {"scale": "batch"}):
         expected = group_normalized(rewards.flatten(), group_size=3, **options).view(2, 3)
@@ -173,7 +173,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_nan_loners_and_equal_rewards_have_no_advantage(name):
+def test_nan_loners_and_equal_rewards(name):
     def estimate(rewards, **groups):
         return ESTIMATORS[name](rewards, torch.arange(1.0, len(rewards) + 1), **groups)
 

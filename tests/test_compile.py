@@ -69,7 +69,7 @@ def test_objectives_that_declare_by_options(objective):
 
 
 @pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
-def test_one_graph_serves_any_number_of_sequences_and_tokens(entry):
+def test_one_graph_serves_any_batch_size(entry):
     graphs, weight = [], torch.randn(23, 4, generator=generator(1))
 
     def counting(graph, inputs):
@@ -100,7 +100,7 @@ def test_one_graph_serves_any_number_of_sequences_and_tokens(entry):
     assert len(graphs) == 1
 
 
-def test_objectives_made_in_compiled_code_keep_their_options():
+def test_objectives_made_in_compiled_code():
     """So do those whose options have become symbols. A stale or default value would raise no error."""
     logprobs = torch.tensor([[-1.0, -2.0]])
 
@@ -120,7 +120,7 @@ def test_objectives_made_in_compiled_code_keep_their_options():
             assert torch.equal(compiled(*arguments), function(*arguments))
 
 
-def test_compiled_calls_follow_the_switch_of_batch_invariance():
+def test_compiled_calls_in_batch_invariant_mode():
     """In either mode a compiled call has the eager one's bits, while another thread is in the other mode."""
     rng = generator(0)
     leaves = [torch.randn(*shape, 90, generator=rng).requires_grad_() for shape in ((3, 60), (70,))]

@@ -304,7 +304,7 @@ def test_several_backwards_and_upstream_factors():
             torch.testing.assert_close(grad, first[2] / 3)
 
 
-def test_the_teacher_gets_no_gradient_and_autocast_casts_both():
+def test_teachers_have_no_gradient_and_autocast_casts():
     problem = Problem(linear=True)
     leaves = {name: value.requires_grad_() for name, value in (problem.inputs | problem.teacher).items()}
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,7 +315,7 @@ def test_the_teacher_gets_no_gradient_and_autocast_casts_both():
     assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(problem.inputs)
 
 
-def test_gradients_keep_their_bits_in_batch_invariant_mode():
+def test_bits_of_gradients_in_batch_invariant_mode():
     """All bits are the same for any chunks, and those of a row among any other rows."""
     rng = generator(3)
     hidden, teacher, weight, teacher_weight = (

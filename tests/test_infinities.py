@@ -131,7 +131,7 @@ def test_rows_of_logits(entry, vocabulary, dtype, backend):
             assert_is(got[0, i], want, dtype)
 
 
-def test_an_infinite_upstream_gradient_leaves_zeros_of_the_reference_alone():
+def test_zeros_stay_zeros_with_an_infinite_upstream():
     """They are the gradient at a banned token, and all gradients of a row whose label is certain."""
     rows = torch.tensor([[[1.0, -INF, 0.5], [0.0, -INF, -INF]]], requires_grad=True)
     logprobs = gk.token_logprobs(rows, torch.zeros(1, 2, dtype=torch.int64), backend="reference").logprobs

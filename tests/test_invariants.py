@@ -153,7 +153,7 @@ def test_backward_passes_of_every_schedule(schedule):
     check_backward_passes(LINEAR, terms, schedule=schedule, **CHUNK)
 
 
-def test_a_changed_weight_is_refused_in_a_second_backward():
+def test_a_second_backward_refuses_a_changed_weight():
     """The first backward has its gradient already; a second one would compute with the new weight."""
     leaves, output = forward(make_case("linear", "packed", "holes"), LINEAR, gk.GSPO())
     output.loss.backward(retain_graph=True)
@@ -370,7 +370,7 @@ def test_ratio_is_exactly_one_on_the_identical_path(entry, layout, name, backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_gradient_or_a_schedule_leaves_the_logprobs_of_scoring_alone(dtype):
+def test_logprobs_are_those_of_scoring(dtype):
     """C++ only, bit for bit. It sums rows in blocks of 2,048 columns: one, two, or many, the last in part.
     The tokens are one sequence, so that all paths multiply the same rows.
     """

@@ -27,9 +27,7 @@ CASES += [("auto", GSPO, "plain", *dtypes) for dtypes in ((F32, F32), (F16, F16)
 
 
 @pytest.mark.parametrize(("schedule", "objective", "terms", "dtype", "adapter"), CASES)
-def test_every_schedule_has_the_loss_and_gradients_of_one_weight(
-    schedule, objective, terms, dtype, adapter, backend
-):
+def test_every_schedule_equals_one_weight(schedule, objective, terms, dtype, adapter, backend):
     """Log-probs and loss are as exact as fp32's also where the weight or the adapter has 16 bits."""
     case = make_case("linear", "padded", terms, adapter=RANK, vocabulary=V, width=H, dtype=dtype)
     if adapter != dtype:
@@ -62,7 +60,7 @@ def test_other_functions_take_it_too():
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-def test_memory_is_that_of_a_frozen_head_and_the_adapter():
+def test_memory_of_an_adapter():
     case = make_case("linear", "padded", "plain", adapter=RANK, dtype=torch.bfloat16, vocabulary=4000)
     hidden, weight, _, A, B = case.inputs.values()
     rest = (case.labels, None, case.advantages)
@@ -111,7 +109,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("path", ["transformers", "trainer"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["adapter", "disabled"])
-def test_models_with_an_adapter_on_the_head_learn_as_peft_computes_it(enabled, path):
+def test_losses_equal_pefts(enabled, path):
     from gspo_kernels.integrations.transformers import fuse_lm_head
     from gspo_kernels.trainer.model import Policy
 

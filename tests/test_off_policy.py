@@ -112,7 +112,7 @@ def test_bounds_by_hand():
 
 @pytest.mark.parametrize("objective", [gk.GSPO(0.3, 0.3), gk.DAPO(0.3, 0.3)], ids=lambda o: type(o).__name__)
 @layouts
-def test_rejected_sequences_leave_the_divisor_where_the_caller_says_so(layout, objective):
+def test_rejected_sequences_and_the_divisor(layout, objective):
     """Rejected sequences change nothing if they also leave the mask; otherwise they count as zeros in the
     divisor. Weights per sequence and per token reject the same tokens.
     """
@@ -139,7 +139,7 @@ def test_rejected_sequences_leave_the_divisor_where_the_caller_says_so(layout, o
 
 @layouts
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_metrics_equal_the_loop_and_the_losses_own_coefficients(layout, level):
+def test_weight_metrics_equal_the_loop(layout, level):
     old, rollout, where = example(layout)
     got = gk.rollout_weights(old, rollout, **where, level=level, mode="mask", high=1.0)
     advantages = torch.tensor([1.0, -2.0, 0.5, -0.7, 0.3, 2.0], dtype=torch.float64)

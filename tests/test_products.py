@@ -43,7 +43,7 @@ def test_losses_equal_the_oracle_whoever_multiplies(library, backend, dtype, sch
 @pytest.mark.parametrize("library", ["torch"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("known", [True, False])
-def test_rounded_logits_where_onednn_knows_their_dtype_and_where_not(library, monkeypatch, dtype, known):
+def test_rounded_logits_with_and_without_onednn(library, monkeypatch, dtype, known):
     """Logits are PyTorch's product of that dtype, or else the rounded product of fp32 copies."""
     monkeypatch.setattr(pytorch, "onednn_multiplies", lambda asked: asked == dtype and known)
     rng, V = generator(4), 2048 + 77

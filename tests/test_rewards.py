@@ -113,7 +113,7 @@ def test_math_answer_works_in_any_thread():
     assert both(NONE[:2], ["0.5", "41"], [[], []], answers).total.tolist() == [1.0, 0.0]
 
 
-def test_a_comparison_that_no_signal_stops_costs_its_own_reward_alone(monkeypatch):
+def test_a_comparison_that_no_signal_stops(monkeypatch):
     """The stopped process is killed, and a new one does later comparisons, also if the process has died."""
     pytest.importorskip("math_verify")
     assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"]) == [1.0]

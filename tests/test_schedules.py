@@ -8,14 +8,12 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.exact import times, times_
 from gspo_kernels.linear import gradients
 from gspo_kernels.linear import schedule as linear_schedule
 from gspo_kernels.linear import sums as linear_sums
 from gspo_kernels.linear.products.blocks import StreamedProducts
 from gspo_kernels.linear.products.pytorch import Products, SlabProducts
 from gspo_kernels.linear.sums import HeadSums
-from gspo_kernels.ops import memory
 from tests import oracle
 from tests.cases import LAYOUTS, device_of, for_objective, generator, make_case, run
 from tests.judging import assert_equals_oracle
@@ -373,33 +371,3 @@ def test_explained_products_are_those_that_run(products, schedule, skip_inactive
         assert rows == case.labels.numel()
     assert plan.products * rows == pytest.approx(sum(map(sum, products.values())))
     assert max(products["forward"]) <= 11
-
-
-def test_the_default_chunk():
-    for vocabulary, gib, device, *all_rows, expected in (
-        (151936, 80, "cuda", 4096 * 4 * 151936),
-        (151936, 24, "cpu", 1024 * 4 * 151936),
-        (50000, 24, "cpu", 2**28),
-        (32000, 24, "cpu", 2048 * 4 * 32000),
-        (32000, 2, "cpu", 2**27),
-        (1000, 24, "cpu", memory.MIN_CHUNK_BYTES),
-        # all rows, where they take up to a GiB or as much as the weight
-        (32768, 80, "cuda", 8192, 0, 2**30),
-        (32768, 80, "cuda", 8193, 0, 4096 * 4 * 32768),
-        (151936, 80, "cuda", 4608, 2 * 9216 * 151936, 4608 * 4 * 151936),
-        (151936, 80, "cuda", 4609, 2 * 9216 * 151936, 4096 * 4 * 151936),
-        (32768, 8, "cuda", 8192, 0, 2**29),
-        (32768, 80, "cpu", 8192, 0, 2048 * 4 * 32768),
-    ):
-        assert memory.default_chunk_bytes(4 * vocabulary, gib * 2**30, device, *all_rows) == expected
-    assert memory.host_memory() > 2**30
-
-
-@pytest.mark.parametrize("factors", [(2.0, -0.5), (2.0, 0.0), (2.0, math.inf), (0.0, math.nan)])
-def test_an_exact_zero_beats_an_overflow(factors):
-    """This holds in place and out of place, whichever way the factors select."""
-    values = [3.0, 0.0, math.inf, math.nan]
-    want = torch.tensor([[0.0 if 0 in (x, factor) else x * factor for x in values] for factor in factors])
-    rows, column = torch.tensor([values, values]), torch.tensor(factors).unsqueeze(1)
-    for got in (times(rows, column), times_(rows.clone(), column)):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -170,7 +170,7 @@ def test_what_has_no_softmax_is_nan_in_its_row_alone(K, within, backend):
 
 
 @by_set
-def test_rows_without_ids_or_upstream_gradient_are_inert(within, backend):
+def test_rows_without_ids_or_gradient_are_inert(within, backend):
     problem = Problem(20)
     problem.inputs["logits"][1, 1] = math.nan
     assert (problem.ids[1, 1] < 0).all()

@@ -57,7 +57,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_plain_products_could_spoil_goes_the_careful_way(kept, name):
+def test_which_calls_keep_their_logits(kept, name):
     case, objective, options, expected = CALLS[name]
     result = run(case, "fused_linear_policy_loss", objective, **options)
     assert any(kept) == expected
