@@ -13,8 +13,8 @@ from torch import Tensor
 import gspo_kernels as gk
 from benchmarks.judging import Problem, losses
 from benchmarks.measure import Missing, contestant
-from gspo_kernels.linear.products.exponentials import unavailable_on
-from gspo_kernels.ops import backends
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.hidden.matmul.exponentials import unavailable_on
 
 Call = Callable[..., Tensor]
 PLAIN = "naive PyTorch"
@@ -66,7 +66,9 @@ def tensor_maps_missing(device: torch.device, product: str) -> str | None:
         return "its products need the tensor maps of a GPU"
     if product == "exponentials":
         return unavailable_on(device)
-    why_not: str | None = package("gspo_kernels.kernels.products", device).TENSOR_MAPS.why_not(device)
+    why_not: str | None = package(
+        "gspo_kernels.backends.triton.batch_invariant_matmul", device
+    ).TENSOR_MAPS.why_not(device)
     return why_not
 
 

@@ -12,7 +12,7 @@ import gspo_kernels as gk
 from benchmarks.contestants import OTHERS, PLAIN, from_logprobs, our_loss, package
 from benchmarks.judging import CLIP_HIGH, CLIP_LOW, DTYPES, Problem, losses, picked, posed, row_chunks
 from benchmarks.measure import Case, Options, contestant, run_cases, suite
-from gspo_kernels.ops import backends
+from gspo_kernels.backends import dispatch as backends
 
 ROWS = r"ours, (cpp|triton)(, in place)?"
 

@@ -34,8 +34,8 @@ from torch import Tensor
 import gspo_kernels as gk
 from benchmarks.judging import Judge
 from benchmarks.tables import case_table, spread
-from gspo_kernels.cpp.products import best_instructions, multiplies
-from gspo_kernels.ops import memory
+from gspo_kernels.backends.cpp.products import best_instructions, multiplies
+from gspo_kernels.core import memory
 
 TASKS = ("logits", "hidden", "scoring")
 

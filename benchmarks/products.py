@@ -16,9 +16,9 @@ import gspo_kernels as gk
 from benchmarks import hidden
 from benchmarks.measure import Options, peak_of, suite, time_probe
 from benchmarks.tables import Row, aligned, number
+from gspo_kernels.core.types import LogitTransform
 from gspo_kernels.doctor import own_products
-from gspo_kernels.linear.products.fixed import fixed_product
-from gspo_kernels.types import LogitTransform
+from gspo_kernels.hidden.matmul.batch_invariant import fixed_product
 
 Call = Callable[[], Any]
 SINGLE = torch.finfo(torch.float32).eps
@@ -128,7 +128,7 @@ def load_product(device: torch.device) -> Call | None:
     """
     if device.type != "cuda":
         return None
-    module = importlib.import_module("gspo_kernels.kernels.exponentials")
+    module = importlib.import_module("gspo_kernels.backends.triton.exponentials")
 
     def product(hidden: Tensor, weight: Tensor, labels: Tensor, store: bool = True) -> tuple[Any, ...]:
         out = None

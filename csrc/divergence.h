@@ -1,5 +1,5 @@
 // Divergences of a student's rows of logits from a teacher's;
-// `gspo_kernels.ops.backends.RowBackend.divergence` says what they mean.
+// `gspo_kernels.backends.dispatch.RowBackend.divergence` says what they mean.
 #pragma once
 
 #include "rows.h"

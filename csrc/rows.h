@@ -1,4 +1,4 @@
-// Row operations on logits [B, T, V]; `gspo_kernels.ops.backends.RowBackend` says what they mean.
+// Row operations on logits [B, T, V]; `gspo_kernels.backends.dispatch.RowBackend` says what they mean.
 //
 // Vectors are contiguous unless said otherwise and have one element per row: labels int64, the others in the
 // dtype of statistics (fp32, or fp64 for fp64 logits). Null means absent. Rows are handed to threads as they

@@ -1,5 +1,5 @@
 // From log-probs of sequences to a clipped ratio's loss, gradient and metrics;
-// `gspo_kernels.ops.backends.RatioBackend.ratio_step` says what they mean.
+// `gspo_kernels.backends.dispatch.RatioBackend.ratio_step` says what they mean.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

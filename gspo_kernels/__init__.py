@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # "as" tells type checkers that a name is public
     from gspo_kernels import advantages as advantages
     from gspo_kernels import objectives as objectives
-    from gspo_kernels.aggregation import normalizer as normalizer
-    from gspo_kernels.centering import ScoreCentering as ScoreCentering
+    from gspo_kernels.arguments.lengths import prefetch as prefetch
+    from gspo_kernels.core.batch_invariance import is_batch_invariant as is_batch_invariant
+    from gspo_kernels.core.batch_invariance import set_batch_invariant as set_batch_invariant
+    from gspo_kernels.core.self_test import enable_tensor_maps as enable_tensor_maps
+    from gspo_kernels.core.types import DistillationOutput as DistillationOutput
+    from gspo_kernels.core.types import LoRAHead as LoRAHead
+    from gspo_kernels.core.types import LossOutput as LossOutput
+    from gspo_kernels.core.types import RatioWeight as RatioWeight
+    from gspo_kernels.core.types import SelectedLogprobs as SelectedLogprobs
+    from gspo_kernels.core.types import TokenLogprobs as TokenLogprobs
     from gspo_kernels.distillation import distillation_loss as distillation_loss
     from gspo_kernels.distillation import fused_linear_distillation_loss as fused_linear_distillation_loss
-    from gspo_kernels.first_use import enable_tensor_maps as enable_tensor_maps
-    from gspo_kernels.invariance import is_batch_invariant as is_batch_invariant
-    from gspo_kernels.invariance import set_batch_invariant as set_batch_invariant
-    from gspo_kernels.lengths import prefetch as prefetch
+    from gspo_kernels.distributed.groups import Parallel as Parallel
+    from gspo_kernels.logits.centering import ScoreCentering as ScoreCentering
     from gspo_kernels.logprobs import linear_token_logprobs as linear_token_logprobs
     from gspo_kernels.logprobs import token_logprobs as token_logprobs
     from gspo_kernels.losses import explain_schedule as explain_schedule
@@ -27,19 +33,13 @@ if TYPE_CHECKING:  # "as" tells type checkers that a name is public
     from gspo_kernels.losses import policy_coefficients as policy_coefficients
     from gspo_kernels.losses import policy_loss as policy_loss
     from gspo_kernels.objectives import *  # noqa: F403 - one export line per objective, in its own package
+    from gspo_kernels.objectives.aggregation import normalizer as normalizer
     from gspo_kernels.off_policy import off_policy_mask as off_policy_mask
     from gspo_kernels.off_policy import rollout_weights as rollout_weights
-    from gspo_kernels.parallel.groups import Parallel as Parallel
     from gspo_kernels.sampling import kept_mask as kept_mask
     from gspo_kernels.sampling import sampling_mask as sampling_mask
     from gspo_kernels.selected import linear_selected_logprobs as linear_selected_logprobs
     from gspo_kernels.selected import selected_logprobs as selected_logprobs
-    from gspo_kernels.types import DistillationOutput as DistillationOutput
-    from gspo_kernels.types import LoRAHead as LoRAHead
-    from gspo_kernels.types import LossOutput as LossOutput
-    from gspo_kernels.types import RatioWeight as RatioWeight
-    from gspo_kernels.types import SelectedLogprobs as SelectedLogprobs
-    from gspo_kernels.types import TokenLogprobs as TokenLogprobs
 
 try:
     __version__ = version("gspo_kernels")
@@ -47,12 +47,12 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 _NAMES = {
-    "aggregation": ["normalizer"],
-    "centering": ["ScoreCentering"],
+    "objectives.aggregation": ["normalizer"],
+    "logits.centering": ["ScoreCentering"],
     "distillation": ["distillation_loss", "fused_linear_distillation_loss"],
-    "first_use": ["enable_tensor_maps"],
-    "invariance": ["is_batch_invariant", "set_batch_invariant"],
-    "lengths": ["prefetch"],
+    "core.self_test": ["enable_tensor_maps"],
+    "core.batch_invariance": ["is_batch_invariant", "set_batch_invariant"],
+    "arguments.lengths": ["prefetch"],
     "logprobs": ["linear_token_logprobs", "token_logprobs"],
     "losses": [
         "explain_schedule",
@@ -62,10 +62,10 @@ _NAMES = {
         "policy_loss",
     ],
     "off_policy": ["off_policy_mask", "rollout_weights"],
-    "parallel.groups": ["Parallel"],
+    "distributed.groups": ["Parallel"],
     "sampling": ["kept_mask", "sampling_mask"],
     "selected": ["linear_selected_logprobs", "selected_logprobs"],
-    "types": [
+    "core.types": [
         "DistillationOutput",
         "LoRAHead",
         "LossOutput",

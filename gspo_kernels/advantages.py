@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gspo_kernels import checks
-from gspo_kernels.exact import exact, segment_reduce
-from gspo_kernels.layout import as_rows, from_rows, layout_of, queued
+from gspo_kernels.arguments.values import check_cu_seqlens, check_mask, checked_rows
+from gspo_kernels.core import checks
+from gspo_kernels.core.exact import exact, segment_reduce
+from gspo_kernels.core.layout import as_rows, from_rows, layout_of, queued
+from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.objectives.finite import difference
-from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.value_checks import check_cu_seqlens, check_mask, checked_rows
-from gspo_kernels.types import stats_dtype
 
 SCALES = ("group", "batch", "mean", "none")
 

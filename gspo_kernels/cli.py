@@ -256,14 +256,14 @@ def _demo(arguments: list[str]) -> None:
 
 
 def _ask(arguments: list[str]) -> None:
-    from gspo_kernels import evaluation
+    from gspo_kernels.trainer import evaluation
 
     _quiet_transformers()
     evaluation.ask(arguments)
 
 
 def _eval(arguments: list[str]) -> None:
-    from gspo_kernels import evaluation
+    from gspo_kernels.trainer import evaluation
 
     _quiet_transformers()
     evaluation.evaluate(arguments)

@@ -7,24 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
-from gspo_kernels.aggregation import token_shares
-from gspo_kernels.invariance import or_current, refuse_backend
-from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.arguments import ProductOptions, check_inputs, check_teachers_head, from_host
-from gspo_kernels.linear.call import LinearOperands
-from gspo_kernels.linear.distillation import LinearDistillationFunction
-from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, tokens_of
+from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, tokens_of
+from gspo_kernels.arguments.terms import Terms, merge_mask, normalize_terms
+from gspo_kernels.core import checks
+from gspo_kernels.core.batch_invariance import or_current, refuse_backend
+from gspo_kernels.core.layout import as_rows, from_rows
+from gspo_kernels.core.types import DistillationOutput, LoRAHead, RowOptions
+from gspo_kernels.distributed.groups import Parallel
+from gspo_kernels.distributed.placements import local_tensors
+from gspo_kernels.distributed.shards import columns_of
+from gspo_kernels.distributed.validate import agree_across_ranks
+from gspo_kernels.hidden.arguments import ProductOptions, check_inputs, check_teachers_head, from_host
+from gspo_kernels.hidden.call import LinearOperands
+from gspo_kernels.hidden.distillation import LinearDistillationFunction
+from gspo_kernels.logits.divergence import DivergenceFunction, KnownDivergenceFunction, summed
+from gspo_kernels.logits.pairs import DivergenceSpec, TeacherRows
+from gspo_kernels.logits.selected import checked_ids
 from gspo_kernels.objectives import Linear
-from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
-from gspo_kernels.ops.pairs import DivergenceSpec, TeacherRows
-from gspo_kernels.ops.selected import checked_ids
-from gspo_kernels.ops.shards import columns_of
-from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.parallel.validate import agree_across_ranks
-from gspo_kernels.terms import Terms, merge_mask, normalize_terms
-from gspo_kernels.types import DistillationOutput, LoRAHead, RowOptions
+from gspo_kernels.objectives.aggregation import token_shares
 
 SIDES = ("teacher", "student")
 

@@ -8,13 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from gspo_kernels.cpp.products import best_instructions, multiplies
-from gspo_kernels.exact import exact_dtype
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends.cpp.products import best_instructions, multiplies
+from gspo_kernels.core.batch_invariance import is_batch_invariant
+from gspo_kernels.core.exact import exact_dtype
+from gspo_kernels.hidden.matmul import fp32_library
+from gspo_kernels.hidden.matmul.exponentials import unavailable_on
 from gspo_kernels.integrations.errors import IntegrationError, declared_range, require_package
-from gspo_kernels.invariance import is_batch_invariant
-from gspo_kernels.linear.products import fp32_library
-from gspo_kernels.linear.products.exponentials import unavailable_on
-from gspo_kernels.ops import backends
 
 _PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets", "flash-attn")
 
@@ -73,7 +73,7 @@ def own_products(device: torch.device) -> list[str]:
     """Return lines that say which of Triton's products serve a GPU, and what their first use there showed."""
     if (missing := backends.why_not("triton", device)) is not None:
         return [f"  products by torch.mm: {missing}"]
-    from gspo_kernels.kernels.products import TENSOR_MAPS
+    from gspo_kernels.backends.triton.batch_invariant_matmul import TENSOR_MAPS
 
     def line(what: str, product: str, other: str, first_use: Callable[[torch.device], str | None]) -> str:
         try:

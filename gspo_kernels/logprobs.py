@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
-from gspo_kernels.invariance import or_current, refuse_backend
-from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.lengths import take_prefetched
-from gspo_kernels.linear.arguments import ProductOptions, check_inputs
-from gspo_kernels.linear.call import LinearOperands
-from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
-from gspo_kernels.ops.logprobs import TokenLogprobsFunction
-from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.parallel.validate import agree_across_ranks
-from gspo_kernels.signature import keep, recall, signature
-from gspo_kernels.terms import mask_rows
-from gspo_kernels.torch_internals import applied
-from gspo_kernels.types import LoRAHead, TokenLogprobs
+from gspo_kernels.arguments.decisions import keep, recall, signature
+from gspo_kernels.arguments.lengths import take_prefetched
+from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores
+from gspo_kernels.arguments.terms import mask_rows
+from gspo_kernels.core import checks
+from gspo_kernels.core.batch_invariance import or_current, refuse_backend
+from gspo_kernels.core.layout import as_rows, from_rows
+from gspo_kernels.core.torch_internals import applied
+from gspo_kernels.core.types import LoRAHead, TokenLogprobs
+from gspo_kernels.distributed.groups import Parallel
+from gspo_kernels.distributed.placements import local_tensors
+from gspo_kernels.distributed.validate import agree_across_ranks
+from gspo_kernels.hidden.arguments import ProductOptions, check_inputs
+from gspo_kernels.hidden.call import LinearOperands
+from gspo_kernels.hidden.logprobs import LinearTokenLogprobsFunction
+from gspo_kernels.logits.logprobs import TokenLogprobsFunction
 
 
 @agree_across_ranks

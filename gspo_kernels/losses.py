@@ -7,38 +7,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
-from gspo_kernels.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given
-from gspo_kernels.centering import normalize as normalize_centering
-from gspo_kernels.invariance import or_current, refuse_backend
-from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.lengths import take_prefetched
-from gspo_kernels.linear.arguments import ProductOptions, check_inputs, from_host
-from gspo_kernels.linear.call import LinearOperands
-from gspo_kernels.linear.explain import SchedulePlan, explain
-from gspo_kernels.linear.groups import without_logprobs
-from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.linear.loss import LinearPolicyFunction
-from gspo_kernels.linear.schedule import SUM_ROWS, choose, unsupported
-from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
-from gspo_kernels.linear.small import SmallLossFunction, small_loss
-from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
+from gspo_kernels.arguments.decisions import keep, recall, signature
+from gspo_kernels.arguments.lengths import take_prefetched
+from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
+from gspo_kernels.arguments.terms import Terms, TermsForm, leave_out_inactive, merge_mask, validate_terms
+from gspo_kernels.backends.dispatch import resolve
+from gspo_kernels.core import checks
+from gspo_kernels.core.batch_invariance import or_current, refuse_backend
+from gspo_kernels.core.layout import as_rows, from_rows
+from gspo_kernels.core.memory import LEAST_BYTES
+from gspo_kernels.core.torch_internals import applied
+from gspo_kernels.core.types import LoRAHead, LossOutput, RatioClip, RowOptions, SelectedLogprobs
+from gspo_kernels.distributed.groups import Parallel
+from gspo_kernels.distributed.placements import local_tensors
+from gspo_kernels.distributed.validate import agree_across_ranks
+from gspo_kernels.hidden.arguments import ProductOptions, check_inputs, from_host
+from gspo_kernels.hidden.call import LinearOperands
+from gspo_kernels.hidden.explain import SchedulePlan, explain
+from gspo_kernels.hidden.groups import without_logprobs
+from gspo_kernels.hidden.logprobs import LinearTokenLogprobsFunction
+from gspo_kernels.hidden.loss import LinearPolicyFunction
+from gspo_kernels.hidden.schedule import SUM_ROWS, choose, unsupported
+from gspo_kernels.hidden.selected import LinearSelectedLogprobsFunction
+from gspo_kernels.hidden.small import SmallLossFunction, small_loss
+from gspo_kernels.logits.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given
+from gspo_kernels.logits.centering import normalize as normalize_centering
+from gspo_kernels.logits.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction, logprobs_forward
+from gspo_kernels.logits.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_clip_of
+from gspo_kernels.logits.policy_step import PolicyLossFunction, output_of, policy_step
+from gspo_kernels.logits.selected import SelectedLogprobsFunction
+from gspo_kernels.logits.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.ops.backends import resolve
-from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction, logprobs_forward
-from gspo_kernels.ops.memory import LEAST_BYTES
-from gspo_kernels.ops.selected import SelectedLogprobsFunction
-from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.parallel.validate import agree_across_ranks
-from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_clip_of
-from gspo_kernels.policy_step import PolicyLossFunction, output_of, policy_step
-from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
-from gspo_kernels.signature import keep, recall, signature
-from gspo_kernels.terms import Terms, TermsForm, leave_out_inactive, merge_mask, validate_terms
-from gspo_kernels.torch_internals import applied
-from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions, SelectedLogprobs
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
 

@@ -7,13 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
-from gspo_kernels.exact import exact
-from gspo_kernels.layout import Layout, as_rows, layout_of, queued
-from gspo_kernels.objective_loss import kl_penalty
+from gspo_kernels.arguments.values import check_cu_seqlens, check_mask, checked_rows
+from gspo_kernels.core import checks
+from gspo_kernels.core.exact import exact
+from gspo_kernels.core.layout import Layout, as_rows, layout_of, queued
+from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.objectives import finite
-from gspo_kernels.ops.value_checks import check_cu_seqlens, check_mask, checked_rows
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.objectives.evaluate import kl_penalty
 
 
 def rollout_weights(

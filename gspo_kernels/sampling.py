@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels import bits, checks
-from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.logit_options import check_scores, tokens_of
-from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.value_checks import check_ids
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.arguments.logit_options import check_scores, tokens_of
+from gspo_kernels.arguments.values import check_ids
+from gspo_kernels.core import bits, checks
+from gspo_kernels.core.exact import exact, exact_dtype
+from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.types import stats_dtype
 
 ENGINES = ("transformers", "vllm")
 _CANDIDATES = 1024

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels import bits, checks
-from gspo_kernels.invariance import or_current, refuse_backend
-from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.arguments import ProductOptions, check_inputs
-from gspo_kernels.linear.call import LinearOperands
-from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
-from gspo_kernels.logit_options import LogitOptions, check_inplace, check_scores
-from gspo_kernels.ops.selected import SelectedLogprobsFunction, checked_ids
-from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.parallel.validate import agree_across_ranks
-from gspo_kernels.terms import mask_rows
-from gspo_kernels.types import LoRAHead, RowOptions, SelectedLogprobs
+from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores
+from gspo_kernels.arguments.terms import mask_rows
+from gspo_kernels.core import bits, checks
+from gspo_kernels.core.batch_invariance import or_current, refuse_backend
+from gspo_kernels.core.layout import as_rows, from_rows
+from gspo_kernels.core.types import LoRAHead, RowOptions, SelectedLogprobs
+from gspo_kernels.distributed.groups import Parallel
+from gspo_kernels.distributed.placements import local_tensors
+from gspo_kernels.distributed.validate import agree_across_ranks
+from gspo_kernels.hidden.arguments import ProductOptions, check_inputs
+from gspo_kernels.hidden.call import LinearOperands
+from gspo_kernels.hidden.selected import LinearSelectedLogprobsFunction
+from gspo_kernels.logits.selected import SelectedLogprobsFunction, checked_ids
 
 
 def _tokens_of(ids: Tensor, name: str, scores: Tensor) -> Tensor:

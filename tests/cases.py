@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.core.types import stats_dtype
 from tests import oracle
 from tests.draws import shifted_seed
 

@@ -144,7 +144,7 @@ torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))
 @pytest.fixture(scope="session", params=("reference", "cpp", "triton"))
 def backend(request):
     """Return every backend in turn. Skip one that can't serve, with its reason; fail if that is cpp."""
-    from gspo_kernels.ops.backends import why_not
+    from gspo_kernels.backends.dispatch import why_not
 
     on_gpu = request.param == "triton" and torch.cuda.is_available()
     reason = why_not(request.param, torch.device("cuda" if on_gpu else "cpu"))
@@ -161,8 +161,8 @@ def checked_interpreter():
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
-    from tests.kernels.accesses import within_bounds
-    from tests.kernels.interpreter import faster
+    from tests.backends.accesses import within_bounds
+    from tests.backends.interpreter import faster
 
     with faster(), within_bounds():
         yield

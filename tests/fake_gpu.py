@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from gspo_kernels.ops import library
+from gspo_kernels.core import operators as library
 
 DEVICE = torch.device("cuda", 0)
 LOOKS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "repeat_interleave"}

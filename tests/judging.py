@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.core.types import stats_dtype
 from tests import oracle
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import Case, Result, generator, scores_of

@@ -25,43 +25,47 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/test_memory.py"
-SCHEDULES = "tests/test_schedules.py tests/test_products.py tests/test_lora_head.py"
+CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/hidden/test_peak_memory.py"
+SCHEDULES = "tests/hidden/test_schedules.py tests/hidden/test_matmul.py tests/hidden/test_lora_head.py"
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
-MORE_CALLS = "tests/test_selected.py tests/test_batch_invariance.py tests/test_compile.py"
+MORE_CALLS = "tests/test_selected.py tests/hidden/test_batch_invariance.py tests/test_compile.py"
 TEACHERS = "tests/test_distillation.py"
-OPERATORS = "tests/test_operators.py tests/test_precision_settings.py"
+SELECTED = "tests/test_selected.py"
+NORMALIZER = "tests/objectives/test_normalizer.py"
+ERRORS = "tests/arguments/test_errors.py"
+RATIOS = "tests/backends/test_sequence_ratio.py"
+OPERATORS = "tests/core/test_operators.py tests/core/test_precision_settings.py"
 UPDATES = "tests/trainer/test_updates.py"
-ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
+ROWS = " ".join(f"tests/backends/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
 # Beginnings of paths, and the tests of these files, quick ones first. The longest beginning counts.
 TESTS = {
-    "gspo_kernels/": f"tests/test_structure.py tests/test_errors.py {CALLS} {MORE_CALLS}",
-    "gspo_kernels/advantages.py": f"tests/test_advantages.py tests/test_errors.py {TEACHERS}",
+    "gspo_kernels/": f"tests/test_structure.py {ERRORS} {CALLS} {MORE_CALLS}",
+    "gspo_kernels/advantages.py": f"tests/test_advantages.py {ERRORS} {TEACHERS}",
     "gspo_kernels/cli.py": "tests/trainer/test_cli.py",
-    "gspo_kernels/cpp/": f"{ROWS} {CALLS} tests/cpp",
+    "gspo_kernels/backends/cpp/": f"{ROWS} {CALLS} tests/backends/cpp",
     "gspo_kernels/demo.py": "tests/trainer/test_cli.py",
-    "gspo_kernels/distillation.py": f"{TEACHERS} tests/test_errors.py",
-    "gspo_kernels/divergences.py": TEACHERS,
+    "gspo_kernels/distillation.py": f"{TEACHERS} {ERRORS}",
+    "gspo_kernels/core/divergences.py": TEACHERS,
     "gspo_kernels/doctor.py": "tests/test_doctor.py",
     "gspo_kernels/integrations/": "tests/integrations",
-    "gspo_kernels/models/": "tests/models tests/integrations/test_layouts.py",
-    "gspo_kernels/kernels/": f"tests/kernels tests/test_invariants.py {TEACHERS} tests/test_selected.py",
-    "gspo_kernels/linear/": f"{SCHEDULES} {MORE_CALLS} {TEACHERS} {CALLS} tests/parallel",
+    "gspo_kernels/models/": "tests/models tests/models/test_layouts.py",
+    "gspo_kernels/backends/triton/": f"tests/backends tests/test_invariants.py {TEACHERS} {SELECTED}",
+    "gspo_kernels/hidden/": f"{SCHEDULES} {MORE_CALLS} {TEACHERS} {CALLS} tests/distributed",
     "gspo_kernels/mismatch/": "tests/mismatch",
-    "gspo_kernels/aggregation.py": f"{OBJECTIVES} tests/test_normalizer.py {CALLS} tests/test_errors.py",
-    "gspo_kernels/objective_loss.py": f"{OBJECTIVES} tests/kernels/test_sequence_ratio.py {CALLS}",
-    "gspo_kernels/objectives/": f"{OBJECTIVES} tests/test_errors.py tests/kernels/test_sequence_ratio.py",
-    "gspo_kernels/policy_step.py": f"tests/kernels/test_sequence_ratio.py {OBJECTIVES} {CALLS}",
-    "gspo_kernels/off_policy.py": "tests/test_off_policy.py tests/test_errors.py",
-    "gspo_kernels/ops/": f"{OPERATORS} tests/test_selected.py {TEACHERS} {CALLS} tests/parallel",
-    "gspo_kernels/parallel/": "tests/parallel tests/test_errors.py",
-    "gspo_kernels/reference/": f"{TEACHERS} tests/test_selected.py tests/kernels/test_rows.py {CALLS}",
+    "gspo_kernels/objectives/aggregation.py": f"{OBJECTIVES} {NORMALIZER} {CALLS} {ERRORS}",
+    "gspo_kernels/objectives/evaluate.py": f"{OBJECTIVES} {RATIOS} {CALLS}",
+    "gspo_kernels/objectives/": f"{OBJECTIVES} {ERRORS} {RATIOS}",
+    "gspo_kernels/logits/policy_step.py": f"{RATIOS} {OBJECTIVES} {CALLS}",
+    "gspo_kernels/off_policy.py": f"tests/test_off_policy.py {ERRORS}",
+    "gspo_kernels/logits/": f"{OPERATORS} tests/test_selected.py {TEACHERS} {CALLS} tests/distributed",
+    "gspo_kernels/distributed/": f"tests/distributed {ERRORS}",
+    "gspo_kernels/backends/reference/": f"{TEACHERS} {SELECTED} tests/backends/test_rows.py {CALLS}",
     "gspo_kernels/rewards.py": "tests/test_rewards.py",
-    "gspo_kernels/sampling.py": f"tests/test_sampling_masks.py tests/test_errors.py {UPDATES}",
-    "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
-    "gspo_kernels/sequence_ratio.py": "tests/kernels/test_sequence_ratio.py",
+    "gspo_kernels/sampling.py": f"tests/test_sampling_masks.py {ERRORS} {UPDATES}",
+    "gspo_kernels/selected.py": f"tests/test_selected.py {ERRORS} tests/distributed",
+    "gspo_kernels/logits/sequence_ratio.py": RATIOS,
     "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",
-    "csrc/": f"{TEACHERS} tests/test_selected.py {CALLS} {ROWS} tests/cpp",
+    "csrc/": f"{TEACHERS} tests/test_selected.py {CALLS} {ROWS} tests/backends/cpp",
 }
 SPACED = {  # operators with spaces around them
     "sign": "+:- -:+ *:/",

@@ -37,7 +37,7 @@ def test_compiled_equals_eager(name):
 
 def test_compiled_on_every_backend(backend):
     if torch.cuda.is_available() and backend == "triton":
-        pytest.skip("compiled on the device in tests/kernels")
+        pytest.skip("compiled on the device in tests/backends")
     assert_compiles(CALLS["fused_policy_loss"], backend)
 
 

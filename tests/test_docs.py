@@ -62,7 +62,7 @@ def test_the_readme_does_what_it_says():
 
 ELSEWHERE = {
     "docs/integrations/hub.md": "needs `make hub`; tests/test_hub.py loads the kernel",
-    "docs/parallel.md": "needs ranks; tests/parallel/test_parallel.py has two",
+    "docs/parallel.md": "needs ranks; tests/distributed/test_parallel.py has two",
 }
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.linear.products import products_of, pytorch
-from gspo_kernels.linear.sums import HeadSums
-from gspo_kernels.ops import memory
-from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.types import LogitTransform, RowOptions
+from gspo_kernels.core import memory
+from gspo_kernels.core.types import LogitTransform, RowOptions
+from gspo_kernels.hidden.matmul import products_of, pytorch
+from gspo_kernels.hidden.sums import HeadSums
+from gspo_kernels.logits.plan import RequiresGrad
 from tests.cases import HEAD, Result, call, generator, make_case, poisoned, run
 from tests.fake_gpu import FakeGpu
 from tests.gpu.calls import CAPTURED, Scale, inputs_of, step

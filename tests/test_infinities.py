@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.linear import gradients as linear_gradients
+from gspo_kernels.hidden import gradients as linear_gradients
 from tests.cases import device_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "precision.md"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.ops.backends import BACKENDS, why_not
-from gspo_kernels.types import METRICS
+from gspo_kernels.backends.dispatch import BACKENDS, why_not
+from gspo_kernels.core.types import METRICS
 from tests.cases import KIND, LAYOUTS, call, device_of, for_objective, forward, generator, make_case, run
 from tests.judging import assert_equals_oracle
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import bits, sampling
+from gspo_kernels import sampling
+from gspo_kernels.core import bits
+from tests.backends.row_calls import same
 from tests.cases import device_of, draw_kept, generator
-from tests.kernels.row_calls import same
 
 V = 2048 + 77  # a second block, and words that end within it
 
@@ -129,7 +130,7 @@ def test_a_label_outside_of_its_set(backend, monkeypatch):
     ):
         with pytest.raises(ValueError, match=rf"^labels: got {int(labels[1, 2])} at position \[1, 2\]"):
             call()
-    monkeypatch.setattr("gspo_kernels.ops.logprobs.checked_values", lambda device: False)
+    monkeypatch.setattr("gspo_kernels.logits.logprobs.checked_values", lambda device: False)
     leaf = logits.clone().requires_grad_()
     logprobs = gk.token_logprobs(leaf, labels, **shared).logprobs
     assert logprobs.isnan().nonzero().tolist() == [[1, 2]]

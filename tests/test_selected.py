@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.core.types import stats_dtype
 from tests import oracle
 from tests.accuracy import assert_draws_as_exact
 from tests.cases import device_of, generator, scores_of

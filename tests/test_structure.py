@@ -73,7 +73,7 @@ start = time.process_time()
 import gspo_kernels as gk
 took = time.process_time() - start
 gk.token_logprobs(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.int64))
-heavy = {"triton", "transformers", "accelerate", "datasets", "matplotlib", "gspo_kernels.kernels",
+heavy = {"triton", "transformers", "accelerate", "datasets", "matplotlib", "gspo_kernels.backends.triton",
          "gspo_kernels.trainer"}
 print(took, sorted((heavy - before) & set(sys.modules)))
 from gspo_kernels.integrations import skyrl, transformers

@@ -6,8 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gspo_kernels as gk
-from gspo_kernels import exact
-from gspo_kernels.ops import backends, library
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.core import exact
+from gspo_kernels.core import operators as library
 from tests.cases import generator, make_case, run
 from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, make_batch
@@ -28,7 +29,7 @@ class _Refusing(TorchDispatchMode):
 def without_fp64(monkeypatch):
     monkeypatch.setattr(exact, "WITHOUT_FP64", ("cpu",))
     monkeypatch.setattr(backends, "automatic", lambda device: "reference")
-    monkeypatch.setattr("gspo_kernels.signature._DECISIONS", {})
+    monkeypatch.setattr("gspo_kernels.arguments.decisions._DECISIONS", {})
     # an operator runs as plain calls, which are seen, instead of as one opaque call
     monkeypatch.setattr(library, "can_bypass_dispatcher", lambda _: True)
     return _Refusing()

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks, objectives
+from gspo_kernels import objectives
+from gspo_kernels.core import checks
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.objectives.base import Objective
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks, objectives
+from gspo_kernels import objectives
+from gspo_kernels.core import checks
 from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError, check_signature, require_package
 from gspo_kernels.losses import policy_loss

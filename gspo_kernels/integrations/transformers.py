@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo_kernels import checks
-from gspo_kernels.exact import exact
+from gspo_kernels.arguments.lengths import prefetch
+from gspo_kernels.core import checks
+from gspo_kernels.core.exact import exact
+from gspo_kernels.core.layout import queued, segment_ids
+from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.types import LoRAHead
+from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import warn_once
-from gspo_kernels.layout import queued, segment_ids
-from gspo_kernels.lengths import prefetch
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.models.lm_head import (
@@ -37,9 +40,6 @@ from gspo_kernels.models.lm_head import (
 )
 from gspo_kernels.models.rope import VaryingRope, own_frequencies, varying_ropes
 from gspo_kernels.models.rows import Row, Tokens, check_rows_of, plain_row
-from gspo_kernels.ops.library import checked_values
-from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.types import LoRAHead
 
 __all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
 from gspo_kernels.integrations.errors import IntegrationError, check_signature, require_package
 from gspo_kernels.integrations.hooks import SEQUENCE_RANGE, check_objective
 from gspo_kernels.losses import fused_linear_policy_loss, policy_loss

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.layout import layout_of
+from gspo_kernels.core.layout import layout_of
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import log_bounds
 from gspo_kernels.off_policy import weight_metrics

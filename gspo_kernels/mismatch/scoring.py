@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.bits import columns
+from gspo_kernels.core.bits import columns
 from gspo_kernels.mismatch.measure import Comparison, mean
 from gspo_kernels.models import IntegrationError
 from gspo_kernels.models.layouts import offsets_of

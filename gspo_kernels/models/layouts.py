@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo_kernels import checks
-from gspo_kernels.layout import segment_ids
-from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.value_checks import check_cu_seqlens
+from gspo_kernels.arguments.values import check_cu_seqlens
+from gspo_kernels.core import checks
+from gspo_kernels.core.layout import segment_ids
+from gspo_kernels.core.operators import checked_values
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

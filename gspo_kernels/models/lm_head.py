@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gspo_kernels.core.types import LoRAHead
 from gspo_kernels.models import IntegrationError
-from gspo_kernels.types import LoRAHead
 
 
 @dataclass(frozen=True)

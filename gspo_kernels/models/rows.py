@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gspo_kernels.exact import exact
-from gspo_kernels.layout import queued
+from gspo_kernels.core.exact import exact
+from gspo_kernels.core.layout import queued
 from gspo_kernels.models import IntegrationError
 from gspo_kernels.models.lm_head import causal_lm_of, head_module, replaced_product
 from gspo_kernels.models.rope import own_frequencies, varying_ropes

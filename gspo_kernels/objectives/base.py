@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from gspo_kernels import checks
-from gspo_kernels.layout import Layout, runs
+from gspo_kernels.core import checks
+from gspo_kernels.core.layout import Layout, runs
+from gspo_kernels.core.torch_internals import constant_when_traced, plain_constant
+from gspo_kernels.core.types import RatioClip, RatioWeight
 from gspo_kernels.objectives import finite
-from gspo_kernels.torch_internals import constant_when_traced, plain_constant
-from gspo_kernels.types import RatioClip, RatioWeight
 
 Scope = Literal["nothing", "token", "turn", "sequence", "group", "batch"]
 AGGREGATIONS = ("sequence_mean", "token_mean", "prompt_mean", "sequence_mean_token_sum", "constant", "sum")

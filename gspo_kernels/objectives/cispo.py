@@ -3,11 +3,11 @@
 import math
 from dataclasses import KW_ONLY, dataclass
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
+from gspo_kernels.core.types import RatioWeight
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
-from gspo_kernels.objectives.parts import policy_gradient
-from gspo_kernels.types import RatioWeight
+from gspo_kernels.objectives.clip import policy_gradient
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
 from gspo_kernels.objectives.base import (
     Objective,
     ObjectiveLoss,

@@ -6,10 +6,10 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
-from gspo_kernels.objectives.parts import policy_gradient
+from gspo_kernels.objectives.clip import policy_gradient
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.groups import Groups

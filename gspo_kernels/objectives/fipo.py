@@ -7,8 +7,8 @@ import torch
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.clip import running_sums
 from gspo_kernels.objectives.dapo import DAPO
-from gspo_kernels.objectives.parts import running_sums
 
 
 @dataclass(frozen=True)

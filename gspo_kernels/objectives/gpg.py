@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from gspo_kernels.core.types import RatioWeight
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
-from gspo_kernels.objectives.parts import policy_gradient
-from gspo_kernels.types import RatioWeight
+from gspo_kernels.objectives.clip import policy_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

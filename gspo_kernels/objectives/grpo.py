@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gspo_kernels.objectives.base import Scope
-from gspo_kernels.objectives.parts import ClippedRatio
+from gspo_kernels.objectives.clip import ClippedRatio
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from gspo_kernels.core.types import RatioClip
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, ppo_clip
-from gspo_kernels.objectives.parts import ClippedRatio
-from gspo_kernels.types import RatioClip
+from gspo_kernels.objectives.clip import ClippedRatio
 
 
 @dataclass(frozen=True)

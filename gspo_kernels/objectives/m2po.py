@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
-from gspo_kernels.objectives.parts import surrogate
+from gspo_kernels.objectives.clip import surrogate
 
 
 @dataclass(frozen=True, kw_only=True)

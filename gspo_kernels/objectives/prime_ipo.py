@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from gspo_kernels.core.types import RatioWeight
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
-from gspo_kernels.objectives.parts import surrogate
-from gspo_kernels.types import RatioWeight
+from gspo_kernels.objectives.clip import surrogate
 
 
 @dataclass(frozen=True, kw_only=True)

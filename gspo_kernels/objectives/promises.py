@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.layout import layout_of
+from gspo_kernels.core.layout import layout_of
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import (
     Objective,

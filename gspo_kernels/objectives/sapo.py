@@ -6,7 +6,7 @@ import torch
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
-from gspo_kernels.objectives.parts import by_sign, surrogate
+from gspo_kernels.objectives.clip import by_sign, surrogate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
-from gspo_kernels.objectives.parts import by_sign, surrogate
+from gspo_kernels.objectives.clip import by_sign, surrogate
 
 
 def _sigmoid(log_ratio: Tensor, tau: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gspo_kernels.objectives.parts import ClippedRatio
+from gspo_kernels.objectives.clip import ClippedRatio
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gspo_kernels import checks
+from gspo_kernels.core import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
-from gspo_kernels.objectives.parts import policy_gradient
+from gspo_kernels.objectives.clip import policy_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
-from gspo_kernels.objectives.parts import by_sign, policy_gradient
+from gspo_kernels.objectives.clip import by_sign, policy_gradient
 
 _LOG_MAX = 20.0
 _LOG_MIN = math.log(1e-8)

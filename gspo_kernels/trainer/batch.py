@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.centering import ScoreCentering
-from gspo_kernels.layout import queued
+from gspo_kernels.core.layout import queued
+from gspo_kernels.logits.centering import ScoreCentering
 from gspo_kernels.models.rows import offsets_on, ranges, token_budget_batches
 from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.rewards import Rewards, differing

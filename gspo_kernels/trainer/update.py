@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
-from gspo_kernels.centering import require_weight
-from gspo_kernels.exact import exact
-from gspo_kernels.layout import queued
+from gspo_kernels.core.exact import exact
+from gspo_kernels.core.layout import queued
+from gspo_kernels.logits.centering import require_weight
 from gspo_kernels.models.rows import offsets_on, tree_row
 from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors

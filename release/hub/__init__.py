@@ -1,7 +1,7 @@
 """The losses as a kernel of the Hugging Face hub, which ``kernels.get_kernel`` loads without an install.
 
 Such a kernel is imported from any folder under a name of its own, several versions side by side. So imports
-become relative here, and the operators' namespace follows the name of the module (``ops.library``). There is
+become relative here, and the operators' namespace follows the name of the module (``operators``). There is
 no C++ in it: Triton serves GPUs, plain PyTorch the CPU.
 """
 

@@ -1,4 +1,4 @@
-"""Layers that ``kernels.kernelize`` can put in the place of a model's own.
+"""Layers that ``triton.kernelize`` can put in the place of a model's own.
 
 A layer of the hub is a forward alone: its parameters are those of the module that it replaces, and the
 arguments have to be that module's, in the same order.

@@ -11,8 +11,8 @@ import torch
 import gspo_kernels as gk
 from benchmarks.judging import posed
 from benchmarks.measure import synchronize
-from gspo_kernels.ops import backends
-from gspo_kernels.types import LogitRows, LogitTransform, RowGradients
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.core.types import LogitRows, LogitTransform, RowGradients
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

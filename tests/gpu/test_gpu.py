@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from tests.backends.row_calls import Rows, chunk_of
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, CAPTURED, Scale, chunk, inputs_of, problem, step
-from tests.kernels.row_calls import Rows, chunk_of
 
-kernels = pytest.importorskip("gspo_kernels.kernels", reason="needs Triton")
+kernels = pytest.importorskip("gspo_kernels.backends.triton", reason="needs Triton")
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import gspo_kernels as gk
+from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.integrations import hooks, transformers
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head, unfuse_lm_head
-from gspo_kernels.parallel.groups import Parallel
 from tests import oracle
 from tests.draws import shifted_seed
 from tests.fake_gpu import FakeGpu

@@ -15,7 +15,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
-from gspo_kernels.objectives.parts import surrogate
+from gspo_kernels.objectives.clip import surrogate
 from tests.objectives.sample_batches import EVERY, NO_DEFAULTS
 
 LABELS, WEIGHT = (

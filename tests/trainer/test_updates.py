@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import gspo_kernels as gk
-from gspo_kernels.bits import columns
+from gspo_kernels.core.bits import columns
 from gspo_kernels.models.rows import packed_row, tree_row
 from gspo_kernels.sampling import SamplingMask
 from gspo_kernels.trainer.batch import Batch

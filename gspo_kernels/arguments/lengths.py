@@ -1,0 +1,168 @@
+"""Lengths of sequences that the host knows before a loss asks for them, so that it waits for no device."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.core import checks
+from gspo_kernels.core.exact import exact
+from gspo_kernels.core.layout import as_rows, layout_of, queued
+
+
+class Read:
+    """Numbers on their way to the host, which may queue more work before it waits for them."""
+
+    def __init__(self, numbers: Tensor):
+        self._numbers, self._copied = numbers, None
+        if numbers.is_cuda:
+            self._numbers = numbers.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> Tensor:
+        """Return the numbers on the host."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers
+
+
+class _Prefetched(NamedTuple):
+    """A copy on its way to the host.
+
+    Attributes:
+        inputs: labels, mask, advantages and offsets, and their versions.
+        ignore_index: of the labels.
+        lengths: int64 [2, B]: counted tokens, and whether all advantages are 0.
+    """
+
+    inputs: list[tuple[weakref.ref[Tensor], int] | None]
+    ignore_index: int
+    lengths: Read
+
+
+_PREFETCHED: dict[int, _Prefetched] = {}
+"""By the ``id`` of the labels, for as long as these exist."""
+
+
+def prefetch(
+    labels: Tensor,
+    loss_mask: Tensor | None = None,
+    advantages: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    ignore_index: int = -100,
+) -> None:
+    """Start to copy the lengths of sequences to the host, for a loss of the same tensors that comes later.
+
+    Losses and log-probs from hidden states cut the batch into chunks by its lengths. On a GPU they wait for
+    them until all that was queued before is done. Call this before the model's forward instead: a copy of a
+    few numbers per sequence starts, and the loss finds it finished. The result of the loss is the same.
+
+    The very tensors are remembered, weakly and as they are now: pass the same ones to the loss. A loss of
+    others, or of changed ones, looks at the device as it does without this call. A prefetched copy serves one
+    call. On the CPU nothing is done.
+
+    Args:
+        labels, loss_mask, advantages, cu_seqlens, ignore_index: as the loss takes them;
+            ``linear_token_logprobs`` takes only labels, ``loss_mask`` and ``ignore_index``.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    checks.tensor("labels", labels, None, "[B, T] or [N]", None, checks.INTEGERS)
+    checks.integer("ignore_index", ignore_index, labels.dtype)
+    packed = labels.ndim == 1
+    if cu_seqlens is not None or not packed:  # log-probs of packed rows need no offsets
+        checks.layout("labels", labels, cu_seqlens)
+    if loss_mask is not None:
+        shape = tuple(labels.shape)
+        checks.tensor("loss_mask", loss_mask, shape, "the labels' shape", labels.device, host=True)
+    if advantages is not None:
+        checks.tensor("advantages", advantages, None, "[B] or the labels' shape", labels.device)
+        sequences = labels.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        if advantages.shape not in ((sequences,), labels.shape):
+            raise ValueError(
+                f"advantages: got shape {tuple(advantages.shape)}, expected {(sequences,)} or "
+                f"{tuple(labels.shape)}"
+            )
+    if not labels.is_cuda:
+        return
+    tokens = as_rows(labels, packed)
+    counted = tokens != ignore_index
+    if loss_mask is not None:
+        counted = counted & (queued(as_rows(loss_mask, packed), labels.device, "loss_mask") != 0)
+    layout = layout_of(tokens, cu_seqlens)
+    counts = layout.sum(exact(counted))
+    inactive = torch.zeros_like(counts)
+    if advantages is not None and len(advantages) == len(counts) and advantages.ndim == 1:
+        inactive = exact(advantages == 0)
+    elif advantages is not None:
+        inactive = exact(layout.sum(exact(counted & (as_rows(advantages, packed) != 0))) == 0)
+    lengths = Read(torch.stack([counts, inactive]).to(torch.int64))
+    key = id(labels)
+    tensors = (labels, loss_mask, advantages, cu_seqlens)
+    inputs = [None if x is None else (weakref.ref(x), _version(x)) for x in tensors]
+    _PREFETCHED[key] = _Prefetched(inputs, ignore_index, lengths)
+    weakref.finalize(labels, _PREFETCHED.pop, key, None).atexit = False
+
+
+def take_prefetched(
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    advantages: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ignore_index: int,
+) -> Tensor | None:
+    """Return the lengths that ``prefetch`` was called for with these very tensors, int64 [2, B] on the CPU:
+    counted tokens, and 1 where all advantages are 0. Return None if there are none.
+    """
+    if not _PREFETCHED or torch.compiler.is_compiling():
+        return None
+    entry = _PREFETCHED.pop(id(labels), None)
+    if entry is None or entry.ignore_index != ignore_index:
+        return None
+    for seen, tensor in zip(entry.inputs, (labels, loss_mask, advantages, cu_seqlens), strict=True):
+        if seen is None or tensor is None:
+            same = seen is None and tensor is None
+        else:
+            same = seen[0]() is tensor and seen[1] == _version(tensor)
+        if not same:
+            return None
+    return entry.lengths.wait()
+
+
+def lengths_on_host(
+    tokens: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a mask or offsets on the CPU say of tokens [B, T] or [N] on another device.
+
+    Returns:
+        Lengths as ``take_prefetched`` returns them, except that no advantage is known to be 0, and the
+        positions of the tokens in the mask, int64 [n] on the CPU; None: of all tokens. Tokens in the mask
+        whose label is ``ignore_index`` are among them.
+    """
+    where = None
+    if loss_mask is None:
+        assert cu_seqlens is not None
+        counts = cu_seqlens.diff().to(torch.int64)
+    else:
+        mask, ends = loss_mask.flatten() != 0, cu_seqlens
+        if ends is None:
+            ends = torch.arange(tokens.shape[0] + 1, dtype=torch.int64, device="cpu") * tokens.shape[1]
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        counts = before[ends.to(torch.int64)].diff()
+        if int(before[-1]) < tokens.numel():
+            where = mask.nonzero().squeeze(1)
+    return torch.stack([counts, torch.zeros_like(counts)]), where
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written; those of inference mode don't tell."""
+    return 0 if tensor.is_inference() else tensor._version

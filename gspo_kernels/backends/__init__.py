@@ -1,0 +1,1 @@
+"""Backends by name: Triton, C++ and plain PyTorch."""

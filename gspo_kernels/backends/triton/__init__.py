@@ -1,0 +1,56 @@
+"""The Triton backend: ``dispatch.RatioBackend`` as a module, for NVIDIA and AMD GPUs.
+
+Kernels know rows, addresses and sequences of rows. Of reinforcement learning they know only the clip of
+``RatioClip`` and its KL penalty.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gspo_kernels.backends.triton.batch_invariant_matmul import fixed_product
+from gspo_kernels.backends.triton.divergences import divergence
+from gspo_kernels.backends.triton.gradients import logprobs_backward
+from gspo_kernels.backends.triton.launch import INTERPRETED, platform, triton_version
+from gspo_kernels.backends.triton.logprobs import logprobs_forward
+from gspo_kernels.backends.triton.masks import lengths, merge_mask
+from gspo_kernels.backends.triton.one_pass import logprobs_and_grad, logprobs_and_rows, one_pass_pays
+from gspo_kernels.backends.triton.ratio_step import ratio_step
+from gspo_kernels.backends.triton.row_scaling import product_operand, scale_rows_, store_hidden, sum_unit
+from gspo_kernels.backends.triton.scale import scale_
+from gspo_kernels.backends.triton.sequence_ratio import sequence_ratio_forward
+
+__all__ = [
+    "divergence",
+    "fixed_product",
+    "lengths",
+    "logprobs_and_grad",
+    "logprobs_and_rows",
+    "logprobs_backward",
+    "logprobs_forward",
+    "merge_mask",
+    "one_pass_pays",
+    "product_operand",
+    "ratio_step",
+    "scale_",
+    "scale_rows_",
+    "sequence_ratio_forward",
+    "store_hidden",
+    "sum_unit",
+    "unavailable",
+]
+
+
+_ORDERED_ON_AMD_FROM = (3, 9)
+"""The oldest Triton for AMD GPUs: 3.6 and 3.7 omit a wait in code for gfx942; 3.8 was not looked at."""
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Return why the kernels can't run on ``device``, or None; the CPU needs Triton's interpreter."""
+    if device.type == "cuda":
+        if platform() == "hip" and triton_version() < _ORDERED_ON_AMD_FROM:
+            return "for AMD GPUs Triton before 3.9 may leave out a wait between what programs write and read"
+        return None
+    if device.type == "cpu":
+        return None if INTERPRETED else "Triton kernels run on the CPU only under TRITON_INTERPRET=1"
+    return f"Triton kernels are tried on CUDA and ROCm devices, not on {device.type}"

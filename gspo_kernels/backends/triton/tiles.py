@@ -1,0 +1,63 @@
+"""What our own matrix products share: tiles, and the order in which a few programs walk over them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from gspo_kernels.backends.triton.launch import Tile, platform
+
+GROUP = 8
+"""Tiles of rows that are computed side by side: they share the other operand's lines in the L2 cache."""
+
+
+class ProductTile(NamedTuple):
+    """The rows and columns of a tile, the depth of a step along the sum, the columns that are loaded or
+    stored at a time, warps, and stages of the pipeline.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    piece: int
+    warps: int
+    stages: int
+
+    def launched(self) -> Tile:
+        """Return how a kernel with this tile is launched."""
+        return Tile(self.columns, self.warps, self.stages)
+
+    def programs(self, rows: int, columns: int, device: torch.device) -> int:
+        """Return how many programs walk over the tiles of a result: at most what runs at once."""
+        return min(triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns), multiprocessors(device))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs run at once: one per multiprocessor of a GPU."""
+    if platform() == "interpreter":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def tile_at(number, height, width, GROUP: tl.constexpr):
+    """Return the row and the column, in tiles, of one of ``height`` times ``width`` tiles."""
+    group = number // (GROUP * width) * GROUP
+    members = tl.minimum(height - group, GROUP)
+    within = number % (GROUP * width)
+    return group + within % members, within // members
+
+
+@triton.jit
+def add_product(sums, x, y, PLATFORM: tl.constexpr):
+    """Return sums + x @ y."""
+    if PLATFORM == "interpreter":
+        # There tl.dot is NumPy's product: it takes bf16 bits for integers, and on some processors rounds an
+        # element by its place in the tile.
+        sums += tl.sum(x.to(tl.float32)[:, :, None] * y.to(tl.float32)[None, :, :], axis=1)
+    else:
+        sums = tl.dot(x, y, sums, input_precision="ieee")
+    return sums

@@ -1,0 +1,1 @@
+"""What every layer shares: types, operator registration, exact arithmetic, memory, batch invariance."""

@@ -1,0 +1,310 @@
+"""How operators are registered: one implementation for all devices, its schema read from its annotations.
+
+An argument may be a *struct*, a named tuple of tensors, numbers and strings: the schema lists its fields one
+by one, and the two places here that take structs apart and put them together again are the only ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from gspo_kernels.core.checks import validates
+from gspo_kernels.core.torch_internals import PLAIN, tensors_to_save
+
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_get_precision, _set_precision = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NAMESPACE = __name__.partition(".")[0]
+"""The operators' namespace: the package's name, which differs for each copy that a process has imported."""
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LEAVES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", bool: "bool", str: "str"}
+
+
+class _Struct:
+    """How an argument becomes operands: a leaf becomes one, a named tuple the operands of its fields."""
+
+    def __init__(self, kind: Any):
+        self.kind = kind
+        self.fields: dict[str, _Struct] | None = None
+        if inspect.isclass(kind) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            self.fields = {name: _Struct(inner) for name, inner in typing.get_type_hints(kind).items()}
+        self.places = () if self.fields is None else _places(self.fields)
+
+    def operands(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield name and schema type of each operand of an argument called ``name``."""
+        if self.fields is None:
+            yield name, _LEAVES[self.kind]
+            return
+        for field, inner in self.fields.items():
+            yield from inner.operands(f"{name}_{field}")
+
+    def take(self, operands: Iterator[Any]) -> Any:
+        """Build the argument from the next operands."""
+        if self.fields is None:
+            return next(operands)
+        return self.kind(*[inner.take(operands) for inner in self.fields.values()])
+
+
+def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
+    """Return the places, among arguments, of tensors and of structs that contain tensors."""
+    leaves = (Tensor, Tensor | None)
+    return tuple((i, x) for i, x in enumerate(structs.values()) if x.places or x.kind in leaves)
+
+
+def _collect_tensors(
+    places: tuple[tuple[int, _Struct], ...], values: Any, tensors: list[Tensor]
+) -> list[Tensor]:
+    """Append the tensors among arguments, and in structs among these, to ``tensors``; return that list.
+
+    Every small call does this, so arguments that can't be tensors are not looked at.
+    """
+    for place, struct in places:
+        value = values[place]
+        if value is None:
+            continue
+        if struct.places:
+            _collect_tensors(struct.places, value, tensors)
+        else:
+            tensors.append(value)
+    return tensors
+
+
+def flat(values: Any) -> list[Any]:
+    """Return arguments as operands, with structs taken apart."""
+    operands = []
+    for value in values[:]:  # a plain tuple: the compiler of torch 2.11 iterates over no constant struct
+        if isinstance(value, tuple):
+            operands.extend(flat(value))
+        else:
+            operands.append(value)
+    return operands
+
+
+def can_bypass_dispatcher(tensors: list[Tensor]) -> bool:
+    """Return whether a call on these tensors may skip the dispatcher, because nothing would notice it.
+
+    Passing it takes as long as a dozen small operations. Compilers, dispatch modes, functorch, tensor
+    subclasses and profilers need the dispatcher.
+    """
+    return not (
+        is_compiling() or _modes() or _profiler_enabled() or _transforms() is not None
+    ) and PLAIN.issuperset(map(type, tensors))
+
+
+class Operator:
+    """A registered operator: a call dispatches through torch; ``register_fake`` gives it a shape function.
+
+    Args:
+        implementation: takes tensors, numbers, strings and structs; returns a tensor, a struct of tensors, or
+            None. Its name is the operator's.
+        mutates: the name of the argument that it writes into, which must be the first.
+        multiplies: whether it multiplies matrices.
+    """
+
+    def __init__(
+        self, implementation: Callable[..., Any], mutates: str | None = None, multiplies: bool = False
+    ):
+        hints = typing.get_type_hints(implementation)
+        result = hints.pop("return")
+        self.name, self.__doc__ = implementation.__name__, implementation.__doc__
+        self._arguments = {name: _Struct(kind) for name, kind in hints.items()}
+        self._places = _places(self._arguments)
+        self._implementation = implementation
+        self._mutates, self._multiplies = mutates is not None, multiplies
+        operands = [pair for name, struct in self._arguments.items() for pair in struct.operands(name)]
+        written = ", ".join(f"{'Tensor(a!)' if name == mutates else kind} {name}" for name, kind in operands)
+        outputs = _Struct(result)
+        self._result = None if outputs.fields is None else outputs
+        if self._result is None:
+            returned = "()" if result is type(None) else "Tensor"
+        else:
+            returned = f"({', '.join(kind for _, kind in outputs.operands(''))})"
+        _LIBRARY.define(f"{self.name}({written}) -> {returned}")
+        _LIBRARY.impl(self.name, self._from_operands, "CompositeExplicitAutograd")
+        self.default = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        if self._mutates:
+            self.register_fake(lambda *_: None)
+
+    def _from_operands(self, *operands: Any) -> Any:
+        tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+        with _isolation(tensors, self._multiplies) or _NOTHING:
+            return self._with_structs(self._implementation, operands)
+
+    def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        left = iter(operands)
+        result = function(*[struct.take(left) for struct in self._arguments.values()])
+        return result if self._result is None else tuple(flat(result))
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator with the arguments of the implementation."""
+        tensors = _collect_tensors(self._places, args, [])
+        if can_bypass_dispatcher(tensors):
+            isolation = _isolation(tensors, self._multiplies)
+            if isolation is None:
+                result = self._implementation(*args)
+            else:
+                with isolation:
+                    result = self._implementation(*args)
+            if self._mutates:
+                torch.autograd.graph.increment_version(args[0])
+            return result
+        result = self.default(*flat(args))
+        if self._mutates and not is_compiling():
+            # autograd doesn't see a kernel's writes; a new version makes it refuse what it saved of args[0]
+            torch.autograd.graph.increment_version(args[0])
+        return result if self._result is None else self._result.take(iter(result))
+
+    def tensors(self, *args: Any) -> list[Tensor]:
+        """Return the tensors among the arguments of a call, and in structs among these."""
+        return _collect_tensors(self._places, args, [])
+
+    def save(self, ctx: Any, *args: Any) -> None:
+        """Save the arguments of a call in an autograd context, for ``repeat``."""
+        operands = flat(args)
+        tensors = [x if isinstance(x, Tensor) else None for x in operands]
+        ctx.save_for_backward(*tensors_to_save(ctx, tensors))
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in operands]
+
+    def repeat(self, ctx: Any) -> Any:
+        """Repeat the call whose arguments were saved."""
+        saved = zip(ctx.saved_tensors, ctx.constants, strict=True)
+        left = iter([constant if tensor is None else tensor for tensor, constant in saved])
+        return self(*[struct.take(left) for struct in self._arguments.values()])
+
+    def register_fake(self, fake: F) -> F:
+        """Use ``fake``, which takes the same arguments, for shapes and dtypes under tracing."""
+
+        def from_operands(*operands: Any) -> Any:
+            return self._with_structs(fake, operands)
+
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", from_operands, lib=_LIBRARY)
+        return fake
+
+
+def operator(implementation: Callable[..., Any]) -> Operator:
+    """Register the decorated function as an operator of ``NAMESPACE``."""
+    return Operator(implementation)
+
+
+def matrix_operator(implementation: Callable[..., Any]) -> Operator:
+    """Register the decorated function, which multiplies matrices, as an operator."""
+    return Operator(implementation, multiplies=True)
+
+
+def inplace_operator(implementation: Callable[..., Any]) -> Operator:
+    """Register the decorated function, which writes into its first argument, as an operator."""
+    return Operator(implementation, mutates=next(iter(inspect.signature(implementation).parameters)))
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def isolated(tensors: list[Tensor], multiplies: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without autograd, and without the caller's autocast and reduced-precision matmuls."""
+    return _isolation(tensors, multiplies) or _NOTHING
+
+
+def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any] | None:
+    """Do what ``isolated`` does; return None if nothing has to change."""
+    # contexts that change nothing would take as long as the small operations of a small call
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if multiplies:
+        on_cuda = bool(tensors) and tensors[0].is_cuda
+        multiplies = on_cuda or _get_precision("mkldnn", "matmul") in ("tf32", "bf16")
+    if torch._C._is_any_autocast_enabled():
+        device = tensors[0].device.type if tensors else "cpu"
+        if torch.is_autocast_enabled(device):
+            return _isolated(device, multiplies)
+    if learns:
+        return _isolated("", multiplies) if multiplies else torch.no_grad()
+    return EXACT_MATMUL if multiplies else None
+
+
+@contextlib.contextmanager
+def _isolated(autocast: str, multiplies: bool) -> Iterator[None]:
+    """Disable autograd, autocast on a device if one is named, and reduced-precision matmuls."""
+    with (
+        torch.no_grad(),
+        torch.autocast(autocast, enabled=False) if autocast else _NOTHING,
+        EXACT_MATMUL if multiplies else _NOTHING,
+    ):
+        yield
+
+
+_CUDA = torch.backends.cuda.matmul
+_REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+
+class _ExactMatmul:
+    """Keep TF32, bf16 and 16-bit sums out of matmuls, regardless of what the caller has set.
+
+    ``fp32_precision`` is the new switch for what ``allow_tf32`` and ``set_float32_matmul_precision`` set. The
+    old ones can't be read any more once the new one was used. With "medium", CPUs that have bf16 instructions
+    multiply fp32 matrices in bf16. The settings belong to the process: of overlapping calls in several
+    threads, the first saves them and the last restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._reductions = [(name, _reduction(name)) for name in _REDUCTIONS]
+            self._precisions = []
+            for backend in ("cuda", "mkldnn"):
+                precision = _get_precision(backend, "matmul")
+                # "none" inherits what is set for all operations, and has to go on doing so
+                _set_precision(backend, "matmul", "none")
+                self._precisions.append(
+                    (backend, "none" if _get_precision(backend, "matmul") == precision else precision)
+                )
+                _set_precision(backend, "matmul", "ieee")
+            for name in _REDUCTIONS:
+                setattr(_CUDA, name, False)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for backend, precision in self._precisions:
+                _set_precision(backend, "matmul", precision)
+            for name, value in self._reductions:
+                setattr(_CUDA, name, value)
+
+
+EXACT_MATMUL = _ExactMatmul()
+
+
+def _reduction(name: str) -> bool | tuple[bool, bool]:
+    """Return a setting of 16-bit sums, along with that of split sums if this PyTorch has one."""
+    setting: bool = getattr(_CUDA, name)
+    split = getattr(_CUDA, f"{name}_split_k", None)
+    return setting if split is None else (setting, split)
+
+
+def checked_values(device: torch.device) -> bool:
+    """Return whether values are checked: always on CPU, on other devices with GSPO_KERNELS_VALIDATE=1."""
+    return _is_cpu(device) or validates()
+
+
+@functools.lru_cache(maxsize=64)
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"

@@ -1,0 +1,206 @@
+"""Rows whose columns the ranks of a process group share: a backend around another one.
+
+Work on columns stays on the rank that has them. For a whole row each shard has a few numbers, which are
+gathered and combined in the order of ranks, so that all ranks have the same bits:
+
+    lse = log sum_r exp(lse_r)
+    log p(label) = log p_o(label) - log(1 + exp(lse_others - lse_o)),    o the rank that has the label
+    H = sum_r w_r (H_r + lse - lse_r),    w_r = exp(lse_r - lse)
+
+None of these is a difference of large numbers: log p keeps its relative precision near 0. The gradient of a
+shard needs no other shard, only its own columns and the statistics of the whole row.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.backends.dispatch import RowBackend, load
+from gspo_kernels.core import bits
+from gspo_kernels.core.types import (
+    LogitRows,
+    Normalizers,
+    PairStats,
+    RowGradients,
+    RowOptions,
+    RowPair,
+    RowStats,
+    Shard,
+)
+from gspo_kernels.distributed.groups import gathered, rank_and_size, sum_
+
+Rows = TypeVar("Rows", LogitRows, RowPair)
+IGNORED, ELSEWHERE = -1, -2
+"""Labels within a shard: for ignored rows, and for rows whose label is in another shard or in none."""
+LOWEST = torch.finfo(torch.float64).min
+_NOT_HERE = 1.0
+"""A value in place of a log-prob, which is at most 0: the label is not in this shard."""
+
+
+def first_column(shard: Shard, width: int) -> int:
+    """Return the token id of the first of a shard's ``width`` columns."""
+    return shard.start if shard.start >= 0 else rank_and_size(shard.group)[0] * width
+
+
+def columns_of(shard: Shard, width: int) -> tuple[int, int]:
+    """Return the token id of the first of a process's ``width`` columns, and the size of the whole
+    vocabulary, or 0 if the shard alone doesn't determine it.
+    """
+    if not shard.group:
+        return 0, width
+    total = 0 if shard.start >= 0 else width * rank_and_size(shard.group)[1]
+    return first_column(shard, width), total
+
+
+def vocabulary_of(shard: Shard, width: int, device: torch.device) -> int | Tensor:
+    """Return the size of the whole vocabulary; where ranks have to be asked, one number is summed."""
+    total = columns_of(shard, width)[1]
+    return total or sum_(shard.group, torch.full((), width, dtype=torch.int64, device=device))
+
+
+class ShardedRows:
+    """``dispatch.RowBackend`` over a shard of the columns. Labels are ids of the whole vocabulary, and
+    statistics those of whole rows.
+    """
+
+    def __init__(self, inner: RowBackend, shard: Shard):
+        self._inner, self._shard = inner, shard
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """See ``dispatch.RowBackend.unavailable``."""
+        return self._inner.unavailable(device)
+
+    def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
+        """See ``dispatch.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
+        local = self._local(rows)
+        return self._combined(self._inner.logprobs_forward(local, entropy), local.labels)
+
+    def logprobs_backward(
+        self, rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = True
+    ) -> None:
+        """See ``dispatch.RowBackend.logprobs_backward``; nothing is communicated."""
+        # without a label in the vocabulary the log-prob is NaN and depends on no logit
+        constant = stats.logprobs.isnan() & stats.lse.isfinite()
+        grads = grads._replace(grad_logprobs=grads.grad_logprobs.masked_fill(constant, 0.0))
+        self._inner.logprobs_backward(self._local(rows), stats, grads, out, sharded)
+
+    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+        """Return False: the statistics of all ranks come before the gradient."""
+        return False
+
+    def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
+        """See ``dispatch.RowBackend.logprobs_and_grad``; the gather stands between its two halves."""
+        stats = self.logprobs_forward(rows, False)
+        self.logprobs_backward(rows, stats, RowGradients(coefficients), out)
+        return stats
+
+    def divergence(
+        self, rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
+    ) -> PairStats:
+        """See ``dispatch.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
+        sums.
+        """
+        of_shard = self._local(rows)
+        if known is None:
+            student = LogitRows(rows.logits, rows.labels, rows.transform, rows.ignore_index)
+            theirs = rows.teacher_transform._replace(kept=rows.transform.kept)
+            teacher = student._replace(logits=rows.teacher_logits, transform=theirs)
+            known = Normalizers(*(self.logprobs_forward(side, False).lse for side in (student, teacher)))
+        if not isinstance(known, PairStats):
+            local = self._inner.divergence(of_shard, known, None, None)
+            sums = gathered(
+                self._shard.group, torch.stack([local.divergences, local.centres]).to(torch.float64)
+            ).sum(0)
+            # an operator's outputs may not share memory
+            known = PairStats(*known, *(each.to(local.centres.dtype, copy=True) for each in sums))
+        return known if grad is None else self._inner.divergence(of_shard, known, grad, out)
+
+    def merge_mask(
+        self, mask: Tensor, labels: Tensor | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor | None, bool | None]:
+        """See ``dispatch.RowBackend.merge_mask``."""
+        return self._inner.merge_mask(mask, labels, ignore_index)
+
+    def scale_(self, values: Tensor, factor: Tensor) -> None:
+        """See ``dispatch.RowBackend.scale_``."""
+        self._inner.scale_(values, factor)
+
+    def _local(self, rows: Rows) -> Rows:
+        """Return the rows with labels that are columns of the shard, ``IGNORED`` or ``ELSEWHERE``."""
+        width = rows.logits.shape[-1]
+        columns = rows.labels.to(torch.int64) - first_column(self._shard, width)
+        columns = torch.where((columns >= 0) & (columns < width), columns, ELSEWHERE)
+        columns.masked_fill_(rows.labels == rows.ignore_index, IGNORED)
+        return rows._replace(labels=columns, ignore_index=IGNORED)
+
+    def _combined(self, stats: RowStats, local: Tensor) -> RowStats:
+        """Return the statistics of whole rows, from those of this shard and of the other ranks'."""
+        if not local.numel():
+            return stats
+        logprobs = stats.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
+        kept = [stats.lse, logprobs] + ([] if stats.entropy is None else [stats.entropy])
+        every = gathered(self._shard.group, torch.cat([each.reshape(-1).view(torch.uint8) for each in kept]))
+        sizes = [each.numel() * each.element_size() for each in kept]
+        shards = [
+            part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
+            for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
+        ]
+        combined = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
+        return combined.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
+
+
+def rows_of(options: RowOptions) -> RowBackend:
+    """Return the row operations of a call: the backend, in ``ShardedRows`` if ranks share the vocabulary."""
+    rows = load(options.backend)
+    return ShardedRows(rows, options.shard) if options.shard.group else rows
+
+
+def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine what each rank has of some ids into whole rows: transformed logits [B, T, K] in fp64, which of
+    the ids are present, and the log-sum-exp of all other columns [B, T], fp64.
+    """
+    local = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
+    every = gathered(shard.group, local)
+    K = z.shape[-1]
+    return every[..., :K].sum(0), every[..., K : 2 * K].sum(0) > 0, torch.logsumexp(every[..., -1], 0)
+
+
+def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k: int) -> Tensor:
+    """Return the ids [B, T, k] of the largest logits of whole rows, from the largest, at most k, of each
+    shard's ``width`` columns. k numbers and as many ids per row are gathered.
+    """
+    short = (0, k - values.shape[-1])
+    padded = torch.nn.functional.pad(values.to(torch.float64), short, value=-torch.inf)
+    ids = torch.nn.functional.pad(columns + first_column(shard, width), short, value=-1)
+    every = gathered(shard.group, torch.stack([padded, ids.to(torch.float64)]))
+    values, ids = (each.movedim(0, -2).flatten(-2) for each in every.unbind(1))
+    # the padding of a small shard comes after all logits, whatever their values
+    values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LOWEST))
+    leading = ids.gather(-1, values.topk(k).indices).to(torch.int64)
+    return leading.masked_fill(leading < 0, bits.NO_ID)
+
+
+def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:
+    """Return the statistics of whole rows from those of all shards, each [ranks, B, T]; a log-prob above 0
+    says that the label is not in the shard.
+
+    As in one process, the log-prob of a row with +inf is NaN, and so is that of a row of -inf alone.
+    """
+    in_shard = ~(logprobs > 0)
+    total = torch.logsumexp(lse, 0)
+    others = torch.logsumexp(lse.masked_fill(in_shard, float("-inf")), 0)
+    lse_in_shard = torch.where(in_shard, lse, 0.0).sum(0)
+    excess = others - lse_in_shard
+    softplus = torch.logaddexp(excess, torch.zeros_like(excess))
+    logp = torch.where(in_shard, logprobs, 0.0).sum(0).double() - softplus
+    # the label's logit is -inf, and so is its whole shard
+    logp = torch.where((lse_in_shard == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
+    logp = torch.where((total == float("inf")) | ~in_shard.any(0), float("nan"), logp)
+    if entropy is None:
+        return RowStats(logp.to(logprobs.dtype), total, None)
+    weights = (lse - total).exp()
+    parts = torch.where(weights == 0, 0.0, weights * (entropy + (total - lse)))
+    return RowStats(logp.to(logprobs.dtype), total, parts.sum(0).to(logprobs.dtype))

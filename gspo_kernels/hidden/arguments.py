@@ -1,0 +1,258 @@
+"""The arguments of functions that take hidden states and the head's weight."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gspo_kernels.arguments.lengths import lengths_on_host
+from gspo_kernels.arguments.logit_options import check_scores
+from gspo_kernels.core import checks
+from gspo_kernels.core.layout import queued
+from gspo_kernels.core.memory import LEAST_BYTES
+from gspo_kernels.core.operators import matrix_operator
+from gspo_kernels.core.torch_internals import tensors_to_save
+from gspo_kernels.core.types import LoRAHead, stats_dtype
+from gspo_kernels.distributed.groups import Parallel
+from gspo_kernels.hidden.call import Chunking
+from gspo_kernels.hidden.matmul import fixed_unavailable, pytorch
+from gspo_kernels.hidden.schedule import MEMORY
+
+LOGITS_DTYPES = ("float32", "input")
+
+
+class ProductOptions(NamedTuple):
+    """How hidden states become logits, as the caller passed it, but for ``batch_invariance.or_current``."""
+
+    logits_dtype: str = "float32"
+    max_chunk_bytes: int | None = None
+    batch_invariant: bool = False
+    memory: str = "auto"
+
+    def normalize(self, compact: bool, parallel: Parallel) -> Chunking:
+        """Check the options; a budget of None becomes 0, the default."""
+        checks.choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
+        budget = self.max_chunk_bytes
+        if budget is not None and checks.integer("max_chunk_bytes", budget) < 1:
+            raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1: a chunk is at least a row")
+        checks.choice("memory", self.memory, MEMORY)
+        if self.memory == "least":
+            if budget is not None:
+                raise ValueError(
+                    f"max_chunk_bytes: got {budget}, expected None beside memory='least', which chooses"
+                )
+            budget = LEAST_BYTES
+        reduces, scattered = parallel.reduce_hidden_grad, parallel.sequence_parallel
+        if parallel.tp_group is None and (scattered or not reduces):
+            name = "sequence_parallel" if scattered else "reduce_hidden_grad"
+            raise ValueError(f"{name}: got {scattered}, expected {not scattered} without a tp_group")
+        invariant = checks.flag("batch_invariant", self.batch_invariant)
+        # segments consist of counted tokens, so masked tokens must have no part in products
+        return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
+
+
+def from_host(
+    chunking: Chunking,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    tokens: Tensor,
+    head: Tensor,
+    parallel: Parallel,
+) -> Chunking:
+    """Return how logits are made where the caller has the mask, or the offsets, on the CPU, and the tokens on
+    another device: the host then knows lengths without a host-device sync.
+
+    Which labels are ``ignore_index`` it doesn't know. Such rows get logits, but no gradient, if they are in
+    the mask; without a mask on the CPU they do where skipping them isn't worth a sync. A batch-invariant
+    call syncs, because its segments consist of counted tokens, and so does one whose ranks must agree.
+
+    Args:
+        chunking: of the call.
+        mask, offsets: ``loss_mask`` and ``cu_seqlens`` as the caller passed them; checked.
+        tokens: labels, or any tensor of their shape, [B, T] or [N], and device.
+        head: the weight [V, H].
+        parallel: which ranks share the vocabulary.
+    """
+    mask = mask if chunking.compact else None
+    masked = mask is not None and mask.is_cpu
+    if not (masked or (offsets is not None and offsets.is_cpu)):
+        return chunking
+    if chunking.batch_invariant or parallel.tp_group is not None or torch.compiler.is_compiling():
+        return chunking
+    few = tokens.numel() * head.numel() < pytorch.MIN_SYNC_WORK
+    if (offsets is not None and not offsets.is_cpu) or (chunking.compact and not masked and not few):
+        return chunking
+    lengths, where = lengths_on_host(tokens, mask if masked else None, offsets)
+    where = None if where is None else queued(where, tokens.device)
+    return chunking._replace(compact=False, lengths=lengths, where=where)
+
+
+def check_inputs(
+    hidden: Tensor, weight: Tensor | LoRAHead, bias: Tensor | None, labels: Tensor, chunking: Chunking
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Check hidden [B, T, H] with labels [B, T], or [N, H] with [N]; return hidden, weight, bias and base.
+
+    Autocast, if on, casts them. The base is None, or the frozen weight of a ``LoRAHead``; hidden and weight
+    are then as ``LinearOperands`` says.
+    """
+    check_scores("hidden", hidden, labels, "H", chunking.scattered)
+    lora = weight if isinstance(weight, LoRAHead) else None
+    weight = weight.weight if isinstance(weight, LoRAHead) else weight
+    if isinstance(weight, torch.nn.Module):
+        raise TypeError(
+            f"weight: got the module {type(weight).__name__}, expected a tensor [V, H] or a LoRAHead; "
+            "gspo_kernels.integrations.transformers.lm_head_of(model).weight is one, with LoRA on the head"
+        )
+    checks.tensor("weight", weight, None, "[V, H]", labels.device, checks.FLOATS)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight: got shape {tuple(weight.shape)}, expected [V, H] with H = {hidden.shape[-1]}"
+        )
+    if 0 in weight.shape:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
+    if bias is not None:
+        checks.tensor("bias", bias, (weight.shape[0],), "[V]", labels.device, checks.FLOATS)
+    # as F.linear does it: fp64 stays out of autocast
+    autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(hidden.device.type)
+    if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
+        low = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype != hidden.dtype:
+            raise TypeError(
+                f"{name}: got {value.dtype}, expected {hidden.dtype} like hidden; "
+                "mixed dtypes need torch.autocast"
+            )
+    if chunking.batch_invariant:
+        trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
+        reason = fixed_unavailable(weight, trained)
+        if lora is not None:
+            reason = "the two products of a LoRAHead have no fixed order of their sums"
+        if reason is not None:
+            raise ValueError(f"batch_invariant: got True, but {reason}")
+    if lora is None:
+        return hidden, weight, bias, None
+    return *_with_adapter(hidden, weight, lora, chunking), bias, weight
+
+
+def _with_adapter(
+    hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
+) -> tuple[Tensor, Tensor]:
+    """Return hidden states with the columns ``scale * hidden @ A.T`` appended, and B. dA follows from these
+    columns. Both have the dtype of statistics: beside a 16-bit weight an fp32 adapter is not rounded.
+    """
+    A, (V, H) = checks.tensor("weight.A", lora.A, None, "[r, H]", hidden.device, checks.FLOATS), weight.shape
+    checks.tensor("weight.A", A, (len(A) if A.ndim else 0, H), "[r, H]", hidden.device, checks.FLOATS)
+    checks.tensor("weight.B", lora.B, (V, len(A)), "[V, r]", hidden.device, checks.FLOATS)
+    scale = checks.number("weight.scale", lora.scale)
+    if torch.is_grad_enabled() and lora.weight.requires_grad:
+        raise ValueError("weight.weight: needs a gradient, expected a frozen weight beside A and B")
+    if any(hasattr(each, "device_mesh") for each in lora[:3]):
+        raise ValueError("weight: got a LoRAHead of DTensors, expected plain tensors")
+    if chunking.scattered or not chunking.reduce_hidden_grad:
+        raise ValueError(
+            "weight: got a LoRAHead, but with sequence_parallel or without reduce_hidden_grad a rank would "
+            "have a part of dA only; expected the product of base and adapter as one weight"
+        )
+    dtype = stats_dtype(hidden.dtype)
+    return LowRankFunction.apply(hidden, A.to(dtype), scale), lora.B.to(dtype)
+
+
+@matrix_operator
+def append_low_rank(hidden: Tensor, A: Tensor, scale: float) -> Tensor:
+    """Return hidden states [..., H] in A's dtype, with the columns ``scale * hidden @ A.T`` appended."""
+    hidden = hidden.to(A.dtype)
+    return torch.cat([hidden, scale * (hidden @ A.t())], -1)
+
+
+@append_low_rank.register_fake
+def _(hidden: Tensor, A: Tensor, _: float) -> Tensor:
+    return A.new_empty(*hidden.shape[:-1], hidden.shape[-1] + len(A))
+
+
+class LowRankGradients(NamedTuple):
+    """The gradients of hidden, in its dtype, and A."""
+
+    hidden: Tensor
+    A: Tensor
+
+
+@matrix_operator
+def low_rank_backward(grad: Tensor, hidden: Tensor, A: Tensor, scale: float) -> LowRankGradients:
+    """Return the gradients of ``append_low_rank``. A hidden state whose row has no gradient may be anything:
+    it has no part in dA.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    of_rows, of_low = grad.reshape(-1, grad.shape[-1]).split([rows.shape[1], len(A)], 1)
+    of_low = scale * of_low
+    active = torch.where((of_low != 0).any(1, keepdim=True), rows, 0.0).to(A.dtype)
+    of_hidden = torch.addmm(of_rows, of_low, A).to(hidden.dtype)
+    return LowRankGradients(of_hidden.view(hidden.shape), of_low.t() @ active)
+
+
+@low_rank_backward.register_fake
+def _(_: Tensor, hidden: Tensor, A: Tensor, __: float) -> LowRankGradients:
+    return LowRankGradients(hidden.new_empty(hidden.shape), A.new_empty(A.shape))
+
+
+class LowRankFunction(torch.autograd.Function):
+    """``append_low_rank``, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, A: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(*tensors_to_save(ctx, (hidden, A)))
+        ctx.scale = scale
+        return append_low_rank(hidden, A, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *low_rank_backward(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+def check_teachers_head(
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tokens: Tensor,
+    vocabulary: int,
+    chunking: Chunking,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Check the teacher's hidden, weight and bias; return them detached, and cast by autocast if it is on.
+
+    ``vocabulary`` is the size of the student's; ``tokens`` has the labels' shape.
+    """
+    if hidden is None:
+        for name, value in (("teacher_weight", weight), ("teacher_bias", bias)):
+            if value is not None:
+                raise ValueError(f"{name}: got a tensor, expected None without teacher_hidden")
+        return None, None, None
+    if weight is None:
+        raise ValueError("teacher_weight: got None, expected [V, H] along with teacher_hidden")
+    checks.tensor(
+        "teacher_hidden", hidden, None, "like hidden but for the width", tokens.device, checks.FLOATS
+    )
+    if hidden.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"teacher_hidden: got shape {tuple(hidden.shape)}, expected {(*tokens.shape, 'H of teacher')} "
+            "for the tokens of hidden"
+        )
+    checks.tensor("teacher_weight", weight, None, "[V, H of the teacher]", tokens.device, checks.FLOATS)
+    if tuple(weight.shape) != (vocabulary, hidden.shape[-1]):
+        raise ValueError(
+            f"teacher_weight: got shape {tuple(weight.shape)}, expected {(vocabulary, hidden.shape[-1])}, "
+            "the student's vocabulary and the width of teacher_hidden"
+        )
+    if bias is not None:
+        checks.tensor("teacher_bias", bias, (vocabulary,), "[V]", tokens.device, checks.FLOATS)
+        bias = bias.detach()
+    reason = fixed_unavailable(weight, trained=False) if chunking.batch_invariant else None
+    if reason is not None:
+        raise ValueError(f"teacher_weight: got {weight.dtype} with batch_invariant=True, but {reason}")
+    try:
+        return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)[:3]
+    except TypeError as error:
+        raise TypeError(f"teacher_{error}") from None

@@ -1,0 +1,152 @@
+"""Operator: a distillation loss from two pairs of hidden states and weights, with the student's gradient.
+
+The weight of a token's divergence is known beforehand from masks and lengths. So a chunk of rows is projected
+once by student and teacher, and its gradient follows while the logits of both exist: 3 products of the
+student's size and 1 of the teacher's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.arguments.values import check_temperature
+from gspo_kernels.core.exact import power_of_two
+from gspo_kernels.core.memory import CHUNK_ROWS, used_memory
+from gspo_kernels.core.operators import matrix_operator
+from gspo_kernels.core.types import stats_dtype
+from gspo_kernels.hidden.call import Call, LinearOperands
+from gspo_kernels.hidden.gradients import Gradients, HeadGradients, save_gradients, take_gradients
+from gspo_kernels.hidden.sums import GradientRows
+from gspo_kernels.logits.divergence import summed
+from gspo_kernels.logits.pairs import DivergenceSpec, Pair, TeacherRows
+from gspo_kernels.logits.plan import RequiresGrad
+
+
+class LinearDistilled(NamedTuple):
+    """The loss, the divergence of each token, and the gradients."""
+
+    loss: Tensor
+    divergences: Tensor
+    gradients: HeadGradients
+
+
+@matrix_operator
+def linear_distillation(
+    operands: LinearOperands,
+    needs: RequiresGrad,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher: TeacherRows,
+    spec: DivergenceSpec,
+    shares: Tensor,
+) -> LinearDistilled:
+    """Return loss, divergences and gradients. Rows that are left out have negative labels.
+
+    The teacher is a head (hidden [B, T, H of the teacher], weight and bias), or log-probs of some ids in
+    ``teacher``, whose logits are None. ``shares`` [B, T], fp64, weigh the divergences in the loss.
+    """
+    call, theirs = Call(operands), None
+    of_teacher, ignore_index = teacher.transform.row_temperature, operands.options.ignore_index
+    check_temperature(of_teacher, operands.labels, ignore_index, "teacher_temperature")
+    products, device = call.products, call.hidden.device
+    if teacher_hidden is not None and teacher_weight is not None:
+        theirs = Call(
+            operands._replace(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, base=None),
+            checked=False,
+        )
+        # both sides take the memory that the student alone would: by default the fewest rows of CHUNK_ROWS
+        row_count = call.chunk_rows
+        if not call.chunking.max_chunk_bytes:
+            row_count = min(row_count, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
+        both = products.row_bytes + products.vocabulary * theirs.products.dtype.itemsize
+        call.chunk_rows = max(1, row_count * products.row_bytes // both)
+    call.make_room(call.row_count)
+    gradients = Gradients(call, needs, normalised=True, once=call.row_count <= call.chunk_rows)
+    divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
+    _add_chunks(call, theirs, teacher, spec, shares, gradients, divergences)
+    return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
+
+
+def _add_chunks(
+    call: Call,
+    theirs: Call | None,
+    teacher: TeacherRows,
+    spec: DivergenceSpec,
+    shares: Tensor,
+    gradients: Gradients,
+    divergences: Tensor,
+) -> None:
+    """Write the divergences of all rows and add up their gradients. Logits are gone when this returns."""
+    products, device = call.products, call.hidden.device
+    # one block of memory where both sides have the same dtype
+    row_count = products.max_rows
+    shared = theirs is not None and theirs.products.dtype == products.dtype
+    block = used_memory(torch.Size(((1 + shared) * row_count, products.vocabulary)), products.dtype, device)
+    teacher_block = block[row_count:]
+    if theirs is not None and not shared:
+        teacher_block = torch.empty(
+            row_count, products.vocabulary, dtype=theirs.products.dtype, device=device
+        )
+    for chunk in call.chunks(call.projected):
+        logits, teacher_logits = products.logits(chunk.hidden, block[: chunk.size]), None
+        if theirs is not None:
+            teacher_logits = teacher_block[: chunk.size]
+            theirs.products.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
+        teacher_rows = teacher.at(chunk.where, teacher_logits)
+        pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, spec)
+        if not any(gradients.needs):
+            stats = pair.evaluate(chunk.options)
+            divergences.view(-1)[chunk.where] = stats.divergences
+            continue
+        share = shares.flatten()[chunk.where].unsqueeze(0)
+        out, known = products.rows_memory(logits), None
+        units, scale = (share != 0).to(gradients.dtype), share
+        if out.dtype == torch.float16:
+            known = pair.evaluate(chunk.options)
+            # near its teacher a student's rows are as small as the square root of the divergence: powers
+            # of two divide the rows, so that fp16 can hold them
+            divided_by = known.divergences.sqrt().nan_to_num(1.0, 1.0).clamp(2.0**-12, 1.0)
+            scale = power_of_two(share.abs().to(divided_by.dtype) * divided_by)
+            units = share / scale
+        stats = pair.evaluate(chunk.options, known, units, out.unsqueeze(0))
+        divergences.view(-1)[chunk.where] = stats.divergences
+        active = share.squeeze(0) != 0
+        gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
+
+
+@linear_distillation.register_fake
+def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> LinearDistilled:
+    sums = stats_dtype(operands.hidden.dtype)
+    return LinearDistilled(
+        operands.hidden.new_empty((), dtype=sums),
+        operands.labels.new_empty(operands.labels.shape, dtype=sums),
+        HeadGradients.fake(operands, needs, normalised=True),
+    )
+
+
+class LinearDistillationFunction(torch.autograd.Function):
+    """Loss and divergences; the forward computes the gradients, too.
+
+    The arguments are the operands (field by field), the teacher's hidden, weight, bias and rows, the form,
+    shares, and whether the call is traced.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        needs = RequiresGrad(*ctx.needs_input_grad[:3])
+        operands, (*rest, traced) = LinearOperands(*arguments[:7]), arguments[7:]
+        call = (operands, needs, *rest)
+        result = linear_distillation(*call)
+        save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
+        ctx.mark_non_differentiable(result.divergences)
+        return result.loss, result.divergences
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 14
+        return (*take_gradients(ctx, grad), *(None,) * 11)

@@ -1,0 +1,101 @@
+"""The products of a head: from hidden states to logits and their statistics, and from gradient rows back.
+
+``products_of`` says who multiplies what. ``pytorch.Products`` is the interface: a product that computes more
+along with the logits, or writes none, is a subclass in a file of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.backends.cpp.products import multiplies, on_intel
+from gspo_kernels.core.types import RowOptions
+from gspo_kernels.hidden.matmul.batch_invariant import SEGMENT, FixedProducts, fixed_unavailable
+from gspo_kernels.hidden.matmul.cpp_blocks import BlockProducts, StreamedProducts
+from gspo_kernels.hidden.matmul.exponentials import ExponentialProducts, exponentials_unavailable
+from gspo_kernels.hidden.matmul.lora import AdapterProducts
+from gspo_kernels.hidden.matmul.pytorch import Products, SlabProducts
+
+__all__ = ["SEGMENT", "Products", "fixed_unavailable", "fp32_library", "products_of"]
+
+SMALL = 2**20
+"""Elements of an fp32 weight below which torch multiplies."""
+
+
+def products_of(
+    weight: Tensor,
+    bias: Tensor | None,
+    base: Tensor | None,
+    logits_dtype: str,
+    invariant: bool,
+    options: RowOptions,
+    whole_logits: bool = True,
+) -> Products:
+    """Return the products of a call: the only table of who multiplies what.
+
+    | weight | products |
+    |---|---|
+    | any, in a batch-invariant call | ``FixedProducts``: sums in a fixed order |
+    | bf16 on Hopper and B200, if enabled | ``ExponentialProducts``: no pass over logits |
+    | any other on CUDA | ``Products``: torch.mm, to fp32 from 16 bits |
+    | on the CPU, bf16 with AVX-512, or large fp32 on AMD | ``BlockProducts``: the C++ backend's |
+    | any other on the CPU | ``StreamedProducts``: torch.mm in slabs of fp32 or fp64 |
+    | on other devices | ``SlabProducts``: the same, and scores write their logits |
+    | with a low-rank adapter | ``AdapterProducts`` around one of these |
+
+    The choice depends on the weight alone, so that a token's logits come from one library however many rows
+    are projected together: log-probs from an earlier call remain comparable. For the same reason
+    ``ExponentialProducts`` serve losses and log-probs alike, but not ``whole_logits``, ``logits_dtype`` of
+    "input", sampling masks, a vocabulary that ranks share, and adapters: their calls see logits. Compiled for
+    sm_80 the kernel spills registers with either of its tiles, and loads nothing ahead. No GPU has run it:
+    ``self_test.enable_tensor_maps`` enables it.
+
+    Args:
+        weight: [V, H], or the low-rank adapter's [V, r] where ``base`` [V, H] is the frozen weight.
+        bias: [V] or None.
+        base: see ``hidden.call.LinearOperands``.
+        logits_dtype: "float32", or "input".
+        invariant: whether the call is batch-invariant.
+        options: say which row operations work on the logits.
+        whole_logits: whether the caller works on the logits, not only on statistics and gradient rows.
+    """
+    head = weight if base is None else base
+    if head.dtype == torch.float32:
+        in_blocks = head.is_cpu and head.numel() >= SMALL and fp32_library() == "cpp"
+    else:
+        in_blocks = head.is_cpu and multiplies(head.dtype)
+    if invariant:
+        kind: type[Products] = FixedProducts
+        converts = head.is_cpu and head.dtype == torch.float16
+    elif (
+        head.dtype == torch.bfloat16
+        and base is None
+        and not (whole_logits or exponentials_unavailable(head, logits_dtype, options))
+    ):
+        kind, converts = ExponentialProducts, False
+    elif head.is_cuda:
+        kind, converts = Products, False
+    elif in_blocks:
+        kind, converts = BlockProducts, False
+    else:
+        kind, converts = StreamedProducts if head.is_cpu else SlabProducts, True
+    products = kind(head, bias, logits_dtype, converts, options)
+    return products if base is None else AdapterProducts(products, weight)
+
+
+def fp32_library() -> str:
+    """Return which library multiplies large fp32 matrices on this processor: "torch" (MKL) or "cpp".
+
+    Milliseconds of the three products of a head, [256, 2048, 512], and their share of the peak at
+    [512, 32000, 512] on one thread, AVX-512:
+
+    | processor | torch | cpp |
+    |---|---|---|
+    | Intel Xeon with AMX | 5.3 ms | 7.4 ms |
+    | AMD EPYC (Zen 4) | 0.79 to 0.83 | 0.80 to 0.84 |
+
+    Torch's products may give a token other bits when other rows are projected with it, cpp's never do. So cpp
+    multiplies where it is no slower.
+    """
+    return "cpp" if multiplies(torch.float32) and not on_intel() else "torch"

@@ -1,0 +1,198 @@
+"""Products whose sums have one order, whatever is computed along with a row: for batch-invariant calls.
+
+Logits and dHidden are summed along H and V in an order that depends on nothing else. dWeight and dBias are
+sums over the counted tokens in their order, ``SEGMENT`` of them at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.backends import cpp
+from gspo_kernels.backends.cpp.products import multiply, values_in_step
+from gspo_kernels.core.torch_internals import constant_when_traced
+from gspo_kernels.hidden.matmul.cpp_blocks import BlockProducts
+
+SEGMENT = 128
+"""The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``, and a multiple
+of ``batch_invariant_matmul.STEP``."""
+
+
+class FixedProducts(BlockProducts):
+    """Products by ``fixed_product``. On the CPU a weight in fp16 is converted to fp32."""
+
+    name = "products in a fixed order"
+    any_order = False
+    multiple = SEGMENT
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.weight = self.weight.to(self.rows_dtype)
+        # how many rows a product may sum in one step, in whatever order
+        step = SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
+        self.segments = Segments(step, self.options.ignore_index)
+
+    def cut(self, row_count: int, max_rows: int) -> list[int]:
+        """Return ends at whole segments, so that chunks split few of them."""
+        if max_rows % SEGMENT or not row_count:
+            return super().cut(row_count, max_rows)
+        pieces = -(-row_count // max_rows)
+        size = -(-row_count // (pieces * SEGMENT)) * SEGMENT
+        return [min(row_count, end) for end in range(size, row_count + size, size)]
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write logits; on the CPU 16-bit ones are rounded from fp32."""
+        rounds = out.is_cpu and out.dtype in (torch.float16, torch.bfloat16)
+        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device) if rounds else out
+        fixed_product(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
+        return out.copy_(wide) if rounds else out
+
+    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
+        """Multiply rows by the weight."""
+        out = total
+        if out is None:
+            size, device = (len(grad_rows), self.weight.shape[1]), grad_rows.device
+            out = torch.empty(size, dtype=torch.float32, device=device)
+        return fixed_product(grad_rows, self.weight, out, accumulate=total is not None)
+
+    def add_weight(
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add whole segments."""
+        fixed_product(grad_rows.t(), operand, total, accumulate=not first, ends=ends)
+
+    def add_bias(
+        self, total: Tensor, grad_rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add whole segments."""
+        column = factors.to(grad_rows.dtype).unsqueeze(1)
+        fixed_product(grad_rows.t(), column, total.unsqueeze(1), accumulate=not first, ends=ends)
+
+
+def fixed_product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Multiply as ``cpp.products.multiply`` does, on a GPU, too. The order of an element's sum is fixed."""
+    if out.is_cpu:
+        return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+    from gspo_kernels.backends.triton import fixed_product as on_gpu
+
+    return on_gpu(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+
+
+def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
+    """Return None if ``fixed_product`` serves a weight, which may be ``trained``; otherwise why not."""
+    if weight.dtype == torch.float64:
+        return "products of fp64 have no fixed order of their sums"
+    if weight.is_cpu:
+        return _missing_on_the_cpu()
+    if not weight.is_cuda:
+        return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
+    if trained and weight.dtype == torch.float16:
+        return (
+            "the gradient of an fp16 weight is summed in a unit that depends on the other rows of the batch; "
+            "use bf16 or fp32"
+        )
+    return None
+
+
+@constant_when_traced
+def _missing_on_the_cpu() -> str | None:
+    return cpp.unavailable(torch.device("cpu"))
+
+
+SegmentedRows = tuple[tuple[Tensor, ...], Tensor]
+"""Tensors over the rows of whole segments, [n, ...] each, and where each segment ends, int64
+[segments] on the CPU."""
+
+
+class Segments:
+    """Cuts rows, which come in the order of their ordinals, into segments of ``SEGMENT`` counted tokens, and
+    keeps the last segment back until it is whole.
+
+    Rows without a gradient may be missing from a segment. Products that sum a few rows in one step get zeros
+    in their place, so that the same rows always share a step.
+
+    Args:
+        step: how many rows a product sums in one step; a divisor of ``SEGMENT``.
+        ignore_index: the label of rows that don't count.
+    """
+
+    def __init__(self, step: int, ignore_index: int) -> None:
+        self._step, self._ignore_index = step, ignore_index
+        self._unfinished: tuple[Tensor, ...] | None = None
+        self._ordinals: Tensor | None = None
+
+    def cut(
+        self, parts: tuple[Tensor, ...], where: slice | Tensor, labels: Tensor
+    ) -> Iterator[SegmentedRows]:
+        """Yield the segments that become whole with ``parts``, [n, ...] over the rows at the positions
+        ``where`` of a call with ``labels`` [B, T].
+        """
+        if self._ordinals is None:
+            # for each row of the call, the number of counted rows before it
+            counted = labels.flatten() != self._ignore_index
+            self._ordinals = counted.cumsum(0) - counted.to(torch.int64)
+        ordinals = self._ordinals[where]
+        if not ordinals.numel():
+            return
+        rows = (*parts, ordinals.cpu())
+        start, count = 0, ordinals.numel()
+        segments = rows[-1] // SEGMENT
+        ends = _ends(segments)
+        complete = bool(rows[-1][-1] % SEGMENT == SEGMENT - 1)
+        before, self._unfinished = self._unfinished, None
+        if before is not None:
+            if bool(segments[0] == before[-1][0] // SEGMENT):
+                start = int(ends[0])
+                before = tuple(torch.cat([old, new[:start]]) for old, new in zip(before, rows, strict=True))
+            if start == count and not complete:
+                self._unfinished = before
+                return
+            yield self._padded(before)
+        stop = count
+        if not complete:
+            stop = max(start, int(ends[-2]) if ends.numel() > 1 else 0)
+            # copied, as the next chunk overwrites the rows' memory
+            self._unfinished = tuple(row[stop:].clone() for row in rows)
+        if stop > start:
+            yield self._padded(tuple(row[start:stop] for row in rows))
+
+    def rest(self) -> Iterator[SegmentedRows]:
+        """Yield the rows that are kept back, if there are any."""
+        rows, self._unfinished = self._unfinished, None
+        if rows is not None:
+            yield self._padded(rows)
+
+    def _padded(self, rows: tuple[Tensor, ...]) -> SegmentedRows:
+        """Return whole segments, with zeros in place of rows that are missing in a step of the products."""
+        *parts, ordinals = rows
+        groups, place, sizes = torch.unique_consecutive(
+            ordinals // self._step, return_inverse=True, return_counts=True
+        )
+        if self._step < SEGMENT:
+            # Products take rows that are missing behind the last one for zeros anyway. On a GPU, where a step
+            # is a segment, zeros are written, so that products over any number of rows have the same tile.
+            sizes[-1] += self._step - 1 - ordinals[-1] % self._step
+        if bool((sizes == self._step).all()):
+            return tuple(parts), _ends(ordinals // SEGMENT)
+        place = (place * self._step + ordinals % self._step).to(parts[0].device)
+        count = groups.numel() * self._step
+        filled = tuple(part.new_zeros(count, *part.shape[1:]).index_copy_(0, place, part) for part in parts)
+        return filled, _ends(groups * self._step // SEGMENT) * self._step
+
+
+def _ends(segments: Tensor) -> Tensor:
+    """Return where each run of equal numbers ends."""
+    inner = (segments[1:] != segments[:-1]).nonzero().squeeze(1) + 1
+    return torch.cat([inner, inner.new_tensor([len(segments)])])

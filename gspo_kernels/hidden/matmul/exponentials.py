@@ -1,0 +1,175 @@
+"""A head's product on Hopper and B200 that writes exponentials in place of logits; off by default.
+
+Statistics need no pass over logits then, and the exponentials are the rows of the gradient products already,
+up to a factor for each row (``triton.exponentials``). dHidden and dWeight are PyTorch's products. A row's
+statistics have the same bits whatever is computed along with it, so ratios of equal weights are exactly 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.core.memory import used_memory
+from gspo_kernels.core.self_test import FirstUse
+from gspo_kernels.core.types import LogitTransform, RowGradients, RowOptions, RowStats
+from gspo_kernels.hidden.chunk import Chunk, Projected
+from gspo_kernels.hidden.matmul.pytorch import Products
+
+STATISTICS_ROWS = 16384
+"""How many rows are projected at a time where only statistics are wanted: the product then writes a few sums
+for each row, and fewer launches are better."""
+
+
+class ExponentialProducts(Products):
+    """Products of a bf16 head: one of our own, two of PyTorch."""
+
+    name = "a product with exponentials in its epilogue, and torch.mm"
+    rows_from_project = True
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        from gspo_kernels.backends.triton.exponentials import ALIGNED
+
+        self._stride = -(-self.vocabulary // ALIGNED) * ALIGNED
+        self.row_bytes = self._stride * self.rows_dtype.itemsize
+        self.block_dtype = self.rows_dtype
+        self._first = 0
+
+    def statistics_rows(self, row_count: int) -> int:
+        """Return more rows than may be stored."""
+        return max(row_count, STATISTICS_ROWS)
+
+    def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
+        """Return statistics without writing anything else."""
+        return self._project(chunk, None, entropy).stats
+
+    def project(self, chunk: Chunk, entropy: bool, all_rows_active: bool, compared: bool) -> Projected:
+        """Return statistics and rows. Beside an entropy the slope of a softcap is still missing in the rows,
+        and ``add_entropy`` multiplies it.
+        """
+        if self.memory is None:
+            size = torch.Size((max(chunk.size, self.max_rows), self._stride))
+            self.memory = used_memory(size, self.rows_dtype, self.weight.device)
+        out = self.memory[: chunk.size, : self.vocabulary]
+        stats, factors, rests = self._project(chunk, out, entropy)
+        written = not (entropy and self.options.transform.softcap)
+        return Projected(out, stats, written, factors, rests)
+
+    def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
+        from gspo_kernels.backends.triton.exponentials import exponentials
+
+        return exponentials(**self._operands(chunk), out=out, entropy=entropy, with_softcap_grad=not entropy)
+
+    def _operands(self, chunk: Chunk) -> dict[str, Any]:
+        hidden, bias, options = chunk.hidden.contiguous(), self.bias, chunk.options
+        return {
+            "hidden": hidden if hidden.data_ptr() % 16 == 0 else hidden.clone(),
+            "weight": self.weight,
+            "bias": None if bias is None else bias.contiguous(),
+            "labels": chunk.labels,
+            "transform": options.transform,
+            "ignore_index": options.ignore_index,
+        }
+
+    def columns(self, first: int, last: int) -> Products:
+        """Return the products of some columns, which know where these begin."""
+        block = super().columns(first, last)
+        assert isinstance(block, ExponentialProducts)
+        block._first = first
+        return block
+
+    def known_rows(self, chunk: Chunk, stats: RowStats, grads: RowGradients, active: Tensor) -> Any:
+        """Return the rows with their log-sum-exp as offset."""
+        from gspo_kernels.backends.triton.exponentials import KnownRows
+
+        stats, coefficients = stats.each(lambda stat: stat.contiguous()), None
+        if grads.grad_entropy is None:
+            coefficients = grads.grad_logprobs.to(stats.logprobs.dtype).flatten().contiguous()
+        return KnownRows(**self._operands(chunk), stats=stats, coefficients=coefficients, active=active)
+
+    def column_rows(
+        self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
+    ) -> Tensor:
+        """Return exponentials, which a pass follows only beside the entropy's gradient."""
+        known.exponentials(memory, self._first)
+        if grads.grad_entropy is not None:
+            self._add_entropy(memory, known.head, chunk, grads)
+        return memory
+
+    def add_entropy(self, projected: Projected, chunk: Chunk, grads: RowGradients) -> None:
+        """Turn exponentials into the gradient of log-probs and entropy, in place."""
+        from gspo_kernels.backends.triton.exponentials import HeadRows
+
+        head = HeadRows(projected.stats, projected.factors, projected.rests)
+        self._add_entropy(projected.values, head, chunk, grads)
+
+    @staticmethod
+    def _add_entropy(values: Tensor, head: Any, chunk: Chunk, grads: RowGradients) -> None:
+        from gspo_kernels.backends.triton.exponentials import entropy_rows_
+
+        dtype, zeros = head.stats.logprobs.dtype, torch.zeros_like(head.stats.logprobs)
+        both = (grads.grad_logprobs, zeros if grads.grad_entropy is None else grads.grad_entropy)
+        of_logprobs, of_entropy = (each.to(dtype).flatten().contiguous() for each in both)
+        options = chunk.options
+        entropy_rows_(
+            values,
+            chunk.labels,
+            options.transform,
+            options.ignore_index,
+            head,
+            of_logprobs,
+            of_entropy,
+        )
+
+
+def exponentials_unavailable(weight: Tensor, logits_dtype: str, options: RowOptions) -> str | None:
+    """Return None if ``ExponentialProducts`` serve a bf16 weight and such options, otherwise why not."""
+    if logits_dtype != "float32":
+        return "it multiplies bf16 to fp32"
+    if options.backend != "triton" or options.shard.group or options.transform.kept is not None:
+        return "it takes Triton, and all columns: no sampling mask, no tp_group"
+    rows = weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
+    if not rows or weight.shape[1] % 8 or not weight.numel():
+        return "rows of hidden states and of the weight must begin at multiples of 16 bytes"
+    return unavailable_on(weight.device)
+
+
+def excess(device: torch.device) -> float:
+    """Compare a small head, with labels and rows of every kind, with PyTorch's products in fp64; see
+    ``FirstUse``.
+    """
+    from gspo_kernels.backends.triton.exponentials import exponentials
+
+    n, V, H = 132, 300, 72
+    rng = torch.Generator("cpu").manual_seed(0)
+    hidden = torch.randn(n, H, generator=rng, dtype=torch.float32, device="cpu")
+    weight = torch.randn(V, H, generator=rng, dtype=torch.float32, device="cpu") / H**0.5
+    labels = (torch.arange(n, dtype=torch.int64, device="cpu") * 37 % V).unsqueeze(0)
+    hidden[::9] *= 40  # labels far from the other logits
+    hidden, weight = (each.to(device, torch.bfloat16) for each in (hidden, weight))
+    labels = labels.to(device)
+    out = torch.zeros(n, V + 4, dtype=torch.bfloat16, device=device)[:, :V]
+    head = exponentials(hidden, weight, None, labels, LogitTransform(), -100, out, entropy=True)
+    alone = exponentials(hidden, weight, None, labels, LogitTransform(), -100, None)
+    assert head.factors is not None
+    logp = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    want = logp.gather(1, labels.t()).squeeze(1)
+    p = logp.exp()
+    rows = -p.scatter_add(1, labels.t(), torch.full_like(want, -1.0).unsqueeze(1))
+    shares = (
+        (head.stats.logprobs[0] - want).abs() / (1 + want.abs()) / 1e-4,
+        (out.double() * head.factors.double().unsqueeze(1) - rows).abs() / 2.0**-7,
+        torch.where(head.stats.logprobs == alone.stats.logprobs, 0.0, torch.inf),
+    )
+    return float(torch.stack([share.max() for share in shares]).max())
+
+
+_FIRST_USE = FirstUse(excess)
+
+
+def unavailable_on(device: torch.device) -> str | None:
+    """Return why the product can't run on a device, or None."""
+    return _FIRST_USE.why_not(device)

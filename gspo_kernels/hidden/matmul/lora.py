@@ -1,0 +1,68 @@
+"""A frozen weight with a low-rank adapter, whose products are as exact as sums also beside 16-bit weights."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.hidden.matmul.pytorch import Products, in_parts, sum_of_parts
+
+
+class AdapterProducts(Products):
+    """Products with two matrices. Hidden states are [n, H + r], and an adapter multiplies the last r of them.
+
+    dWeight is the gradient of the adapter. Where rows have 16 bits, an fp32 operand enters in three parts.
+
+    Args:
+        base: the products with the weight.
+        adapter: [V, r], in the dtype of statistics.
+    """
+
+    def __init__(self, base: Products, adapter: Tensor):
+        converts = base.rows_dtype != base.weight.dtype
+        super().__init__(base.weight, base.bias, base.logits_dtype, converts, base.options)
+        self.name, self.base, self.trained = f"{base.name}, with a low-rank adapter", base, adapter
+        self.rounds_early = False
+        self.first_column, self.operand_dtype = base.weight.shape[1], adapter.dtype
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Project hidden states [n, H + r] to logits [n, V] in ``out``."""
+        hidden, low = hidden.split([self.first_column, self.trained.shape[1]], dim=1)
+        self.base.logits(hidden.to(self.weight.dtype), out)
+        if out.dtype == low.dtype:
+            self.base.add_weight(out, low.t(), self.trained.t(), False, None)
+        else:
+            out.addmm_(low.to(out.dtype), self.trained.t().to(out.dtype))
+        return out
+
+    def columns(self, first: int, last: int) -> AdapterProducts:
+        """Return the products with rows of both matrices."""
+        block = cast(AdapterProducts, super().columns(first, last))
+        block.base = self.base.columns(first, last)
+        return block
+
+    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
+        """Multiply rows [n, V] by both matrices: [n, H + r] in the statistics' dtype."""
+        parts = type(self.base)(in_parts(self.trained, grad_rows.dtype), None, "float32", False, self.options)
+        low = sum_of_parts(parts.grad_hidden(grad_rows), self.trained.shape[1])
+        product = torch.cat([self.base.grad_hidden(grad_rows), low], 1)
+        return product if total is None else total.add_(product)
+
+    def add_weight(
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+    ) -> None:
+        """Add to the adapter's sum; ``operand`` has r columns, in the dtype of statistics."""
+        if operand.dtype == grad_rows.dtype:
+            self.base.add_weight(total, grad_rows, operand, first, ends)
+            return
+        operand = in_parts(operand, grad_rows.dtype)
+        product = torch.empty(grad_rows.shape[1], operand.shape[1], dtype=total.dtype, device=total.device)
+        self.base.add_weight(product, grad_rows, operand, True, ends)
+        product = sum_of_parts(product, total.shape[1])
+        total.copy_(product) if first else total.add_(product)
+
+    def transposed(self, grad_rows: Tensor, operand: Tensor) -> Tensor:
+        """Multiply as with the weight."""
+        return self.base.transposed(grad_rows, operand)

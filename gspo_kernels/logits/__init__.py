@@ -1,0 +1,1 @@
+"""From logits: operators, autograd functions, the fused sequence ratio, selected ids, vocabulary shards."""

@@ -1,0 +1,236 @@
+"""Score centering (arXiv 2609.20807): a policy gradient without the mean of its score under the sampler.
+
+The gradient ``A f s`` of a drawn token, s = dlog p, has the mean ``E_q[A] E_q[f s] + Cov_q(A, f s)``. The
+term of ``ScoreCentering`` subtracts the first part: its gradient is ``A E_q[f s]``, where q is ``alpha p_v``
+outside of H. These ids add ``alpha f(1 / alpha)`` times the sum of p_v s_v over them, which is
+``(1 - P_H) dlog(1 - P_H)``. So they add ``(1 - Q_H) f(1 / alpha) dlog(1 - P_H)``, while coefficients of alpha
+p_v, which would have to cancel, have no bound. A row has coefficients of K + 1 ids and of the mass that they
+leave, see ``selected``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.arguments.terms import Terms, check_values
+from gspo_kernels.core import bits, checks
+from gspo_kernels.core.exact import exact, exact_dtype, exact_sum
+from gspo_kernels.core.layout import as_rows
+from gspo_kernels.core.operators import operator
+from gspo_kernels.core.types import LogitTransform, RatioWeight, RowOptions, SelectedLogprobs
+from gspo_kernels.distributed.groups import sum_
+from gspo_kernels.logits.logprobs import check_rows
+from gspo_kernels.logits.selected import checked_ids, first_places
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.aggregation import Aggregation
+from gspo_kernels.objectives.base import Objective
+
+NO_OPTIONS = RowOptions(LogitTransform(), bits.NO_ID, "")
+"""In the place of options where there are no logits."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreCentering:
+    """The sampler's probabilities, to take the mean of the score under the sampler out of a policy gradient.
+
+    With q the sampler's probabilities of the ids H of a token, p the policy's, and f the weight that the
+    objective gives a token, the loss becomes, after arXiv 2609.20807,
+
+        loss += agg(A (sum_{v in H} sg[q_v f(p_v / q_v)] log p_v + sg[(1 - Q_H) f(1 / alpha)] log(1 - P_H)))
+
+    with the objective's aggregation and mask, but no ``rollout_weights``. ``alpha = (1 - Q_H) / (1 - P_H)``:
+    the other ids count in the proportions of p; they add 0 where there are none. ``docs/off_policy.md`` says
+    which objectives have such an f: 1, TIS and MIS are the paper's. Others are refused, as a ratio of a
+    sequence (GSPO) gives an id no weight. Unless f is 1, ``old_logprobs`` must be the sampler's.
+
+    Args:
+        ids: [B, T, K], or [N, K] with ``cu_seqlens``; int64 or int32: the sampler's most likely ids, or all
+            that it could have drawn; -1 (or -100) where a token has fewer. A repeated id counts once. A token
+            without ids is not centred.
+        logprobs: the shape of ``ids``, nats, at the sampler's temperature, over all that it could have drawn;
+            pass the loss a ``kept_mask`` where that is not the vocabulary.
+        weight: f; another one than the objective's is refused. None: the objective's.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    weight: RatioWeight | None = None
+
+
+class CenteringRows(NamedTuple):
+    """What centering needs of rows besides their log-probs.
+
+    Attributes:
+        ids: int64 [B, T, K + 1]: the label, then the different ids; ``bits.NO_ID`` where there is none.
+        logprobs: the sampler's log-probs of these K ids, [B, T, K], in ``exact_dtype``; -inf without an id.
+        factors: [B, T]: each token's advantage times d loss / d its value, in ``exact_dtype``; zeros before
+            ``weighted``.
+        weight: f.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    factors: Tensor
+    weight: RatioWeight
+
+    def at(self, where: slice | Tensor) -> CenteringRows:
+        """Return some of the rows as [1, n]."""
+        ids, logprobs, factors = (x.flatten(0, 1)[where].unsqueeze(0) for x in self[:3])
+        return CenteringRows(ids, logprobs, factors, self.weight)
+
+    def weighted(
+        self, tokens: Tensor, terms: Terms, options: RowOptions = NO_OPTIONS, width: int = 0
+    ) -> CenteringRows:
+        """Return the rows with factors; see ``centering_factors``."""
+        return self._replace(factors=centering_factors(tokens, terms, options, width))
+
+
+def require_weight(objective: Objective) -> RatioWeight:
+    """Return f of an objective; refuse those that can't be centred."""
+    name, weight = type(objective).__name__, objective.ratio_weight()
+    if weight is not None:
+        return weight
+    why = "its weight of a token is no function f(p / p_old) that is the same for every advantage"
+    if objective.coefficient_scope not in ("nothing", "token"):
+        why = f"its weight depends on the {objective.coefficient_scope}, so an id has none of its own"
+    raise ValueError(
+        f"centering: {name} can't be centred: {why}; expected GPG (f = 1), CISPO (truncated ratios), ABCGRPO "
+        "with the same bounds for both signs (masked ratios), PrimeIPO without kl_tau, or an objective that "
+        "declares its ratio_weight"
+    )
+
+
+def normalize(
+    centering: Any,
+    tokens: Tensor,
+    terms: Terms,
+    objective: Objective,
+    options: RowOptions = NO_OPTIONS,
+    width: int = 0,
+) -> CenteringRows:
+    """Check what is to be centred on this rank, and bring it into rows, without ``factors``.
+
+    Args:
+        centering: as the caller passed it.
+        tokens: [B, T], labels or, where the width is 0, log-probs.
+        terms: validated.
+        objective: the loss.
+        options: how logits become log-probs.
+        width: how many columns of logits this process has; 0: there are none.
+    """
+    if not isinstance(centering, ScoreCentering):
+        raise TypeError(f"centering: got {type(centering).__name__}, expected a ScoreCentering or None")
+    name, weight = type(objective).__name__, require_weight(objective)
+    if centering.weight not in (None, weight):
+        raise ValueError(f"centering: weight is {centering.weight}, expected {weight}, the weight of {name}")
+    if terms.old_logprobs is None and weight.low != weight.high:
+        raise ValueError(
+            f"old_logprobs: got None, expected the sampler's: centering needs {name}'s ratio to it"
+        )
+    if terms.token_weights is not None:
+        raise ValueError("token_weights: got a tensor, expected None with centering")
+    if width and (terms.entropy_coef is not None or "entropy" in objective.needs):
+        raise ValueError("entropy_coef: the pass that serves centering gives the entropy no gradient")
+    packed, device = terms.cu_seqlens is not None, tokens.device
+    shape = tuple(tokens.shape[1:] if packed else tokens.shape)
+    ids = checks.tensor("centering.ids", centering.ids, None, f"{(*shape, 'K')}", device, checks.INTEGERS)
+    if tuple(ids.shape[:-1]) != shape or ids.shape[-1] == 0:
+        raise ValueError(f"centering.ids: got shape {tuple(ids.shape)}, expected {(*shape, 'K')} with K >= 1")
+    q = checks.floats("centering.logprobs", centering.logprobs, tuple(ids.shape), "the shape of ids", device)
+    ids, q = as_rows(ids, packed), as_rows(q.detach(), packed)
+    labels = tokens if width else torch.where(terms.counted(tokens), 0, bits.NO_ID)
+    try:
+        ids = checked_ids(ids, q, labels, width, options, packed)
+    except ValueError as error:
+        raise ValueError(f"centering.{str(error).removeprefix('teacher_')}") from None
+    present, label = first_places(ids, None), torch.full_like(labels, bits.NO_ID)
+    if width:
+        label = labels.masked_fill(labels == options.ignore_index, bits.NO_ID)
+    chosen = torch.cat([label.unsqueeze(-1), torch.where(present, ids, bits.NO_ID)], -1)
+    return CenteringRows(chosen, torch.where(present, exact(q), -torch.inf), torch.zeros_like(labels), weight)
+
+
+@operator
+def centering_factors(tokens: Tensor, terms: Terms, options: RowOptions, width: int) -> Tensor:
+    """Check values, and return each token's advantage times d loss / d its value, [B, T] in ``exact_dtype``.
+
+    ``tokens`` are labels of logits with ``width`` columns, or log-probs with a width of 0.
+    """
+    if width:
+        check_rows(tokens, width, options)
+    terms = check_values(tokens, terms)
+    aggregation = Aggregation(tokens, terms)
+    advantages = aggregation.selected(terms.advantages)
+    assert advantages is not None
+    each = aggregation.layout.expand(advantages) if advantages.ndim == 1 else advantages
+    return aggregation.token_shares() * each
+
+
+@centering_factors.register_fake
+def _(tokens: Tensor, *_: Any) -> Tensor:
+    return tokens.new_empty(tokens.shape, dtype=exact_dtype(tokens.device))
+
+
+def centering_loss(scored: tuple[Tensor, Tensor], centering: CenteringRows, cp_group: str) -> Tensor:
+    """Return what centering adds to the loss, 0-d in ``exact_dtype``, over the rows of all ranks;
+    differentiable. Log-probs without a coefficient may be anything.
+
+    Args:
+        scored: log-probs of ``centering.ids`` [B, T, K + 1], and the log of the mass that they leave, [B, T].
+        centering: the rows, with factors.
+        cp_group: the process group whose ranks share sequences, or "".
+    """
+    label, ids, weight = centering.ids[..., :1], centering.ids[..., 1:], centering.weight
+    logprobs, tail, present = exact(scored[0]), exact(scored[1]).unsqueeze(-1), ids != bits.NO_ID
+    log_p = torch.where(present, logprobs[..., 1:], -torch.inf)
+    # a label that is not among the ids belongs to the mass that they leave
+    outside = (label != bits.NO_ID) & ~(ids == label).any(-1, keepdim=True)
+    of_label = torch.where(outside, logprobs[..., :1], -torch.inf)
+    log_left_p = finite.logsumexp(torch.cat([tail, of_label], -1))
+    with torch.no_grad():
+        log_q, factors = centering.logprobs, centering.factors.unsqueeze(-1)
+        log_left_q = torch.log(-torch.expm1(log_q.logsumexp(-1, keepdim=True).clamp(max=0.0)))
+        of_left = weight._replace(eps=math.inf).times_q(log_left_p, log_left_q)
+        nothing = (log_left_p == -torch.inf) | (log_left_q == -torch.inf) | ~present.any(-1, keepdim=True)
+        of_left = torch.where(nothing, 0.0, of_left)
+        coefficients = torch.cat([weight.times_q(log_p, log_q), of_left], -1)
+        coefficients = torch.where(factors != 0, factors * coefficients, 0.0)
+    terms = torch.where(coefficients != 0, coefficients * torch.cat([log_p, log_left_p], -1), 0.0)
+    total = exact_sum(terms.flatten())
+    if not cp_group:
+        return total
+    return total + (sum_(cp_group, total.detach().clone()) - total.detach())
+
+
+def normalize_given(
+    centering: ScoreCentering | None, selected: Any, logprobs: Tensor, terms: Terms, objective: Objective
+) -> tuple[tuple[Tensor, Tensor], CenteringRows]:
+    """Return the first arguments of ``centering_loss`` where the caller has the log-probs of the ids.
+
+    ``logprobs`` are the labels', [B, T].
+    """
+    if centering is None:
+        raise ValueError("selected_logprobs: got a tensor, expected None without centering")
+    rows = normalize(centering, logprobs, terms, objective)
+    if not isinstance(selected, SelectedLogprobs):
+        name = type(selected).__name__
+        raise TypeError(f"selected_logprobs: got {name}, expected the SelectedLogprobs of centering.ids")
+    of_ids, tail = selected
+    packed, shape, device = terms.cu_seqlens is not None, tuple(centering.ids.shape), logprobs.device
+    checks.floats("selected_logprobs.logprobs", of_ids, shape, "the shape of centering.ids", device)
+    if tail is None:
+        tail = torch.full_like(of_ids[..., 0], -torch.inf)
+    else:
+        checks.floats("selected_logprobs.tail", tail, shape[:-1], "the tokens of centering.ids", device)
+        if of_ids.requires_grad and not tail.requires_grad:
+            raise ValueError(
+                "selected_logprobs.tail: got a tensor without gradient, expected the tail that "
+                "gk.selected_logprobs returns with the log-probs, or None where no other id could be drawn"
+            )
+    # in the place of the label, which is no id here, anything
+    return (torch.nn.functional.pad(as_rows(of_ids, packed), (1, 0)), as_rows(tail, packed)), rows

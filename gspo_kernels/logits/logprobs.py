@@ -1,0 +1,322 @@
+"""Operators over logits: per-token log-probs and entropy, their gradient, and both at once.
+
+Rows are [B, T] (packed: [1, N]); see ``dispatch.RowBackend`` for what each row operation promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from gspo_kernels.arguments.values import check_kept, check_temperature
+from gspo_kernels.backends.dispatch import load
+from gspo_kernels.core.exact import exact_dtype
+from gspo_kernels.core.memory import used_memory
+from gspo_kernels.core.operators import checked_values, inplace_operator, operator
+from gspo_kernels.core.torch_internals import refuse_second_derivatives, tensors_to_save
+from gspo_kernels.core.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
+from gspo_kernels.distributed.groups import gathered_numbers
+from gspo_kernels.distributed.shards import columns_of, rows_of
+
+
+class ScoredRows(NamedTuple):
+    """``RowStats`` as an operator returns them: the entropy is empty where it was not asked for."""
+
+    logprobs: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+    @classmethod
+    def of(cls, stats: RowStats) -> ScoredRows:
+        """Make it from statistics, with the same tensors."""
+        logprobs, lse, entropy = stats
+        if entropy is None:
+            entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
+        return cls(logprobs, lse, entropy)
+
+    @classmethod
+    def fake(cls, labels: Tensor, dtype: torch.dtype, entropy: bool) -> ScoredRows:
+        """Make empty ones for inputs of ``dtype``."""
+        kind = stats_dtype(dtype)
+        return cls(
+            labels.new_empty(labels.shape, dtype=kind),
+            labels.new_empty(labels.shape, dtype=exact_dtype(labels.device)),
+            labels.new_empty(labels.shape if entropy else (0,), dtype=kind),
+        )
+
+
+class LogitGradient(NamedTuple):
+    """Log-probs, log-sum-exp [B, T] and the gradient of logits [B, T, V]."""
+
+    logprobs: Tensor
+    lse: Tensor
+    grad_logits: Tensor
+
+
+def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
+    """Check that every label is ``ignore_index``, or in the vocabulary and in its sampling mask, and that
+    temperatures are positive, where values are checked. Of a shard ``vocabulary`` counts its columns.
+    """
+    if options.shard.group:
+        check_shards(labels, vocabulary, options)
+        return
+    check_temperature(options.transform.row_temperature, labels, options.ignore_index)
+    if not checked_values(labels.device) or not labels.numel():
+        return
+    lowest, highest = labels.aminmax()
+    if int(lowest) < 0 or int(highest) >= vocabulary:
+        wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
+        if bool(wrong.any()):
+            raise wrong_label(int(labels[wrong][0]), vocabulary, options)
+    if options.transform.kept is not None:
+        check_kept(labels, options.transform.kept, labels != options.ignore_index)
+
+
+def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
+    """Return the error for a label in a counted position; a vocabulary of 0 has an unknown size."""
+    bound = vocabulary or "the vocabulary's size"
+    return ValueError(
+        f"labels: got {value} in a counted position, expected 0 <= label < {bound} "
+        f"or ignore_index={options.ignore_index}"
+    )
+
+
+def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int, int, int]:
+    """Check temperatures, labels [B, T] and masks. Return the first of this rank's ``width`` columns, their
+    number, and the lowest and highest counted label, which are ids of the whole vocabulary.
+
+    Raises:
+        ValueError: a value is wrong; on this rank alone.
+    """
+    check_temperature(options.transform.row_temperature, labels, options.ignore_index)
+    start, total = columns_of(options.shard, width)
+    counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
+    lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
+    if lowest < 0 or (total and highest >= total):
+        raise wrong_label(lowest if lowest < 0 else highest, total, options)
+    if options.transform.kept is not None:
+        local = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
+        check_kept(labels, options.transform.kept, local, start)
+    return start, width, lowest, highest
+
+
+def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
+    """Check what ``range_of`` returned on all ranks.
+
+    Raises:
+        ValueError: shards that don't make one vocabulary, or labels outside of it.
+    """
+    total = 0
+    for first, columns, *_ in sorted(every):
+        if first != total:
+            ranges = ", ".join(f"{start} to {start + columns}" for start, columns, *_ in every)
+            raise ValueError(
+                f"vocab_range: the ranks have {ranges}, expected ranges that follow each other from 0 on"
+            )
+        total += columns
+    for _, _, low, high in every:
+        if low < 0 or high >= total:
+            raise wrong_label(low if low < 0 else high, total, options)
+
+
+def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
+    """Check labels [B, T], and the ranges of all ranks, where values are checked.
+
+    Ranges that the caller passed are gathered, 32 bytes of each rank.
+
+    Raises:
+        ValueError: see ``range_of`` and ``check_ranges``.
+    """
+    local_range = range_of(labels, width, options)
+    if options.shard.start >= 0 and checked_values(labels.device):
+        check_ranges(gathered_numbers(options.shard.group, labels.device, local_range), options)
+
+
+@operator
+def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
+    """Return log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
+    check_rows(labels, logits.shape[-1], options)
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    return ScoredRows.of(rows_of(options).logprobs_forward(rows, entropy))
+
+
+@logprobs_forward.register_fake
+def _(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
+    return ScoredRows.fake(labels, logits.dtype, entropy)
+
+
+@operator
+def logprobs_backward(
+    logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
+) -> Tensor:
+    """Return the logits' gradient in their dtype, contiguous."""
+    out = used_memory(logits.shape, logits.dtype, logits.device)
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    rows_of(options).logprobs_backward(rows, stats, grads, out)
+    return out
+
+
+@logprobs_backward.register_fake
+def _(logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@inplace_operator
+def logprobs_backward_(
+    logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
+) -> None:
+    """Write the logits' gradient over the logits."""
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    rows_of(options).logprobs_backward(rows, stats, grads, logits)
+
+
+def gradient_of_logits(
+    ctx: Any, logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
+) -> Tensor:
+    """Return the logits' gradient, in the logits' memory if it is ``overwritten``."""
+    if not overwritten(ctx, logits):
+        return logprobs_backward(logits, labels, stats, grads, options)
+    logprobs_backward_(logits, labels, stats, grads, options)
+    return logits
+
+
+@operator
+def logprobs_and_grad(
+    logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
+) -> LogitGradient:
+    """Return log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
+    check_rows(labels, logits.shape[-1], options)
+    out = used_memory(logits.shape, logits.dtype, logits.device)
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    stats = rows_of(options).logprobs_and_grad(rows, coefficients, out)
+    return LogitGradient(stats.logprobs, stats.lse, out)
+
+
+@logprobs_and_grad.register_fake
+def _(logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions) -> LogitGradient:
+    scored = ScoredRows.fake(labels, logits.dtype, False)
+    return LogitGradient(scored.logprobs, scored.lse, logits.new_empty(logits.shape))
+
+
+class TokenLogprobsFunction(torch.autograd.Function):
+    """Differentiable log-probs and entropy of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, entropy: bool, inplace: bool, options: RowOptions
+    ) -> tuple[Tensor, Tensor]:
+        scored = logprobs_forward(logits, labels, options, entropy)
+        save_rows(ctx, options, logits, labels, *scored, inplace=inplace)
+        ctx.entropy = entropy
+        if not entropy:
+            ctx.mark_non_differentiable(scored.entropy)
+        return scored.logprobs, scored.entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        (logits, labels, logprobs, lse, entropy), options = saved_rows(ctx)
+        nothing = (None, None, None, None)
+        if not ctx.entropy:
+            grad_entropy = None
+        if grad_logprobs is None:
+            if grad_entropy is None:
+                return (None, *nothing)
+            grad_logprobs = grad_entropy.new_zeros(()).expand(labels.shape)
+        stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
+        grads = RowGradients(grad_logprobs, grad_entropy)
+        return (gradient_of_logits(ctx, logits, labels, stats, grads, options), *nothing)
+
+
+def save_rows(
+    ctx: Any, options: RowOptions, logits: Tensor, *tensors: Tensor | None, inplace: bool = False
+) -> None:
+    """Save tensors and row options, two of which are tensors or None, for the backward. Undefined upstream
+    gradients will be None there.
+
+    ``inplace``: the backward may overwrite the logits; see ``overwritten``. Without it, ``logits`` may be
+    any tensor.
+    """
+    ctx.inplace = inplace
+    if inplace and not is_compiling():
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.address, ctx.overwrote = logits.data_ptr() if hooked else None, False
+    *_, row_temperature, kept = options.transform
+    if row_temperature is not None or kept is not None:
+        transform = options.transform._replace(row_temperature=None, kept=None)
+        options = options._replace(transform=transform)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors_to_save(ctx, (logits, *tensors, row_temperature, kept)))
+
+
+def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:
+    """Return what ``save_rows`` saved; an error if the backward is recorded."""
+    if torch.is_grad_enabled():
+        refuse_second_derivatives()
+    *tensors, row_temperature, kept = ctx.saved_tensors
+    options: RowOptions = ctx.options
+    if row_temperature is not None or kept is not None:
+        transform = options.transform._replace(row_temperature=row_temperature, kept=kept)
+        options = options._replace(transform=transform)
+    return tensors, options
+
+
+def overwritten(ctx: Any, logits: Tensor) -> bool:
+    """Return whether the backward writes the gradient over the logits that were saved.
+
+    Under ``saved_tensors_hooks`` autograd compares no versions of tensors, so that whoever else reads that
+    memory would not know. There only copies are overwritten, and only once.
+    """
+    if not ctx.inplace or is_compiling():
+        return ctx.inplace
+    if logits.data_ptr() == ctx.address:
+        return False
+    if ctx.overwrote:
+        raise RuntimeError(
+            "inplace_backward: got True, expected False for a second backward: the first one wrote its "
+            "gradient over the logits"
+        )
+    ctx.overwrote = True
+    return True
+
+
+class KnownCoefficientsFunction(torch.autograd.Function):
+    """Log-probs and logit gradient in one pass, for a loss whose coefficients are known before the forward.
+
+    The caller evaluates the loss from the log-probs afterwards; this function carries the loss's gradient to
+    the logits. The first backward gives away the gradient that the forward wrote; later ones
+    (``retain_graph``) compute it again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
+    ) -> tuple[Tensor, Tensor]:
+        result = logprobs_and_grad(logits, labels, coefficients, options)
+        save_rows(ctx, options, logits, labels, coefficients)
+        ctx.grad_logits = result.grad_logits
+        ctx.mark_non_differentiable(result.logprobs)
+        # a scalar of value 0 to carry the gradient: the caller adds it to the loss that it evaluates
+        return result.logprobs.new_zeros(()), result.logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 4
+        (logits, labels, coefficients), options = saved_rows(ctx)
+        grad_logits, ctx.grad_logits = ctx.grad_logits, None
+        if grad_logits is None:
+            # by the same pass, for the same bits
+            grad_logits = logprobs_and_grad(logits, labels, coefficients, options).grad_logits
+        scale_(grad_logits, grad, options.backend)
+        return grad_logits, None, None, None
+
+
+@inplace_operator
+def scale_(values: Tensor, factor: Tensor, backend: str) -> None:
+    """Multiply in place by a 0-d tensor; a factor of 1 costs nothing."""
+    load(backend).scale_(values, factor)

@@ -1,0 +1,115 @@
+"""Parts that objectives are made of: a clipped ratio at some level, and a weighted policy gradient."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.core.types import RatioClip
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import (
+    Objective,
+    ObjectiveLoss,
+    PolicyBatch,
+    log_bounds,
+    ppo_clip,
+    refuse_multipliers,
+    require_clip_range,
+)
+
+
+@dataclass(frozen=True)
+class ClippedRatio(Objective):
+    """PPO's clip, token by token, on the ratio of the token or of the segment that it belongs to.
+
+    ``loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)``; ``dloss_t/dlogp_t = -r_t A_t``
+    where not clipped, decided by the sign of A_t, else 0. A subclass's ``ratio_level`` says whose ratio r is.
+
+    Args:
+        clip_low, clip_high: clip range below and above 1.
+        dual_clip: for A < 0 the loss is at most ``-dual_clip A`` and has no gradient beyond (dual-clip PPO,
+            arXiv 1912.09729), or None.
+    """
+
+    clip_low: float
+    clip_high: float
+    _: KW_ONLY
+    dual_clip: float | None = None
+
+    ratio_level: ClassVar[Literal["token", "turn", "sequence"]]
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
+        if self.ratio_level == "sequence":
+            refuse_multipliers(self.clip_low, self.clip_high)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        log_ratio, advantages = batch.log_ratio_of(self.ratio_level), batch.token_advantages()
+        loss, low, high = ppo_clip(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
+
+    def ratio_form(self) -> RatioClip | None:
+        """Return the clipped ratio per token; None for longer segments, or if a subclass has another loss."""
+        return self.ratio_clip_of(ClippedRatio) if self.ratio_level == "token" else None
+
+    def ratio_clip_of(self, cls: type[Objective]) -> RatioClip | None:
+        """Return the clipped ratio at this level, with this aggregation, if ``evaluate`` is ``cls``'s."""
+        if type(self).evaluate is not cls.evaluate:
+            return None
+        bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)
+        divisor, scale = self.outer_divisor()
+        return RatioClip(*bounds, self.aggregation != "sequence_mean", divisor, scale, self.level)
+
+
+def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:
+    """Tokens: ``positive`` where A > 0, else ``negative``."""
+    advantages = batch.token_advantages()
+    return torch.where(advantages > 0, advantages.new_tensor(positive), negative)
+
+
+def running_sums(batch: PolicyBatch, values: Tensor, decay: float = 1.0, *, onwards: bool = False) -> Tensor:
+    """Tokens: sums over a sequence's counted tokens up to each one, or ``onwards`` from each one. Detached.
+
+    A value that lies k counted tokens away has the weight ``decay ** k``. Each step doubles the reach of all
+    sums, so the number of steps is the logarithm of the length. Sequences stay apart whatever the layout.
+    """
+    ids, sums = batch.sequence_ids(), torch.where(batch.mask, values.detach(), 0.0)
+    factors = torch.where(batch.mask, torch.full_like(sums, decay), 1.0)
+    if onwards:
+        ids, sums, factors = ids.flip(1), sums.flip(1), factors.flip(1)
+    reach = 1
+    while reach < sums.shape[1]:
+        same = ids[:, reach:] == ids[:, :-reach]
+        farther = torch.where(same, factors[:, reach:] * sums[:, :-reach], 0.0)
+        sums = torch.cat([sums[:, :reach], sums[:, reach:] + farther], 1)
+        factors = torch.cat([factors[:, :reach], factors[:, reach:] * factors[:, :-reach]], 1)
+        reach *= 2
+    return sums.flip(1) if onwards else sums
+
+
+def surrogate(batch: PolicyBatch, gain: Tensor, log_ratio: Tensor, *clipped: Tensor | None) -> ObjectiveLoss:
+    """Return the loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B].
+
+    ``clipped`` are ``ObjectiveLoss.clipped_low`` and ``clipped_high``, if there are bounds.
+    """
+    assert batch.advantages is not None
+    advantages = batch.advantages if gain.ndim == 1 else batch.token_advantages()
+    loss = -finite.mul(advantages, gain)
+    return ObjectiveLoss(batch.weighted(loss), log_ratio, *clipped)
+
+
+def policy_gradient(
+    batch: PolicyBatch, weight: Tensor, log_ratio: Tensor, *clipped: Tensor | None
+) -> ObjectiveLoss:
+    """Return the loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A`` for any weight.
+
+    ``clipped``: see ``surrogate``.
+    """
+    gain = finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs())
+    return surrogate(batch, gain, batch.per_token(log_ratio), *clipped)

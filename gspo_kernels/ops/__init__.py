@@ -1,1 +1,0 @@
-"""Operators over logits, how operators are registered, and the table of backends."""
