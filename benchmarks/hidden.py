@@ -14,7 +14,7 @@ import gspo_kernels as gk
 from benchmarks.contestants import OTHERS, PLAIN, from_logprobs, our_loss, package
 from benchmarks.judging import CLIP_HIGH, CLIP_LOW, DTYPES, Problem, losses, picked, posed, project
 from benchmarks.measure import Case, Options, contestant, run_cases, suite
-from gspo_kernels.hidden.schedule import SCHEDULES
+from gspo_kernels.hidden.plan import SCHEDULES
 
 FROM_HIDDEN = ("hidden", "scoring")
 PRODUCTS = {"logits": 1.0, "dHidden": 1.0, "dWeight": 1.0}

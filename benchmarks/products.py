@@ -18,7 +18,7 @@ from benchmarks.measure import Options, peak_of, suite, time_probe
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.core.types import LogitTransform
 from gspo_kernels.doctor import own_products
-from gspo_kernels.hidden.matmul.batch_invariant import fixed_product
+from gspo_kernels.hidden.matmul.batch_invariant import batch_invariant_mm
 
 Call = Callable[[], Any]
 SINGLE = torch.finfo(torch.float32).eps
@@ -83,7 +83,7 @@ class Lines:
 def fixed_by(tensor_maps: bool, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Multiply in a fixed order, on a GPU with or without tensor maps."""
     gk.enable_tensor_maps(tensor_maps)
-    return fixed_product(a, b, out)
+    return batch_invariant_mm(a, b, out)
 
 
 @suite("fixed", "Products in a fixed order", everything=False)

@@ -7,6 +7,7 @@ it is with the first sentence of its docstring. So the sketch can't show what is
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
 from html import escape
@@ -27,7 +28,7 @@ def layers() -> list[list[str]]:
     """Modules from the top down, those of one layer side by side."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     first = project["tool"]["importlinter"]["contracts"][0]
-    return [layer.split(" | ") for layer in first["layers"]]
+    return [re.split(" [|:] ", layer) for layer in first["layers"]]
 
 
 def says(module: str) -> str:
@@ -46,7 +47,7 @@ def sketch() -> str:
     """The SVG."""
     shapes, top, shade = [], MARGIN, SHADES[0]
     for layer in layers():
-        if layer == ["linear"]:  # the first that only other layers import
+        if layer == ["hidden"]:  # the first that only other layers import
             shade = SHADES[1]
         for start in range(0, len(layer), ROW):
             modules = layer[start : start + ROW]

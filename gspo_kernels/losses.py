@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +22,21 @@ from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.validate import agree_across_ranks
 from gspo_kernels.hidden.arguments import ProductOptions, check_inputs, from_host
-from gspo_kernels.hidden.call import LinearOperands
-from gspo_kernels.hidden.explain import SchedulePlan, explain
-from gspo_kernels.hidden.groups import without_logprobs
-from gspo_kernels.hidden.logprobs import LinearTokenLogprobsFunction
+from gspo_kernels.hidden.call import Decisions, LinearOperands, RequiresGrad, call_of
+from gspo_kernels.hidden.logprobs import LinearSelectedLogprobsFunction, LinearTokenLogprobsFunction
 from gspo_kernels.hidden.loss import LinearPolicyFunction
-from gspo_kernels.hidden.schedule import SUM_ROWS, choose, unsupported
-from gspo_kernels.hidden.selected import LinearSelectedLogprobsFunction
+from gspo_kernels.hidden.parts import plan_of
+from gspo_kernels.hidden.plan import SUM_ROWS, SchedulePlan, choose, explain, unsupported
 from gspo_kernels.hidden.small import SmallLossFunction, small_loss
 from gspo_kernels.logits.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given
 from gspo_kernels.logits.centering import normalize as normalize_centering
 from gspo_kernels.logits.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction, logprobs_forward
-from gspo_kernels.logits.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_clip_of
-from gspo_kernels.logits.policy_step import PolicyLossFunction, output_of, policy_step
+from gspo_kernels.logits.policy_step import PolicyLossFunction, output_of, policy_step, without_logprobs
 from gspo_kernels.logits.selected import SelectedLogprobsFunction
-from gspo_kernels.logits.sequence_ratio import SequenceRatioFunction, ratio_operands
+from gspo_kernels.logits.sequence_ratio import SequenceRatioFunction, ratio_clip_of, ratio_operands
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
+from gspo_kernels.objectives.evaluate import coefficients_depend_on
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
 
@@ -114,25 +112,25 @@ def policy_loss(
         RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
             other arguments; see ``docs/parallel.md``.
     """
-    given = (
+    passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     key = signature(
-        "policy_loss", logprobs, objective, parallel, (logprobs, entropy, *given),
+        "policy_loss", logprobs, objective, parallel, (logprobs, entropy, *passed),
         (centering, selected_logprobs),
     )  # fmt: skip
     decided, centered = recall(key), None
     if decided is None:
         rows, entropy, terms, form, centered = _normalize_logprobs(
-            "policy_loss", logprobs, entropy, Terms(*given), objective, parallel, centering, selected_logprobs
+            "policy_loss", logprobs, entropy, passed, objective, parallel, centering, selected_logprobs
         )
         backend = resolve("auto", logprobs.device)
         ratio_clip = ratio_clip_of(terms, backend)
         keep(key, (form, backend, ratio_clip))
     else:
         form, backend, ratio_clip = decided
-        packed, terms = cu_seqlens is not None, form.apply(given, logprobs)
+        packed, terms = cu_seqlens is not None, form.apply(passed, logprobs)
         rows, entropy = as_rows(logprobs, packed), None if entropy is None else as_rows(entropy, packed)
     loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_clip)
     if centered is not None:
@@ -185,12 +183,12 @@ def policy_coefficients(
             "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
             "to the loss with objective=Linear() that takes these coefficients as token_weights"
         )
-    given = (
+    passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     rows, entropy, terms, *_ = _normalize_logprobs(
-        "policy_coefficients", logprobs, entropy, Terms(*given), objective, parallel
+        "policy_coefficients", logprobs, entropy, passed, objective, parallel
     )
     backend = resolve("auto", logprobs.device)
     with torch.no_grad():
@@ -280,12 +278,12 @@ def fused_policy_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    given = (
+    passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     key = signature(
-        "fused_policy_loss", labels, objective, parallel, (labels, logits, *given),
+        "fused_policy_loss", labels, objective, parallel, (labels, logits, *passed),
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          centering, backend),
     )  # fmt: skip
@@ -293,7 +291,7 @@ def fused_policy_loss(
     if plan is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         rows, row_labels, terms, plan, centered = _normalize_logits(
-            logits, labels, Terms(*given), options, return_entropy, inplace_backward, centering, objective,
+            logits, labels, passed, options, return_entropy, inplace_backward, centering, objective,
             parallel,
         )  # fmt: skip
         keep(key, plan)
@@ -302,7 +300,7 @@ def fused_policy_loss(
             check_inplace(logits, inplace_backward)
         packed = cu_seqlens is not None
         rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
-        terms = plan.form.apply(given, labels)
+        terms = plan.form.apply(passed, labels)
         if plan.merges_mask:
             row_labels, terms = merge_mask(row_labels, terms, ignore_index)
     row_options, ratio_clip, with_entropy = plan.options, plan.ratio_clip, plan.entropy
@@ -330,7 +328,7 @@ class LogitsPlan(NamedTuple):
     Attributes:
         form: of the terms.
         options: in the operators' form.
-        ratio_clip: see ``Plan.ratio_clip``.
+        ratio_clip: see ``ratio_clip_of``.
         entropy: whether the entropy is computed.
         known: whether coefficients are known before the forward, which writes the gradient then.
         in_one_launch: whether log-probs and their clipped ratios take one launch.
@@ -496,17 +494,17 @@ def fused_linear_policy_loss(
         TypeError, ValueError: a wrong argument, or a schedule that is not exact, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    given = (
+    passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
-    operands, terms, plan, _, centered = _normalize_linear(
-        "fused_linear_policy_loss", hidden, weight, bias, labels, given, options, products, objective,
+    operands, terms, decisions, _, centered = _normalize_linear(
+        "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, products, objective,
         parallel, return_entropy, schedule, skip_inactive, centering,
     )  # fmt: skip
-    with_entropy = plan.entropy
+    with_entropy = decisions.entropy
     # "all" leaves out tokens that these lengths count
     if labels.is_cuda and skip_inactive == "backward":
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
@@ -515,19 +513,23 @@ def fused_linear_policy_loss(
             operands = operands._replace(chunking=chunking)
     if centered is not None:
         centered = centered.weighted(operands.labels, terms, operands.options, len(operands.weight))
-    if plan.schedule == "two_pass" and centered is not None:
+    if decisions.schedule == "two_pass" and centered is not None:
         selected = LinearSelectedLogprobsFunction.apply(*operands, centered.ids, False)
-        return _of_selected_rows(selected, None, centered, terms, plan.backend, plan.ratio_clip)
+        return _of_selected_rows(selected, None, centered, terms, decisions.backend, decisions.ratio_clip)
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
-    if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
-        scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
-        return _of_scored_rows(scored, with_entropy, terms, plan.backend, plan.ratio_clip)
-    if (small := small_loss(operands, terms, plan)) is not None:
+    if decisions.schedule == "two_pass" and not (
+        operands.chunking.batch_invariant and any(decisions.requires_grad)
+    ):
+        scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, decisions.skips)
+        return _of_scored_rows(scored, with_entropy, terms, decisions.backend, decisions.ratio_clip)
+    if (small := small_loss(operands, terms, decisions)) is not None:
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
     traced = torch.compiler.is_compiling()
     more = () if centered is None else (centered,)
-    loss, metrics, logprobs, entropy = applied(LinearPolicyFunction)(*operands, terms, plan, traced, *more)
+    loss, metrics, logprobs, entropy = applied(LinearPolicyFunction)(
+        *operands, terms, decisions, traced, *more
+    )
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
 
@@ -587,17 +589,19 @@ def explain_schedule(
     Raises:
         TypeError, ValueError: as the loss itself.
     """
-    given = (
+    passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
-        token_weights, lengths, group_ids, turn_ids, None, "k3", kl_ratio_weighted,
+        token_weights, lengths, group_ids, turn_ids, kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
     products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
-    operands, terms, plan, reason, centered = _normalize_linear(
-        "explain_schedule", hidden, weight, bias, labels, given, options, products, objective, parallel,
+    operands, terms, decisions, reason, centered = _normalize_linear(
+        "explain_schedule", hidden, weight, bias, labels, passed, options, products, objective, parallel,
         centering is None, schedule, skip_inactive, centering,
     )  # fmt: skip
-    return explain(reason, operands, terms, plan, 0 if centered is None else centered.ids.shape[-1])
+    call = call_of(operands, None if centered is not None else decisions, checked=False)
+    ids = 0 if centered is None else centered.ids.shape[-1]
+    return explain(reason, call, plan_of(call, terms, decisions)[0], decisions, ids)
 
 
 def _normalize_linear(
@@ -606,7 +610,7 @@ def _normalize_linear(
     weight: Tensor | LoRAHead,
     bias: Tensor | None,
     labels: Tensor,
-    given: tuple[Any, ...],
+    passed: Terms,
     options: LogitOptions,
     products: ProductOptions,
     objective: Objective,
@@ -615,12 +619,12 @@ def _normalize_linear(
     schedule: str,
     skip_inactive: str,
     centering: ScoreCentering | None,
-) -> tuple[LinearOperands, Terms, Plan, str, CenteringRows | None]:
+) -> tuple[LinearOperands, Terms, Decisions, str, CenteringRows | None]:
     """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule; the
     last outputs are the reason for the choice, and what is centred.
     """
     key = signature(
-        function, labels, objective, parallel, (hidden, weight, bias, labels, *given),
+        function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
         (*options, *products, return_entropy, schedule, skip_inactive),
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled() or centering is not None:
@@ -628,10 +632,9 @@ def _normalize_linear(
     base = None
     decided = recall(key)
     if decided is not None:
-        form, chunking, row_options, plan, reason = decided
-        terms = form.apply(given, labels)
+        form, chunking, row_options, decisions, reason = decided
+        terms = form.apply(passed, labels)
     else:
-        passed = Terms(*given)
         Parallel.check(parallel, function, _ALL, products.batch_invariant)
         with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
         (hidden, weight, bias), parallel = local_tensors(
@@ -654,13 +657,12 @@ def _normalize_linear(
         centered = normalize_centering(centering, row_labels, terms, objective, row_options, len(weight))
     known = chunking
     if not labels.is_cpu and skip_inactive != "all":  # which leaves out tokens that a mask counts
-        loss_mask, cu_seqlens = given[2:4]
         head = weight if base is None else base
-        known = from_host(chunking, loss_mask, cu_seqlens, labels, head, parallel)
+        known = from_host(chunking, passed.loss_mask, passed.cu_seqlens, labels, head, parallel)
     if decided is None:
         learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
         needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
-        plan = Plan(
+        decisions = Decisions(
             row_options.backend,
             coefficients_depend_on(objective, terms),
             ratio_clip_of(terms, row_options.backend),
@@ -668,11 +670,11 @@ def _normalize_linear(
             skip_inactive != "none",
             with_entropy,
         )
-        reasons = unsupported(objective, terms, plan, chunking.batch_invariant)
+        reasons = unsupported(objective, terms, decisions, chunking.batch_invariant)
         if centered is not None:
             others = ("aligned", "deferred", "frozen", *(("known",) if chunking.batch_invariant else ()))
             reasons |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
-        lengths_known = plan.leaves_out or not packed or not hidden.is_cuda or known.lengths is not None
+        lengths_known = decisions.skips or not packed or not hidden.is_cuda or known.lengths is not None
         name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
         if name == "two_pass" and centered is not None and with_entropy:
             raise ValueError(
@@ -681,7 +683,7 @@ def _normalize_linear(
         if name == "two_pass" and any(needs) and not chunking.max_chunk_bytes:
             chunking, known = (each._replace(max_chunk_bytes=LEAST_BYTES) for each in (chunking, known))
         defers = 0 if "deferred" in reasons else SUM_ROWS["cpu" if hidden.is_cpu else "cuda"]
-        plan = plan._replace(schedule=name, defers=defers)
-        keep(key, (form, chunking, row_options, plan, reason))
+        decisions = decisions._replace(schedule=name, defers=defers)
+        keep(key, (form, chunking, row_options, decisions, reason))
     operands = LinearOperands(rows, weight, bias, row_labels, row_options, known, base)
-    return operands, terms, plan, reason, centered
+    return operands, terms, decisions, reason, centered

@@ -9,9 +9,9 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels.core import memory
 from gspo_kernels.core.types import LogitTransform, RowOptions
-from gspo_kernels.hidden.matmul import products_of, pytorch
-from gspo_kernels.hidden.sums import HeadSums
-from gspo_kernels.logits.plan import RequiresGrad
+from gspo_kernels.hidden.call import RequiresGrad
+from gspo_kernels.hidden.gradients import HeadSums
+from gspo_kernels.hidden.matmul import pytorch, select_matmul
 from tests.cases import HEAD, Result, call, generator, make_case, poisoned, run
 from tests.fake_gpu import FakeGpu
 from tests.gpu.calls import CAPTURED, Scale, inputs_of, step
@@ -135,7 +135,7 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
     weight = torch.zeros(V, width, dtype=dtype)
     exact, budget = torch.zeros(2, V, width, dtype=torch.float64)
     with gpu:
-        products = products_of(
+        products = select_matmul(
             weight, None, None, "float32", False, RowOptions(LogitTransform(), -100, "triton")
         )
         sums = HeadSums(products, RequiresGrad(False, True, False), "triton")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import sampling
+from gspo_kernels import off_policy as sampling
 from gspo_kernels.core import bits
 from tests.backends.row_calls import same
 from tests.cases import device_of, draw_kept, generator

@@ -178,8 +178,8 @@ class TermsForm(NamedTuple):
     cp_group: str
     objective: str
 
-    def apply(self, passed: tuple[Any, ...], tokens: Tensor) -> Terms:
-        """Bring checked arguments, in the order of the fields of ``Terms``, into the operators' form."""
+    def apply(self, passed: Terms, tokens: Tensor) -> Terms:
+        """Bring checked arguments into the operators' form."""
         values = list(passed[:_PASSED])
         for place, change in self.changes:
             values[place] = change(values[place])

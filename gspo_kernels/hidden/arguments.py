@@ -18,8 +18,8 @@ from gspo_kernels.core.torch_internals import tensors_to_save
 from gspo_kernels.core.types import LoRAHead, stats_dtype
 from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.hidden.call import Chunking
-from gspo_kernels.hidden.matmul import fixed_unavailable, pytorch
-from gspo_kernels.hidden.schedule import MEMORY
+from gspo_kernels.hidden.matmul import batch_invariant_unavailable, pytorch
+from gspo_kernels.hidden.plan import MEMORY
 
 LOGITS_DTYPES = ("float32", "input")
 
@@ -128,7 +128,7 @@ def check_inputs(
             )
     if chunking.batch_invariant:
         trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
-        reason = fixed_unavailable(weight, trained)
+        reason = batch_invariant_unavailable(weight, trained)
         if lora is not None:
             reason = "the two products of a LoRAHead have no fixed order of their sums"
         if reason is not None:
@@ -249,7 +249,7 @@ def check_teachers_head(
     if bias is not None:
         checks.tensor("teacher_bias", bias, (vocabulary,), "[V]", tokens.device, checks.FLOATS)
         bias = bias.detach()
-    reason = fixed_unavailable(weight, trained=False) if chunking.batch_invariant else None
+    reason = batch_invariant_unavailable(weight, trained=False) if chunking.batch_invariant else None
     if reason is not None:
         raise ValueError(f"teacher_weight: got {weight.dtype} with batch_invariant=True, but {reason}")
     try:

@@ -1,25 +1,28 @@
-"""One call over hidden states, and the chunks of rows that it is projected in."""
+"""One call over hidden states, checked and decided, and the chunks of rows whose logits exist together.
+
+Nothing here changes after its construction.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.dispatch import hidden_kernels
+from gspo_kernels.backends.dispatch import HiddenKernels, hidden_kernels
 from gspo_kernels.core.batch_invariance import refuse_backend
 from gspo_kernels.core.memory import LEAST_BYTES, chunk_rows
-from gspo_kernels.core.types import RowOptions
+from gspo_kernels.core.types import NO_RATIO, RatioClip, RowOptions
 from gspo_kernels.distributed.groups import gathered_numbers
 from gspo_kernels.distributed.tokens import ScatteredTokens
-from gspo_kernels.hidden.chunk import Chunk, as_index, rows_at
-from gspo_kernels.hidden.matmul import products_of
+from gspo_kernels.hidden.chunk import Chunk, as_index, cut, rows_at
+from gspo_kernels.hidden.matmul import HeadMatmul, select_matmul
 from gspo_kernels.logits.logprobs import check_ranges, check_rows, range_of
-from gspo_kernels.logits.plan import Plan
 
 
 class Chunking(NamedTuple):
@@ -27,12 +30,12 @@ class Chunking(NamedTuple):
 
     Attributes:
         logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
-        max_chunk_bytes: the most bytes of logits at once; 0: the default.
-        compact: leave masked rows out of every product; counting the other rows reads from the device.
+        max_chunk_bytes: the most bytes of logits at a time; 0: the default.
+        compact: skip masked rows in every product; counting the other rows is a host-device sync.
         reduce_hidden_grad: sum dHidden over the ranks that share the vocabulary.
         scattered: each of these ranks has the hidden states of some tokens.
-        batch_invariant: no result depends on what is computed along with it, see ``invariance``.
-        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None: they lie on the device.
+        batch_invariant: no result depends on what is computed along with it, see ``batch_invariance``.
+        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None: they are on the device.
         where: int64 [n], the rows that get logits, if a mask on the CPU says so; see ``arguments.from_host``.
     """
 
@@ -63,7 +66,7 @@ class LinearOperands(NamedTuple):
     base: Tensor | None = None
 
     def with_count(self) -> LinearOperands:
-        """Return the operands with the number of rows that count: one look serves forward and backward."""
+        """Return the operands with the number of rows that count: one sync serves forward and backward."""
         chunking = self.chunking
         if not chunking.compact or chunking.lengths is not None or torch.compiler.is_compiling():
             return self
@@ -72,66 +75,69 @@ class LinearOperands(NamedTuple):
         return self._replace(chunking=chunking._replace(lengths=lengths))
 
 
-class Call:
-    """One call over hidden states, as operators work on it.
+class RequiresGrad(NamedTuple):
+    """Which inputs of a call over hidden states get a gradient."""
 
-    Ranks that share the vocabulary gather each other's sizes here, so that all cut the same chunks.
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+    def select(self, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias, with None for those that are not needed."""
+        return tuple(grad if needed else None for grad, needed in zip(gradients, self, strict=True))
+
+
+class Decisions(NamedTuple):
+    """What a loss decides by shapes, dtypes and options alone; only strings, numbers and flags, so that
+    operators take it as it is.
+
+    Attributes:
+        backend: the name of a backend that serves the tensors' device.
+        depends_on: what dLoss/dlogprob of one token depends on besides masks, lengths, weights and
+            advantages: "nothing" (the coefficient is known beforehand), "token", "turn", "sequence", "group"
+            or "batch".
+        ratio_clip: the clipped ratio that the backend evaluates in one launch; with ``NO_RATIO`` PyTorch
+            evaluates the objective instead.
+        requires_grad: which of hidden states, weight and bias get a gradient.
+        skips: whether gradient products skip rows without a gradient.
+        entropy: whether the entropy is computed, too.
+        schedule: a name of ``plan.SCHEDULES``, or "auto": groups that fit in a chunk are "aligned", longer
+            ones "deferred" or else "two_pass".
+        defers: the fewest rows of a group that doesn't fit in a chunk with which "auto" defers it; 0: never.
+    """
+
+    backend: str
+    depends_on: str
+    ratio_clip: RatioClip = NO_RATIO
+    requires_grad: RequiresGrad = RequiresGrad()
+    skips: bool = False
+    entropy: bool = False
+    schedule: str = ""
+    defers: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call over hidden states, as operators work on it; see ``call_of``.
 
     Attributes:
         hidden, labels, options, chunking: as in ``LinearOperands``.
-        products: the products with this rank's part of the weight, and the row operations between them.
+        matmul: the products with this rank's part of the weight, and the row operations between them.
         hidden_kernels: the steps around the gradient products.
-        chunk_rows: the most rows of logits at once, the same on all ranks.
+        chunk_rows: the most rows of logits at a time, the same on all ranks.
         least_rows: the same where all rows are projected twice.
         tokens: which rank has which hidden states; None where they are not scattered.
     """
 
-    def __init__(
-        self,
-        operands: LinearOperands,
-        checked: bool = True,
-        whole_logits: bool = True,
-        plan: Plan | None = None,
-    ):
-        """``plan``: of a loss, whose rows may all share a chunk by default, see ``memory.ALL_ROWS_BYTES``."""
-        hidden, weight, bias, labels, options, chunking, base = operands
-        refuse_backend(options.backend, chunking.batch_invariant)
-        self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
-        self.products = products_of(
-            weight, bias, base, chunking.logits_dtype, chunking.batch_invariant, options, whole_logits
-        )
-        self.hidden_kernels = hidden_kernels(options.backend)
-        row_bytes, multiple = self.products.row_bytes, self.products.multiple
-        budget = chunking.max_chunk_bytes
-        all_rows = 0
-        if plan is not None and plan.requires_grad.weight and self.products.rounds_early:
-            all_rows = labels.numel() if plan.schedule in ("auto", "aligned", "known") else 0
-        row_count = chunk_rows(row_bytes, budget, weight.device, all_rows, 2 * weight.numel())
-        least = min(row_count, chunk_rows(row_bytes, budget or LEAST_BYTES, weight.device))
-        self.chunk_rows, self.least_rows = (
-            n - n % multiple if n > multiple else n for n in (row_count, least)
-        )
-        self.tokens: ScatteredTokens | None = None
-        if checked and options.shard.group:
-            ranges = range_of(labels, self.products.vocabulary, options)
-            numbers = (*ranges, self.least_rows, self.chunk_rows, hidden.shape[1])
-            every = gathered_numbers(options.shard.group, labels.device, numbers)
-            check_ranges([each[: len(ranges)] for each in every], options)
-            self.least_rows, self.chunk_rows = (min(each[i] for each in every) for i in (-3, -2))
-            if chunking.scattered:
-                lengths = [each[-1] for each in every]
-                self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
-        elif checked:
-            check_rows(labels, self.products.vocabulary, options)
-        self.make_room(labels.numel())
-
-    def make_room(self, *row_counts: int) -> None:
-        """Set the size of chunks for parts of so many rows, which is often less than ``chunk_rows``: chunks
-        of a part have about the same size, and so has the memory that they share.
-        """
-        ends = [(0, *self.products.cut(count, self.chunk_rows)) for count in row_counts]
-        sizes = [end - start for each in ends for start, end in itertools.pairwise(each)]
-        self.products.max_rows = max(sizes, default=1)
+    hidden: Tensor
+    labels: Tensor
+    options: RowOptions
+    chunking: Chunking
+    matmul: HeadMatmul
+    hidden_kernels: HiddenKernels
+    chunk_rows: int
+    least_rows: int
+    tokens: ScatteredTokens | None = None
 
     @cached_property
     def counted(self) -> Tensor:
@@ -164,16 +170,17 @@ class Call:
             return slice(0, count)
         return keep.flatten().nonzero_static(size=count).squeeze(1)
 
-    def chunks(self, where: slice | Tensor, max_rows: int | None = None) -> Iterator[Chunk]:
-        """Yield the rows at some positions in chunks of about the same size, for which there is room.
+    def cut(self, row_count: int, max_rows: int = 0) -> tuple[int, ...]:
+        """Return where chunks of rows end, see ``chunk.cut``; of at most ``chunk_rows`` rows by default."""
+        return cut(row_count, max_rows or self.chunk_rows, self.matmul.multiple)
+
+    def chunks(self, where: slice | Tensor, ends: Sequence[int]) -> Iterator[Chunk]:
+        """Yield the rows at some positions in chunks that end at ``ends``.
 
         Scattered hidden states are gathered one chunk ahead, while the chunk before is multiplied.
         """
-        first, count = (
-            (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
-        )
+        first = where.start if isinstance(where, slice) else 0
         labels = rows_at(self.labels, where)
-        ends = self.products.cut(count, max_rows or self.products.max_rows)
         begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
             span = slice(first + start, first + end)
@@ -207,3 +214,48 @@ class Call:
             transform = options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
             options = options._replace(transform=transform)
         return Chunk(where, hidden, labels.unsqueeze(0), options, labels.numel())
+
+
+def call_of(
+    operands: LinearOperands,
+    decisions: Decisions | None = None,
+    *,
+    checked: bool = True,
+    whole_logits: bool = False,
+) -> Call:
+    """Check values, and select who multiplies and how many rows share a chunk.
+
+    Ranks that share the vocabulary gather each other's sizes here, so that all cut the same chunks.
+
+    Args:
+        operands: of the operator.
+        decisions: of a loss, whose rows may all share a chunk by default, see ``memory.ALL_ROWS_BYTES``.
+        checked: False skips the checks, and what ranks gather.
+        whole_logits: whether the operator works on logits itself; see ``select_matmul``.
+    """
+    hidden, weight, bias, labels, options, chunking, base = operands
+    refuse_backend(options.backend, chunking.batch_invariant)
+    matmul = select_matmul(
+        weight, bias, base, chunking.logits_dtype, chunking.batch_invariant, options, whole_logits
+    )
+    budget, all_rows = chunking.max_chunk_bytes, 0
+    if decisions is not None and decisions.requires_grad.weight and matmul.rounds_early:
+        all_rows = labels.numel() if decisions.schedule in ("auto", "aligned", "known") else 0
+    most = chunk_rows(matmul.row_bytes, budget, weight.device, all_rows, 2 * weight.numel())
+    least = min(most, chunk_rows(matmul.row_bytes, budget or LEAST_BYTES, weight.device))
+    multiple = matmul.multiple
+    most, least = (n - n % multiple if n > multiple else n for n in (most, least))
+    tokens: ScatteredTokens | None = None
+    if checked and options.shard.group:
+        ranges = range_of(labels, matmul.vocabulary, options)
+        numbers = (*ranges, least, most, hidden.shape[1])
+        every = gathered_numbers(options.shard.group, labels.device, numbers)
+        check_ranges([each[: len(ranges)] for each in every], options)
+        least, most = (min(each[i] for each in every) for i in (-3, -2))
+        if chunking.scattered:
+            lengths = [each[-1] for each in every]
+            tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
+    elif checked:
+        check_rows(labels, matmul.vocabulary, options)
+    kernels = hidden_kernels(options.backend)
+    return Call(hidden, labels, options, chunking, matmul, kernels, most, least, tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +61,7 @@ class Projected(NamedTuple):
         stats: [1, n] each.
         written: whether ``values`` are rows d logprob/dlogits already, up to a factor for each row.
         factors: these factors, [n] in the statistics' dtype; None: 1.
-        rests: see ``sums.GradientRows``.
+        rests: see ``gradients.GradientRows``.
     """
 
     values: Tensor
@@ -101,6 +103,22 @@ def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | N
         return kept, (kept != sources).nonzero().squeeze(1)
     gaps = (~keep[:count]).nonzero_static(size=count - stay).squeeze(1)
     return sources.index_copy(0, gaps, kept[stay:]), gaps
+
+
+def cut(row_count: int, max_rows: int, multiple: int = 1) -> tuple[int, ...]:
+    """Return where chunks of at most ``max_rows`` rows end. Chunks have about the same size, which is a
+    multiple of ``multiple``, except for the last one, if ``max_rows`` is.
+    """
+    pieces = -(-row_count // max_rows)
+    if multiple == 1 or max_rows % multiple or not row_count:
+        return tuple(row_count * piece // pieces for piece in range(1, pieces + 1))
+    size = -(-row_count // (pieces * multiple)) * multiple
+    return tuple(min(row_count, end) for end in range(size, row_count + size, size))
+
+
+def most_rows(ends: Sequence[int]) -> int:
+    """Return the number of rows of the largest chunk; at least 1."""
+    return max((end - start for start, end in itertools.pairwise((0, *ends))), default=1)
 
 
 def rows_at(values: Tensor, where: slice | Tensor) -> Tensor:

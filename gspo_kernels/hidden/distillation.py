@@ -7,6 +7,7 @@ student's size and 1 of the teacher's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,17 @@ from gspo_kernels.core.exact import power_of_two
 from gspo_kernels.core.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
-from gspo_kernels.hidden.call import Call, LinearOperands
-from gspo_kernels.hidden.gradients import Gradients, HeadGradients, save_gradients, take_gradients
-from gspo_kernels.hidden.sums import GradientRows
+from gspo_kernels.hidden.call import Call, LinearOperands, RequiresGrad, call_of
+from gspo_kernels.hidden.chunk import most_rows
+from gspo_kernels.hidden.gradients import (
+    Accumulators,
+    GradientRows,
+    HeadGradients,
+    save_gradients,
+    take_gradients,
+)
 from gspo_kernels.logits.divergence import summed
 from gspo_kernels.logits.pairs import DivergenceSpec, Pair, TeacherRows
-from gspo_kernels.logits.plan import RequiresGrad
 
 
 class LinearDistilled(NamedTuple):
@@ -49,73 +55,74 @@ def linear_distillation(
     The teacher is a head (hidden [B, T, H of the teacher], weight and bias), or log-probs of some ids in
     ``teacher``, whose logits are None. ``shares`` [B, T], fp64, weigh the divergences in the loss.
     """
-    call, theirs = Call(operands), None
-    of_teacher, ignore_index = teacher.transform.row_temperature, operands.options.ignore_index
-    check_temperature(of_teacher, operands.labels, ignore_index, "teacher_temperature")
-    products, device = call.products, call.hidden.device
+    call, of_teacher = call_of(operands, whole_logits=True), None
+    temperature, ignore_index = teacher.transform.row_temperature, operands.options.ignore_index
+    check_temperature(temperature, operands.labels, ignore_index, "teacher_temperature")
+    matmul, device, chunk_rows = call.matmul, call.hidden.device, call.chunk_rows
     if teacher_hidden is not None and teacher_weight is not None:
-        theirs = Call(
+        of_teacher = call_of(
             operands._replace(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, base=None),
             checked=False,
+            whole_logits=True,
         )
         # both sides take the memory that the student alone would: by default the fewest rows of CHUNK_ROWS
-        row_count = call.chunk_rows
         if not call.chunking.max_chunk_bytes:
-            row_count = min(row_count, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
-        both = products.row_bytes + products.vocabulary * theirs.products.dtype.itemsize
-        call.chunk_rows = max(1, row_count * products.row_bytes // both)
-    call.make_room(call.row_count)
-    gradients = Gradients(call, needs, normalised=True, once=call.row_count <= call.chunk_rows)
-    divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
-    _add_chunks(call, theirs, teacher, spec, shares, gradients, divergences)
-    return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
+            chunk_rows = min(chunk_rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
+        both = matmul.row_bytes + matmul.vocabulary * of_teacher.matmul.dtype.itemsize
+        chunk_rows = max(1, chunk_rows * matmul.row_bytes // both)
+    ends = call.cut(call.row_count, chunk_rows)
+    out = Accumulators(call, needs, most_rows(ends), normalised=True, once=call.row_count <= chunk_rows)
+    divergences = call.hidden.new_zeros(call.labels.shape, dtype=out.dtype)
+    _add_chunks(call, of_teacher, teacher, spec, shares, ends, out, divergences)
+    return LinearDistilled(summed(divergences, shares), divergences, out.gradients())
 
 
 def _add_chunks(
     call: Call,
-    theirs: Call | None,
+    of_teacher: Call | None,
     teacher: TeacherRows,
     spec: DivergenceSpec,
     shares: Tensor,
-    gradients: Gradients,
+    ends: Sequence[int],
+    out: Accumulators,
     divergences: Tensor,
 ) -> None:
-    """Write the divergences of all rows and add up their gradients. Logits are gone when this returns."""
-    products, device = call.products, call.hidden.device
+    """Write the divergences of all rows and add up their gradients. Logits are freed when this returns."""
+    matmul, device = call.matmul, call.hidden.device
     # one block of memory where both sides have the same dtype
-    row_count = products.max_rows
-    shared = theirs is not None and theirs.products.dtype == products.dtype
-    block = used_memory(torch.Size(((1 + shared) * row_count, products.vocabulary)), products.dtype, device)
+    row_count = out.max_rows
+    shared = of_teacher is not None and of_teacher.matmul.dtype == matmul.dtype
+    block = used_memory(torch.Size(((1 + shared) * row_count, matmul.vocabulary)), matmul.dtype, device)
     teacher_block = block[row_count:]
-    if theirs is not None and not shared:
+    if of_teacher is not None and not shared:
         teacher_block = torch.empty(
-            row_count, products.vocabulary, dtype=theirs.products.dtype, device=device
+            row_count, matmul.vocabulary, dtype=of_teacher.matmul.dtype, device=device
         )
-    for chunk in call.chunks(call.projected):
-        logits, teacher_logits = products.logits(chunk.hidden, block[: chunk.size]), None
-        if theirs is not None:
+    for chunk in call.chunks(call.projected, ends):
+        logits, teacher_logits = matmul.logits(chunk.hidden, block[: chunk.size]), None
+        if of_teacher is not None:
             teacher_logits = teacher_block[: chunk.size]
-            theirs.products.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
+            of_teacher.matmul.logits(of_teacher.chunk(chunk.where).hidden, teacher_logits)
         teacher_rows = teacher.at(chunk.where, teacher_logits)
         pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, spec)
-        if not any(gradients.needs):
+        if not any(out.needs):
             stats = pair.evaluate(chunk.options)
             divergences.view(-1)[chunk.where] = stats.divergences
             continue
         share = shares.flatten()[chunk.where].unsqueeze(0)
-        out, known = products.rows_memory(logits), None
-        units, scale = (share != 0).to(gradients.dtype), share
-        if out.dtype == torch.float16:
+        rows, known = matmul.rows_memory(logits), None
+        units, scale = (share != 0).to(out.dtype), share
+        if rows.dtype == torch.float16:
             known = pair.evaluate(chunk.options)
             # near its teacher a student's rows are as small as the square root of the divergence: powers
             # of two divide the rows, so that fp16 can hold them
             divided_by = known.divergences.sqrt().nan_to_num(1.0, 1.0).clamp(2.0**-12, 1.0)
             scale = power_of_two(share.abs().to(divided_by.dtype) * divided_by)
             units = share / scale
-        stats = pair.evaluate(chunk.options, known, units, out.unsqueeze(0))
+        stats = pair.evaluate(chunk.options, known, units, rows.unsqueeze(0))
         divergences.view(-1)[chunk.where] = stats.divergences
         active = share.squeeze(0) != 0
-        gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
+        out.add_rows(GradientRows(rows, scale.squeeze(0), None, active), chunk)
 
 
 @linear_distillation.register_fake

@@ -1,26 +1,28 @@
-"""Gradients of hidden states, weight and bias: summed over chunks, and kept until the backward."""
+"""What the steps of a call add up: statistics of rows, and the gradients of hidden states, weight and bias.
+
+These accumulators alone change while a call runs.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels.backends.dispatch import hidden_kernels, load
-from gspo_kernels.core.exact import power_of_two, times
+from gspo_kernels.core.exact import MAX_IN_SUMS, exact_dtype, power_of_two, times
 from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.operators import Operator
 from gspo_kernels.core.torch_internals import refuse_second_derivatives
 from gspo_kernels.core.types import RowGradients, RowStats, stats_dtype
 from gspo_kernels.distributed.groups import begin_sum_
 from gspo_kernels.distributed.shards import columns_of
-from gspo_kernels.hidden.call import Call, LinearOperands
+from gspo_kernels.hidden.call import Call, LinearOperands, RequiresGrad
 from gspo_kernels.hidden.chunk import Chunk, Projected, compacted
-from gspo_kernels.hidden.scores import Scores
-from gspo_kernels.hidden.sums import GradientRows, HeadSums
-from gspo_kernels.logits.plan import RequiresGrad
+from gspo_kernels.hidden.matmul import HeadMatmul
 from gspo_kernels.logits.selected import SelectedGradients, SelectedRows, write_gradient
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -28,9 +30,13 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
 
 
 BLOCK_COLUMNS = {"cpu": 16384, "cuda": 4096}
-"""Columns of logits in a block of ``Gradients.add_by_columns``. On a GPU each block adds to dHidden, so it
+"""Columns of logits in a block of ``Accumulators.add_by_columns``. On a GPU each block adds to dHidden, so it
 reads and writes 8NH bytes in a product of 2N * 4096 * H operations: 1,024 operations a byte, where a GPU has
 time for 160 to 240. On a CPU smaller blocks are new pages of memory each time."""
+
+
+ROUNDED_COLUMNS = 16384
+"""How many columns of rows are multiplied at a time where a product for dWeight can't round to 16 bits."""
 
 
 class HeadGradients(NamedTuple):
@@ -41,7 +47,7 @@ class HeadGradients(NamedTuple):
 
     Attributes:
         hidden: [B, T, H] in hidden's dtype.
-        scales: [B, T], factors on ``hidden``, see ``Gradients``; empty where there are none.
+        scales: [B, T], factors on ``hidden``, see ``Accumulators``; empty where there are none.
         weight: [V, H] in its own dtype, but where there are scales fp32 in place of fp16.
         bias: [V] in hidden's dtype, but where there are scales in the statistics'.
     """
@@ -65,11 +71,191 @@ class HeadGradients(NamedTuple):
         )
 
 
-class Gradients:
-    """dHidden, dWeight and dBias of a chunked call.
+class GradientRows(NamedTuple):
+    """The rows of the gradient products: d loss/d logits is each row times its factor and its coefficient.
 
     Attributes:
-        hidden: [B, T, H] in hidden's dtype; None until rows are stored, so that other memory may come first.
+        values: [n, V].
+        coefficients: [n], any float dtype and stride.
+        factors: [n] in the statistics' dtype, or None for 1.
+        active: [n], bool: rows that have a gradient; None: rows whose coefficient isn't 0.
+        rests: [n] or None: what rounding took from the element at each row's label, which is the largest.
+    """
+
+    values: Tensor
+    coefficients: Tensor
+    factors: Tensor | None = None
+    active: Tensor | None = None
+    rests: Tensor | None = None
+
+
+class HeadSums:
+    """dWeight [V, H] and dBias [V] summed over chunks, where they are needed; in the statistics' dtype.
+
+    The matmul itself sums dWeight, so their 16-bit operands must hold the coefficients. bf16 does. For
+    fp16 a power of two is the unit of the sum; it grows with the largest coefficient so far.
+    """
+
+    def __init__(self, matmul: HeadMatmul, needs: RequiresGrad, backend: str, once: bool = False):
+        """``once``: each column is added once, with all rows, so that dWeight has its own dtype at once."""
+        weight = matmul.trained
+        self.segments = None if matmul.any_order else matmul.segments()
+        self._dtype, device = stats_dtype(weight.dtype), weight.device
+        self._matmul, self._backend, self._kernels = matmul, load(backend), hidden_kernels(backend)
+        self._power: Tensor | None = None
+        self._wide: Tensor | None = None
+        dtype = weight.dtype if once else self._dtype
+        # a sum that is rounded to the gradient's dtype is freed by the end of the backward
+        memory = torch.empty if dtype == weight.dtype else used_memory
+        self._weight = memory(weight.shape, dtype=dtype, device=device) if needs.weight else None
+        self._bias = None
+        if needs.bias:
+            self._bias = torch.zeros(matmul.vocabulary, dtype=self._dtype, device=device)
+        self._empty = True
+
+    def clear(self) -> None:
+        """Start both sums anew."""
+        self._empty, self._power = True, None
+        if self._bias is not None:
+            self._bias.zero_()
+
+    def operands(
+        self, hidden: Tensor, coefficients: Tensor, factors: Tensor | None, active: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return what multiplies rows, see ``GradientRows``: for dWeight their hidden states times their
+        coefficients, and for dBias, if it is needed, the coefficients.
+        """
+        matmul, bound = self._matmul, MAX_IN_SUMS[self._dtype]
+        unit = None
+        if self._weight is not None and matmul.rows_dtype == torch.float16:
+            unit = self._unit(coefficients, factors)
+        if matmul.first_column:
+            hidden = hidden[:, matmul.first_column :]
+        dtype = matmul.operand_dtype
+        operand = self._kernels.product_operand(hidden, coefficients, factors, active, unit, bound, dtype)
+        if self._bias is None:
+            return (operand,)
+        share = coefficients.to(self._dtype).clamp(-bound, bound)
+        return operand, share if factors is None else times(factors, share)
+
+    def add(
+        self,
+        parts: tuple[Tensor, ...],
+        ends: Tensor | None = None,
+        block: HeadMatmul | None = None,
+        first: int = 0,
+    ) -> None:
+        """Add the gradients of rows, or of some of their columns.
+
+        Args:
+            parts: rows [n, V], and their ``operands``.
+            ends: see ``HeadMatmul.add_weight``.
+            block, first: the products of the columns from ``first`` on, where rows have only these; all
+                columns come, in order.
+        """
+        matmul = self._matmul if block is None else block
+        last = first + matmul.vocabulary
+        values, operand, *factors = parts
+        if self._weight is not None:
+            total = self._weight[first:last]
+            if total.dtype == self._dtype or (matmul.writes_16_bits and self._power is None):
+                matmul.add_weight(total, values, operand, self._empty, ends)
+            else:
+                self._add_rounded(matmul, total, values, operand)
+        if self._bias is not None:
+            matmul.add_bias(self._bias[first:last], values, factors[0], self._empty, ends)
+        if last == self._matmul.vocabulary:
+            self._empty = False
+            if self._wide is not None:
+                self._power = self._wide = None  # dWeight is rounded, and not in units
+
+    def _add_rounded(self, matmul: HeadMatmul, total: Tensor, values: Tensor, operand: Tensor) -> None:
+        """Write the product of all rows to ``total``, rounded from fp32 some columns at a time."""
+        width = min(len(total), ROUNDED_COLUMNS)
+        if self._wide is None:
+            self._wide = used_memory(torch.Size((width, total.shape[1])), self._dtype, total.device)
+        for first in range(0, len(total), width):
+            some = total[first : first + width]
+            wide = self._wide[: len(some)]
+            matmul.add_weight(wide, values[:, first : first + width], operand, True, None)
+            some.copy_(wide if self._power is None else wide.mul_(self._power))
+
+    def add_rests(
+        self, rests: Tensor, labels: Tensor, operands: tuple[Tensor, ...], values: Tensor | None = None
+    ) -> None:
+        """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order.
+
+        ``operands`` are those of the rows. dWeight in 16 bits, which one product has rounded, needs the rows
+        in ``values``; None: it is left as it is.
+        """
+        at, weight = labels.clamp(0, self._matmul.vocabulary - 1), self._weight
+        if weight is not None and weight.dtype == self._dtype:
+            weight.index_put_((at,), operands[0] * rests.unsqueeze(1), accumulate=True)
+        elif weight is not None and values is not None:
+            # these rows of dWeight are multiplied again, so that they, too, are rounded once
+            ordered, order = at.sort(stable=True)
+            first = order[torch.searchsorted(ordered, at)]  # the first row with the same label
+            exact = torch.empty_like(operands[0], dtype=self._dtype)
+            self._matmul.add_weight(exact, values[:, at], operands[0], True, None)
+            exact.index_put_((first,), operands[0] * rests.unsqueeze(1), accumulate=True)
+            weight[at] = exact[first].to(weight.dtype)
+        if self._bias is not None:
+            self._bias.index_put_((at,), operands[1] * rests, accumulate=True)
+
+    def _unit(self, coefficients: Tensor, factors: Tensor | None) -> Tensor:
+        """Raise the unit of dWeight's sum to at least the largest factor of rows, and return it."""
+        total, before, bound = self._weight, self._power, MAX_IN_SUMS[self._dtype]
+        assert total is not None
+        if before is None and not self._empty:
+            before = torch.ones((), dtype=total.dtype, device=total.device)
+        unit, shrink = self._kernels.sum_unit(coefficients, factors, before, bound, self._dtype)
+        if before is not None:
+            self._backend.scale_(total, shrink)  # costs nothing if the unit stays
+        self._power = unit
+        return unit
+
+    def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
+        """Add other sums times a coefficient that was not known when they were summed."""
+        if self._power is not None:
+            self._count_in_ones()
+        for total, other in zip((self._weight, self._bias), sums.result(), strict=True):
+            if total is None or other is None:
+                continue
+            bound = MAX_IN_SUMS[total.dtype]
+            factor = coefficient.to(total.dtype).clamp(-bound, bound)
+            if self._empty and total is self._weight:
+                torch.mul(other, factor, out=total)
+            else:
+                total.addcmul_(other, factor)
+        self._empty = False
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return dWeight and dBias."""
+        if self.segments is not None:
+            for piece, ends in self.segments.rest():
+                self.add(piece, ends)
+        if self._empty and self._weight is not None:
+            self._weight.zero_()
+            self._empty = False
+        if self._power is not None:
+            self._count_in_ones()
+        return self._weight, self._bias
+
+    def _count_in_ones(self) -> None:
+        power, self._power = self._power, None
+        if power is not None and self._weight is not None:
+            self._backend.scale_(self._weight, power)
+
+
+class Accumulators:
+    """Statistics of a call's rows, and dHidden, dWeight and dBias.
+
+    Attributes:
+        call, needs: the call, and which gradients it needs.
+        stats: the statistics of all rows, [B, T] each; zeros where nothing was projected.
+        max_rows: the most rows of a chunk.
+        hidden: [B, T, H] in hidden's dtype; None until rows are stored, so that other memory is allocated
+            before.
         scales: None, or a factor per row in the statistics' dtype: dHidden is ``scales * hidden``. Rows of
             ``hidden`` are then normalised by powers of two, so that fp16 loses nothing whatever the
             coefficients.
@@ -79,22 +265,84 @@ class Gradients:
     """
 
     def __init__(
-        self, call: Call, needs: RequiresGrad, normalised: bool, all_rows: bool = False, once: bool = False
+        self,
+        call: Call,
+        needs: RequiresGrad,
+        max_rows: int,
+        *,
+        normalised: bool,
+        stats: RowStats | None = None,
+        entropy: bool | None = None,
+        projects_all: bool = False,
+        stores_all: bool = False,
+        once: bool = False,
     ):
-        """``all_rows``: a gradient of every row will be stored. ``once``: see ``HeadSums``; it has no effect
-        where dWeight can't be rounded yet.
+        """Allocate statistics and sums.
+
+        Args:
+            call: the call.
+            needs: which gradients are needed.
+            max_rows: the most rows of a chunk.
+            normalised: whether rows of dHidden get ``scales``.
+            stats: the statistics of an earlier pass.
+            entropy: whether the statistics include the entropy; None: none are computed.
+            projects_all: every row will be projected.
+            stores_all: a gradient of every row will be stored.
+            once: see ``HeadSums``; it has no effect where dWeight can't be rounded yet.
         """
-        self.call, self.needs, hidden = call, needs, call.hidden
+        self.call, self.needs, self.max_rows, hidden = call, needs, max_rows, call.hidden
+        self._logits: Tensor | None = None
         self.dtype, shape, device = stats_dtype(hidden.dtype), hidden.shape, hidden.device
+        self._projects_all = projects_all
+        if stats is None and entropy is not None:
+            new = functools.partial(torch.empty if projects_all else torch.zeros, call.labels.shape)
+            stats = RowStats(
+                new(dtype=self.dtype, device=device),
+                new(dtype=exact_dtype(device), device=device),
+                new(dtype=self.dtype, device=device) if entropy else None,
+            )
+        if stats is not None:
+            self.stats = stats
+        if not (normalised or any(needs)):
+            return
         self.hidden: Tensor | None = None
         self.scales: Tensor | None = None
-        self._new_hidden = torch.empty if all_rows else torch.zeros
+        self._new_hidden = torch.empty if stores_all else torch.zeros
         if normalised:
-            stored = all_rows and needs.hidden
+            stored = stores_all and needs.hidden
             self.scales = (torch.empty if stored else torch.ones)(shape[:-1], dtype=self.dtype, device=device)
-        once = once and (call.products.rounds_early or not normalised)
-        self.sums = HeadSums(call.products, needs, call.options.backend, once)
+        once = once and (call.matmul.rounds_early or not normalised)
+        self.sums = HeadSums(call.matmul, needs, call.options.backend, once)
         self.one = torch.full((), 1.0, dtype=self.dtype, device=device)
+
+    def logits_memory(self, row_count: int) -> Tensor:
+        """Return memory for logits, [row_count, V]; the next call returns the same memory."""
+        if self._logits is None:
+            self._logits = self.call.matmul.allocate(max(row_count, self.max_rows))
+        return self._logits[:row_count, : self.call.matmul.vocabulary]
+
+    # --- statistics
+
+    def forward(self, where: slice | Tensor, ends: Sequence[int]) -> None:
+        """Project rows that need only statistics, in chunks that end at ``ends``."""
+        entropy = self.stats.entropy is not None
+        for chunk in self.call.chunks(where, ends):
+            self.keep(chunk, self.call.matmul.statistics(chunk, entropy, self.logits_memory))
+
+    def keep(self, chunk: Chunk, stats: RowStats) -> None:
+        """Write a chunk's statistics into ``stats``."""
+        if self._projects_all and chunk.size == self.call.labels.numel():
+            self.stats = stats.each(lambda stat: stat.view(self.call.labels.shape))
+            return
+        for all_rows, part in zip(self.stats, stats, strict=True):
+            if all_rows is not None and part is not None:
+                all_rows.view(-1)[chunk.where] = part
+
+    def stats_at(self, where: slice | Tensor) -> RowStats:
+        """Return the statistics of some rows, [1, n] each."""
+        return self.stats.each(lambda stat: stat.view(1, -1)[:, where])
+
+    # --- gradients
 
     def add(
         self,
@@ -143,12 +391,12 @@ class Gradients:
         if grad_entropy is not None:
             # a row then has two coefficients, so they go into the row itself
             grads, coefficients = self._normalised(coefficients, grad_entropy)
-        products, values = self.call.products, self.call.products.rows_memory(projected.values)
-        if products.rows_from_project:
-            products.add_entropy(projected, chunk, grads)
+        matmul, values = self.call.matmul, self.call.matmul.rows_memory(projected.values)
+        if matmul.rows_from_project:
+            matmul.add_entropy(projected, chunk, grads)
         else:
             rows = chunk.rows(projected.values)
-            products.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
+            matmul.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
         return GradientRows(values, coefficients, None, active)
 
     def _normalised(self, grad: Tensor, grad_entropy: Tensor | None) -> tuple[RowGradients, Tensor]:
@@ -177,18 +425,19 @@ class Gradients:
         call, values = self.call, of_hidden
         works: list[Work] = []
         if self.needs.hidden:
-            values = call.products.grad_hidden(rows.values) if values is None else values
+            values = call.matmul.grad_hidden(rows.values) if values is None else values
             if rows.rests is not None:
-                at = chunk.labels.squeeze(0).clamp(0, call.products.vocabulary - 1)
-                values.addcmul_(call.products.weight[at], rows.rests.unsqueeze(1))
+                at = chunk.labels.squeeze(0).clamp(0, call.matmul.vocabulary - 1)
+                values.addcmul_(call.matmul.weight[at], rows.rests.unsqueeze(1))
             group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
             if group and call.tokens is not None:
                 values, works = call.tokens.reduce(values, chunk.where)
             elif group:
                 works = [begin_sum_(group, values)]
         if of_hidden is None and (self.needs.weight or self.needs.bias):
-            sums, segments = self.sums if sums is None else sums, call.products.segments
+            sums = self.sums if sums is None else sums
             parts = (rows.values, *sums.operands(chunk.hidden, *rows[1:4]))
+            segments = sums.segments
             pieces = [(parts, None)] if segments is None else segments.cut(parts, chunk.where, call.labels)
             for piece, ends in pieces:
                 sums.add(piece, ends)
@@ -231,7 +480,7 @@ class Gradients:
         # the K coefficients of a row go into the row itself, divided so that 16 bits can hold them
         scale = power_of_two(largest.to(self.dtype))
         grads = SelectedGradients(of_ids / scale.unsqueeze(-1), None if of_tail is None else of_tail / scale)
-        out = self.call.products.rows_memory(logits)
+        out = self.call.matmul.rows_memory(logits)
         write_gradient(out.unsqueeze(0), logits.unsqueeze(0), ids, rows, grads, chunk.options, within)
         self.add_rows(GradientRows(out, scale.squeeze(0), None, (largest != 0).squeeze(0)), chunk)
 
@@ -253,14 +502,14 @@ class Gradients:
             grad, grad_entropy: a and b, [n], or None.
             width: how many columns at a time.
         """
-        products, V = self.call.products, self.call.products.vocabulary
-        products.memory = None  # blocks take other memory than chunks
+        matmul, V = self.call.matmul, self.call.matmul.vocabulary
+        self._logits = None  # blocks take other memory than chunks
         start = columns_of(self.call.options.shard, V)[0]
         # without a label in the vocabulary the log-prob is NaN and depends on no logit
         grad = grad.masked_fill((stats.logprobs.isnan() & stats.lse.isfinite()).squeeze(0), 0.0)
         grads, powers = self._normalised(grad, grad_entropy)
         active = is_active(grad, grad_entropy)
-        known, factors, rests = products.known_rows(chunk, stats, grads, active), None, None
+        known, factors, rests = matmul.known_rows(chunk, stats, grads, active), None, None
         if known is not None and grad_entropy is None:
             factors, rests = known.head.factors, known.head.rests
         operands: tuple[Tensor, ...] = ()
@@ -269,11 +518,11 @@ class Gradients:
         # on the CPU rows whose distance is a power of two would share a few cache lines
         stride = width + 16 if chunk.hidden.is_cpu else width
         shape = torch.Size((chunk.size, stride + -stride % 8))
-        memory = used_memory(shape, products.block_dtype, chunk.hidden.device)
+        memory = used_memory(shape, matmul.block_dtype, chunk.hidden.device)
         total: Tensor | None = None
         for first in range(0, V, width):
             last = min(first + width, V)
-            block = products.columns(first, last)
+            block = matmul.columns(first, last)
             part = chunk.columns(first, last, start + first)
             values = block.column_rows(memory[:, : last - first], part, stats, grads, known)
             if self.needs.hidden:
@@ -288,6 +537,41 @@ class Gradients:
             rows = GradientRows(total, powers, factors, None, rests)
             self.add_rows(rows, chunk, of_hidden=total)
 
+    def recompute(
+        self,
+        where: slice | Tensor,
+        grad: Tensor,
+        grad_entropy: Tensor | None,
+        *,
+        width: int,
+        new_stats: bool,
+    ) -> None:
+        """Project rows once more and add their gradient.
+
+        Args:
+            where: positions of the rows with a gradient.
+            grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of these rows, [n], or None.
+            width: see ``block_width``.
+            new_stats: compute the statistics once more: a product over other rows may round differently, and
+                exp(z - lse) of a peaked row shows the last bit of z.
+        """
+        call, matmul, done = self.call, self.call.matmul, 0
+        if width:
+            self.add_by_columns(call.chunk(where), self.stats_at(where), grad, grad_entropy, width)
+            return
+        for chunk in call.chunks(where, call.cut(len(grad), self.max_rows)):
+            now = slice(done, done + chunk.size)
+            entropy, out = None if grad_entropy is None else grad_entropy[now], self.logits_memory(chunk.size)
+            if new_stats or matmul.rows_from_project:
+                projected = matmul.project(
+                    chunk, entropy is not None, out, all_rows_active=True, has_ratio=False
+                )
+            else:
+                projected = Projected(matmul.logits(chunk.hidden, out), self.stats_at(chunk.where))
+            self.add(projected, chunk, grad[now], entropy, skip=False)
+            done = now.stop
+            del projected, out
+
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
         """Multiply rows of dHidden, at some positions, by coefficients that were not known before."""
         assert self.scales is not None
@@ -299,14 +583,14 @@ class Gradients:
         else:
             self.scales.view(-1)[where] *= coefficients
 
-    def result(self) -> HeadGradients:
+    def gradients(self) -> HeadGradients:
         """Return the gradients as an operator returns them."""
         hidden, (weight, bias) = self.call.hidden, self.sums.result()
         if self.needs.hidden and self.hidden is None:
             self.hidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        self.call.products.memory = None  # the rounded dWeight may lie there
+        self._logits = None  # the rounded dWeight may take this memory
         dtype = hidden.dtype if self.scales is None else self.dtype
-        own = self.call.products.trained.dtype
+        own = self.call.matmul.trained.dtype
         dtypes = (hidden.dtype, dtype, dtype if own == torch.float16 else own, dtype)
         computed = (self.hidden, self.scales, weight, bias)
         # one empty tensor each: an operator's outputs may not be the same tensor
@@ -324,56 +608,22 @@ def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
     return grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
 
 
-def block_width(call: Call, row_count: int) -> int:
+def block_width(call: Call, row_count: int, chunk_rows: int) -> int:
     """Return how many columns of ``row_count`` rows are projected again at a time, with no more logits than a
-    chunk has; 0: all, in chunks of rows, of which there is one if ``products.by_columns``.
+    chunk of ``chunk_rows`` has; 0: all, in chunks of rows, of which there is one if ``matmul.by_columns``.
 
     Weights of more than 16 bits show in gradients whether logits are those of the statistics, bit by bit, so
     they take chunks. So do batch-invariant calls, whose sums over rows have an order. Ranks that share the
     vocabulary sum dHidden once for all rows, however few columns one of them has.
     """
-    V = call.products.vocabulary
-    if not row_count or not call.products.by_columns:
+    V = call.matmul.vocabulary
+    if not row_count or not call.matmul.by_columns:
         return 0
     max_columns = BLOCK_COLUMNS["cpu" if call.hidden.is_cpu else "cuda"]
-    columns = min(max_columns, max(1, call.chunk_rows * V // row_count))
+    columns = min(max_columns, max(1, chunk_rows * V // row_count))
     if columns > 64:
         columns -= columns % 64
-    return min(columns, V) if columns < V or row_count > call.chunk_rows or call.options.shard.group else 0
-
-
-def recompute(
-    scores: Scores,
-    gradients: Gradients,
-    where: slice | Tensor,
-    new_stats: bool,
-    grad: Tensor,
-    grad_entropy: Tensor | None,
-) -> None:
-    """Project rows once more and add their gradient.
-
-    Args:
-        scores: with the statistics of the first pass.
-        gradients: where the gradient is added.
-        where: positions of the rows with a gradient.
-        new_stats: compute the statistics once more: a product over other rows may round differently, and
-            exp(z - lse) of a peaked row shows the last bit of z.
-        grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of these rows, [n], or None.
-    """
-    call, products, done = scores.call, scores.call.products, 0
-    if width := block_width(call, len(grad)):
-        gradients.add_by_columns(call.chunk(where), scores.at(where), grad, grad_entropy, width)
-        return
-    for chunk in call.chunks(where):
-        now = slice(done, done + chunk.size)
-        entropy = None if grad_entropy is None else grad_entropy[now]
-        if new_stats or products.rows_from_project:
-            projected = products.project(chunk, entropy is not None, all_rows_active=True, compared=False)
-        else:
-            projected = Projected(products.logits_of(chunk), scores.at(chunk.where))
-        gradients.add(projected, chunk, grad[now], entropy, skip=False)
-        done = now.stop
-        del projected
+    return min(columns, V) if columns < V or row_count > chunk_rows or call.options.shard.group else 0
 
 
 def save_gradients(

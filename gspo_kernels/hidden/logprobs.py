@@ -1,4 +1,4 @@
-"""Operators: log-probs of hidden states and their gradient."""
+"""Operators: log-probs of hidden states, at their labels or at K ids per token, and the gradients."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import RowStats
-from gspo_kernels.hidden.call import Call, LinearOperands
-from gspo_kernels.hidden.gradients import Gradients, HeadGradients, is_active, recompute
-from gspo_kernels.hidden.scores import Scores
+from gspo_kernels.hidden.call import LinearOperands, RequiresGrad, call_of
+from gspo_kernels.hidden.chunk import most_rows
+from gspo_kernels.hidden.gradients import Accumulators, HeadGradients, block_width, is_active
 from gspo_kernels.logits.logprobs import ScoredRows, save_rows, saved_rows
-from gspo_kernels.logits.plan import RequiresGrad
+from gspo_kernels.logits.selected import SelectedGradients, SelectedRows, fake_rows, score
 
 
 @matrix_operator
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
     """Return log-probs, log-sum-exp and entropy of hidden states at their labels."""
-    call = Call(operands, whole_logits=False)
-    call.make_room(call.row_count)
-    scores = Scores(call, entropy)
-    scores.forward(call.projected)
-    return ScoredRows.of(scores.stats)
+    call = call_of(operands)
+    max_rows = most_rows(call.cut(call.row_count))
+    out = Accumulators(call, RequiresGrad(), max_rows, normalised=False, entropy=entropy)
+    out.forward(call.projected, call.cut(call.row_count, max(max_rows, call.matmul.min_statistics_rows)))
+    return ScoredRows.of(out.stats)
 
 
 @linear_logprobs_forward.register_fake
@@ -42,21 +42,21 @@ def linear_logprobs_backward(
 ) -> HeadGradients:
     """Return the gradients of hidden, weight and bias, from logits that are computed once more.
 
-    ``skip`` leaves rows without gradient out of every product.
+    ``skip`` skips rows without gradient in every product.
     """
-    call = Call(operands, whole_logits=False)
-    scores = Scores(call, False, stats)
+    call = call_of(operands)
     new_stats, where = False, call.projected
-    if skip and call.products.min_rows_to_sync <= call.labels.numel():
+    if skip and call.matmul.min_rows_to_sync <= call.labels.numel():
         keep = is_active(grad_logprobs, grad_entropy) & call.counted
-        new_stats = call.products.varies and not torch.equal(keep, call.counted)
+        new_stats = call.matmul.varies and not torch.equal(keep, call.counted)
         where = call.index(keep)
     grad = grad_logprobs.flatten()[where]
-    call.make_room(len(grad))
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
-    gradients = Gradients(call, needs, normalised=False, once=call.products.by_columns)
-    recompute(scores, gradients, where, new_stats, grad, grad_entropy)
-    return gradients.result()
+    max_rows, once = most_rows(call.cut(len(grad))), call.matmul.by_columns
+    out = Accumulators(call, needs, max_rows, normalised=False, stats=stats, once=once)
+    width = block_width(call, len(grad), call.chunk_rows)
+    out.recompute(where, grad, grad_entropy, width=width, new_stats=new_stats)
+    return out.gradients()
 
 
 @linear_logprobs_backward.register_fake
@@ -86,20 +86,106 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         (hidden, weight, bias, labels, base, logprobs, lse, entropy), options = saved_rows(ctx)
-        nothing = (None,) * 6
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
             if grad_entropy is None:
-                return (None, None, None, *nothing)
+                return (None,) * 9
             grad_logprobs = torch.zeros_like(grad_entropy)
+        operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base)
+        stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        gradients = linear_logprobs_backward(
-            LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base),
-            needs,
-            RowStats(logprobs, lse, entropy if ctx.entropy else None),
-            grad_logprobs,
-            grad_entropy,
-            ctx.skip,
+        gradients = linear_logprobs_backward(operands, needs, stats, grad_logprobs, grad_entropy, ctx.skip)
+        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *(None,) * 6)
+
+
+@matrix_operator
+def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
+    """Return log-probs of ids [B, T, K] and the mass that they leave, as a log; see ``SelectedRows``.
+
+    Rows without ids have the label ``ignore_index``.
+    """
+    call = call_of(operands, whole_logits=True)
+    ends = call.cut(call.row_count)
+    out = Accumulators(call, RequiresGrad(), most_rows(ends), normalised=False)
+    result = fake_rows(ids, operands.hidden.dtype)
+    for values in result:
+        values.zero_()
+    for chunk in call.chunks(call.projected, ends):
+        chunk_ids = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
+        logits = call.matmul.logits(chunk.hidden, out.logits_memory(chunk.size)).unsqueeze(0)
+        rows = score(logits, chunk_ids, chunk.options, within)
+        for all_rows, values in zip(result, rows, strict=True):
+            all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
+    return result
+
+
+@linear_selected_forward.register_fake
+def _(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
+    return fake_rows(ids, operands.hidden.dtype)
+
+
+@matrix_operator
+def linear_selected_backward(
+    operands: LinearOperands,
+    needs: RequiresGrad,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    within: bool,
+) -> HeadGradients:
+    """Return the gradients of hidden, weight and bias. The same products recompute logits chunk by chunk."""
+    call = call_of(operands, whole_logits=True)
+    ends = call.cut(call.row_count)
+    out = Accumulators(call, needs, most_rows(ends), normalised=False)
+    for chunk in call.chunks(call.projected, ends):
+
+        def select(values: Tensor) -> Tensor:
+            return values.flatten(0, 1)[chunk.where].unsqueeze(0)  # noqa: B023
+
+        of_tail = None if grads.tail is None else select(grads.tail)
+        out.add_selected(
+            call.matmul.logits(chunk.hidden, out.logits_memory(chunk.size)),
+            select(ids),
+            SelectedRows(*(select(values) for values in rows)),
+            SelectedGradients(select(grads.logprobs), of_tail),
+            chunk,
+            within,
         )
-        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *nothing)
+    return out.gradients()
+
+
+@linear_selected_backward.register_fake
+def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
+    return HeadGradients.fake(operands, needs, normalised=False)
+
+
+class LinearSelectedLogprobsFunction(torch.autograd.Function):
+    """Differentiable log-probs of ids; the backward recomputes the logits.
+
+    The arguments are the operands (field by field), ids and ``within``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        operands, (ids, within) = LinearOperands(*arguments[:7]), arguments[7:]
+        if operands.labels.is_cuda:
+            operands = operands.with_count()
+        rows = linear_selected_forward(operands, ids, within)
+        save_rows(ctx, operands.options, *operands[:4], operands.base, ids, *rows)
+        ctx.chunking, ctx.within = operands.chunking, within
+        if within:
+            ctx.mark_non_differentiable(rows.tail)
+        return rows.logprobs, rows.tail
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
+        (hidden, weight, bias, labels, base, ids, *rows), options = saved_rows(ctx)
+        if grad_logprobs is None:
+            if grad_tail is None:
+                return (None,) * 9
+            grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
+        operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base)
+        needs, grads = RequiresGrad(*ctx.needs_input_grad[:3]), SelectedGradients(grad_logprobs, grad_tail)
+        gradients = linear_selected_backward(operands, needs, ids, SelectedRows(*rows), grads, ctx.within)
+        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *(None,) * 6)

@@ -12,10 +12,9 @@ from gspo_kernels.arguments.terms import Terms
 from gspo_kernels.core.exact import times
 from gspo_kernels.core.operators import can_bypass_dispatcher, isolated
 from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, SequenceRatioStats
-from gspo_kernels.hidden.call import LinearOperands
-from gspo_kernels.hidden.matmul import products_of
+from gspo_kernels.hidden.call import Decisions, LinearOperands, RequiresGrad
+from gspo_kernels.hidden.matmul import select_matmul
 from gspo_kernels.logits.logprobs import logprobs_backward, save_rows, saved_rows
-from gspo_kernels.logits.plan import Plan, RequiresGrad
 from gspo_kernels.logits.sequence_ratio import ratio_operands, sequence_ratio
 
 SMALL_BYTES = 2**20
@@ -25,7 +24,7 @@ _MIN, _MAX = 2.0**-64, 2.0**64
 
 
 def small_loss(
-    operands: LinearOperands, terms: Terms, plan: Plan
+    operands: LinearOperands, terms: Terms, decisions: Decisions
 ) -> tuple[Tensor, SequenceRatioStats] | None:
     """Return logits [B, T, V] and loss of a small call on the CPU, without autograd; None where the schedules
     must serve the call.
@@ -37,7 +36,7 @@ def small_loss(
     also serve calls that must pass torch's dispatcher.
     """
     hidden, weight, bias, labels, options, chunking, base = operands
-    if plan.schedule != "auto" or plan.entropy:
+    if decisions.schedule != "auto" or decisions.entropy:
         return None
     if base is not None or chunking.batch_invariant or options.shard.group:
         return None
@@ -48,7 +47,7 @@ def small_loss(
     exact = weight.dtype in (torch.float32, torch.float64)
     if not (hidden.is_cpu and exact and 0 < size <= budget):
         return None
-    clip = plan.ratio_clip
+    clip = decisions.ratio_clip
     if clip.level != "sequence" or clip.divisor == "prompts":
         return None
     if terms.old_logprobs is None or terms.ref_logprobs is not None or terms.skipped is not None:
@@ -56,12 +55,12 @@ def small_loss(
     if not bool(terms.counted(labels).all()):
         return None
     detached = None if bias is None else bias.detach()
-    products = products_of(weight.detach(), detached, None, chunking.logits_dtype, False, options)
+    products = select_matmul(weight.detach(), detached, None, chunking.logits_dtype, False, options)
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     with isolated([rows]):
         logits = products.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
     logits = logits.view(*labels.shape, weight.shape[0])
-    stats = sequence_ratio(logits, labels, None, options, ratio_operands(labels, terms), plan.ratio_clip)
+    stats = sequence_ratio(logits, labels, None, options, ratio_operands(labels, terms), decisions.ratio_clip)
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())
@@ -98,7 +97,7 @@ class SmallLossFunction(torch.autograd.Function):
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
         needs = ctx.needs
         # small calls are fp32 or fp64, where logits have no other dtype
-        products = products_of(weight, bias, None, "float32", False, options)
+        products = select_matmul(weight, bias, None, "float32", False, options)
         stats = RowStats(logprobs, lse, None)
         rows = logprobs_backward(logits, labels, stats, RowGradients(each), options)
         rows = rows.view(-1, rows.shape[-1])

@@ -15,6 +15,7 @@ from torch import Tensor
 from gspo_kernels.arguments.terms import Terms, check_values
 from gspo_kernels.arguments.values import all_valid
 from gspo_kernels.backends.dispatch import ratio_backend
+from gspo_kernels.core.exact import exact_dtype
 from gspo_kernels.core.operators import checked_values, operator
 from gspo_kernels.core.torch_internals import is_last_backward
 from gspo_kernels.core.types import (
@@ -27,7 +28,7 @@ from gspo_kernels.core.types import (
     Recheck,
     stats_dtype,
 )
-from gspo_kernels.logits.sequence_ratio import ratio_operands, sum_over_prompts
+from gspo_kernels.logits.sequence_ratio import ratio_clip_of, ratio_operands, sum_over_prompts
 from gspo_kernels.objectives.evaluate import PolicyStep, evaluate, metric_names, token_mean
 
 
@@ -47,7 +48,7 @@ def evaluate_objective(
         entropy: the same shape, or None.
         terms: validated.
         backend: the name of the backend that evaluates ``ratio_clip``.
-        ratio_clip: see ``plan.ratio_clip_of``; with ``NO_RATIO`` the objective is evaluated in PyTorch.
+        ratio_clip: see ``sequence_ratio.ratio_clip_of``; with ``NO_RATIO`` PyTorch evaluates it.
         want_metrics: False may leave the metrics out.
         recheck: see ``RatioBackend.ratio_step``.
     """
@@ -70,6 +71,21 @@ def evaluate_objective(
         metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])
     no_entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
     return PolicyStep(step.loss, step.grad_logprobs, no_entropy, metrics)
+
+
+def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
+    """Return log-probs (zeros) and terms that give dLoss/dlogprobs of the objective alone, without KL and
+    entropy bonus, where log-probs don't matter. ``tokens`` gives the shape.
+    """
+    known = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
+    return torch.zeros_like(tokens, dtype=exact_dtype(tokens.device)), known
+
+
+def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
+    """Return dLoss/dlogprobs of the objective alone, where log-probs don't matter. For use in operators."""
+    logprobs, known = without_logprobs(tokens, terms)
+    ratio_clip = ratio_clip_of(known, backend)
+    return evaluate_objective(logprobs, None, known, backend, ratio_clip, want_metrics=False).grad_logprobs
 
 
 @operator

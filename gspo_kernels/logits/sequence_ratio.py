@@ -1,6 +1,6 @@
 """A clipped ratio in one launch of the backend: its operands, and the loss of sequence ratios from logits.
 
-``plan.ratio_clip_of`` says which losses it serves.
+``ratio_clip_of`` says which losses it serves.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from gspo_kernels.arguments.values import (
     check_temperature,
     mask_labels,
 )
-from gspo_kernels.backends.dispatch import ratio_backend
+from gspo_kernels.backends.dispatch import load, ratio_backend
 from gspo_kernels.core.exact import exact, exact_dtype
 from gspo_kernels.core.layout import layout_of, segment_ids
 from gspo_kernels.core.operators import checked_values, operator
+from gspo_kernels.core.torch_internals import constant_when_traced
 from gspo_kernels.core.types import (
     METRICS,
+    NO_RATIO,
     LogitRows,
     RatioClip,
     RatioOperands,
@@ -39,6 +41,32 @@ from gspo_kernels.core.types import (
 from gspo_kernels.logits.logprobs import check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.aggregation import Aggregation
+from gspo_kernels.objectives.base import from_spec
+
+
+def ratio_clip_of(terms: Terms, backend: str) -> RatioClip:
+    """Return the clipped ratio with which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
+
+    A call decides this once for its terms. A schedule that evaluates other terms (for known coefficients, or
+    of a chunk) calls this again for them.
+    """
+    plain = terms.token_weights is None and terms.entropy_coef is None and terms.token_shares is None
+    weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
+    if weighted_kl or terms.cp_group or not plain:
+        return NO_RATIO
+    # the compiler would ignore the cache, and warn
+    declared = _declared_ratio if torch.compiler.is_compiling() else _cached_ratio
+    return declared(terms.objective, backend)
+
+
+@constant_when_traced
+def _declared_ratio(objective: str, backend: str) -> RatioClip:
+    """Return the objective's clipped ratio if the backend is a ``RatioBackend``, otherwise ``NO_RATIO``."""
+    served = hasattr(load(backend), "sequence_ratio_forward")
+    return (from_spec(objective).ratio_form() if served else None) or NO_RATIO
+
+
+_cached_ratio = functools.lru_cache(maxsize=1024)(_declared_ratio)
 
 
 def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> RatioOperands:

@@ -19,7 +19,7 @@ from gspo_kernels.models.layouts import offsets_of
 from gspo_kernels.models.lm_head import LMHead, lm_head_of
 from gspo_kernels.models.rope import own_frequencies, varying_ropes
 from gspo_kernels.models.rows import hidden_states, last_hidden_states, token_budget_batches
-from gspo_kernels.sampling import SamplingMask
+from gspo_kernels.off_policy import SamplingMask
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.model import load_model

@@ -20,7 +20,7 @@ from gspo_kernels.core.torch_internals import constant_of, inner_autograd
 from gspo_kernels.core.types import METRICS, stats_dtype
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.aggregation import Aggregation, selected
-from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, evaluated, from_spec
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, evaluated, from_spec
 
 
 class PolicyStep(NamedTuple):
@@ -38,6 +38,18 @@ def metric_names(terms: Terms, entropy: Tensor | None) -> tuple[str, ...]:
         ("entropy",) if entropy is not None else ()
     )
     return METRICS + extra
+
+
+def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
+    """Return what a token's coefficient depends on in a call; see ``hidden.call.Decisions``."""
+    scope = objective.coefficient_scope
+    if terms.kl_beta is not None and terms.kl_ratio_weighted and scope != "token":
+        return scope
+    on_policy = terms.old_logprobs is None and objective.ratio_only
+    if on_policy or scope == "nothing":
+        has_token_terms = terms.kl_beta is not None or terms.entropy_coef is not None
+        return "token" if has_token_terms else "nothing"
+    return scope
 
 
 def kl_penalty(log_ratio: Tensor, estimator: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gspo_kernels.core.layout import queued
 from gspo_kernels.logits.centering import ScoreCentering
 from gspo_kernels.models.rows import offsets_on, ranges, token_budget_batches
-from gspo_kernels.sampling import SamplingMask
+from gspo_kernels.off_policy import SamplingMask
 from gspo_kernels.trainer.rewards import Rewards, differing
 from gspo_kernels.trainer.rollout import Completion
 

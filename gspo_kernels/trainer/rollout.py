@@ -15,7 +15,7 @@ from gspo_kernels.core import bits
 from gspo_kernels.core.exact import exact
 from gspo_kernels.logits.centering import ScoreCentering
 from gspo_kernels.models.rope import own_frequencies, varying_ropes
-from gspo_kernels.sampling import SamplingMask, sampling_mask
+from gspo_kernels.off_policy import SamplingMask, sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
 
 

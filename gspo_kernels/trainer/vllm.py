@@ -25,7 +25,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import torch
 
 from gspo_kernels.logits.centering import ScoreCentering
-from gspo_kernels.sampling import SamplingMask
+from gspo_kernels.off_policy import SamplingMask
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, exported_weights
 from gspo_kernels.trainer.processes import on_all, on_main

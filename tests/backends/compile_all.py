@@ -210,12 +210,12 @@ def multiply(n: int, H: int, V: int, dtype: torch.dtype) -> None:
     """Call the launcher of fixed products for a chunk's three products."""
     hidden, weight, rows = (torch.empty(shape, dtype=dtype) for shape in ((n, H), (V, H), (n, V)))
     out = torch.empty(n, V)
-    products.fixed_product(hidden, weight.t(), out, bias=torch.empty(V))
-    products.fixed_product(hidden, weight.t(), out.to(dtype))
-    products.fixed_product(rows, weight, torch.empty(n, H))
+    products.batch_invariant_mm(hidden, weight.t(), out, bias=torch.empty(V))
+    products.batch_invariant_mm(hidden, weight.t(), out.to(dtype))
+    products.batch_invariant_mm(rows, weight, torch.empty(n, H))
     ends = torch.tensor([*range(128, n, 128), n])
     for accumulate in (False, True):
-        products.fixed_product(rows.t(), hidden, torch.empty(V, H), accumulate=accumulate, ends=ends)
+        products.batch_invariant_mm(rows.t(), hidden, torch.empty(V, H), accumulate=accumulate, ends=ends)
 
 
 def project(transform: LogitTransform, everything: bool) -> None:

@@ -52,9 +52,9 @@ class Way:
         if out is None:
             out = torch.full((a.shape[0], b.shape[1]), torch.nan, device=self.device)
         if self.name == "triton":
-            from gspo_kernels.backends.triton import fixed_product
+            from gspo_kernels.backends.triton import batch_invariant_mm
 
-            return fixed_product(a, b, out, **options)
+            return batch_invariant_mm(a, b, out, **options)
         return products.multiply(a, b, out, instructions=self.name, **options)
 
 
@@ -176,7 +176,7 @@ def test_the_first_use_of_tensor_maps_sees_one_wrong_sum(way, monkeypatch):
         pytest.skip("only Triton's products take tensor maps")
     from gspo_kernels.backends.triton import batch_invariant_matmul as ours
 
-    right = ours.fixed_product
+    right = ours.batch_invariant_mm
     assert ours.excess(way.device) < 1
     for place, error in (((0, 0), 0.1), ((135, 263), 0.1), ((7, 70), torch.nan)):
 
@@ -184,7 +184,7 @@ def test_the_first_use_of_tensor_maps_sees_one_wrong_sum(way, monkeypatch):
             right(a, b, out, **options)[place] += error * (a.stride(1) != 1 or error != error)
             return out
 
-        monkeypatch.setattr(ours, "fixed_product", wrong)
+        monkeypatch.setattr(ours, "batch_invariant_mm", wrong)
         assert not ours.excess(way.device) <= 1
 
 

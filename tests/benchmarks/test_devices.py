@@ -65,12 +65,12 @@ def test_products_in_a_fixed_order_are_compared(monkeypatch):
     for name in ("logits", "dHidden", "dWeight"):
         assert found[f"{name}: right"]["share"] <= 1 and not found[f"{name}: right"]["reason"]
         assert found[f"{name}: fixed"]["seconds"] and found[f"{name}: mm"]["seconds"]
-    plain = products.fixed_product
+    plain = products.batch_invariant_mm
 
     def moved(a, b, out):
         return plain(a, b, out).mul_(1 + 1e-6 * len(a))
 
-    monkeypatch.setattr(products, "fixed_product", moved)
+    monkeypatch.setattr(products, "batch_invariant_mm", moved)
     found = {line["name"]: line for line in SUITES["fixed"].run(TINY)["lines"]}
     assert found["dWeight: right"]["share"] > 1 and "other bits" in found["dWeight: right"]["reason"]
 

@@ -133,7 +133,7 @@ def one(kind, **options):
 
 
 # These calls run sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
-# in place and narrowing in place), scale, fixed_product, divergence (in both of these ways, too).
+# in place and narrowing in place), scale, batch_invariant_mm, divergence (in both of these ways, too).
 CALLS = {
     "sequence ratio": one("logits"),
     "sequence ratio, packed, in place": one("logits", packed=True, inplace_backward=True),

@@ -12,7 +12,7 @@ from gspo_kernels.backends.triton import exponentials as kernel_file
 from gspo_kernels.core.types import LogitTransform, RowOptions, Shard
 from gspo_kernels.hidden import gradients
 from gspo_kernels.hidden import matmul as products
-from gspo_kernels.hidden.matmul import exponentials, products_of, pytorch
+from gspo_kernels.hidden.matmul import exponentials, pytorch, select_matmul
 from tests import test_infinities
 from tests.cases import generator, make_case, run
 from tests.fake_gpu import FakeGpu
@@ -50,9 +50,9 @@ def test_who_is_served(here):
 
     def kind(weight=weight, base=None, logits_dtype="float32", invariant=False, whole=False, **changes):
         options = options_of(**changes)
-        return type(products_of(weight, None, base, logits_dtype, invariant, options, whole))
+        return type(select_matmul(weight, None, base, logits_dtype, invariant, options, whole))
 
-    assert kind() is exponentials.ExponentialProducts
+    assert kind() is exponentials.ExponentialMatmul
     kept = LogitTransform(kept=torch.zeros(1, 1, 2, dtype=torch.int32))
     others = [
         kind(weight.float()),
@@ -67,7 +67,7 @@ def test_who_is_served(here):
         kind(shard=Shard("group")),
         kind(backend="reference"),
     ]
-    assert exponentials.ExponentialProducts not in others
+    assert exponentials.ExponentialMatmul not in others
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch):
             with monkeypatch.context() as patch:
                 if served is False:
                     patch.setattr(exponentials, "unavailable_on", lambda device: "not now")
-                    for name in ("BlockProducts", "StreamedProducts"):
+                    for name in ("CppMatmul", "StreamedMatmul"):
                         patch.setattr(
-                            products, name, lambda *given: pytorch.Products(*given[:3], False, given[4])
+                            products, name, lambda *given: pytorch.HeadMatmul(*given[:3], False, given[4])
                         )
                 gk.fused_linear_policy_loss(
                     *leaves,

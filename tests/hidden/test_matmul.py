@@ -8,6 +8,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels.core.types import LogitTransform, RowOptions
 from gspo_kernels.hidden import matmul as products
+from gspo_kernels.hidden.gradients import Accumulators
 from gspo_kernels.hidden.matmul import cpp_blocks as blocks
 from gspo_kernels.hidden.matmul import pytorch
 from tests.backends.row_calls import same
@@ -27,9 +28,9 @@ def library(request, monkeypatch):
     return request.param
 
 
-def products_of(weight, bias=None, logits_dtype="float32"):
+def select_matmul(weight, bias=None, logits_dtype="float32"):
     options = RowOptions(LogitTransform(), -100, "cpp")
-    return products.products_of(weight, bias, None, logits_dtype, False, options)
+    return products.select_matmul(weight, bias, None, logits_dtype, False, options)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass", "known"])
@@ -49,8 +50,8 @@ def test_rounded_logits_with_and_without_onednn(library, monkeypatch, dtype, kno
     monkeypatch.setattr(pytorch, "onednn_multiplies", lambda asked: asked == dtype and known)
     rng, V = generator(4), 2048 + 77
     hidden, weight, bias = (torch.randn(*size, generator=rng).to(dtype) for size in ((5, 40), (V, 40), (V,)))
-    wide = products_of(weight, bias).logits(hidden, torch.empty(5, V))
-    rounded = products_of(weight, bias, "input").logits(hidden, torch.empty(5, V, dtype=dtype))
+    wide = select_matmul(weight, bias).logits(hidden, torch.empty(5, V))
+    rounded = select_matmul(weight, bias, "input").logits(hidden, torch.empty(5, V, dtype=dtype))
     assert torch.equal(rounded, torch.addmm(bias, hidden, weight.t()) if known else wide.to(dtype))
 
 
@@ -94,9 +95,9 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     if library == "cpp" and dtype in (FP32, BF16):  # whatever rows are projected together
         assert all(torch.equal(each.logprobs, folded[0].logprobs) for each in folded[1:3])
     with monkeypatch.context() as patch:
-        patch.setattr(pytorch.Products, "logits_of", None)
+        patch.setattr(Accumulators, "logits_memory", None)
         if library == "cpp" and dtype in (FP32, BF16):
-            patch.setattr(pytorch.SlabProducts, "slabs", None)  # product and reduction are one operation
+            patch.setattr(pytorch.SlabMatmul, "slabs", None)  # product and reduction are one operation
         leaf = hidden.nan_to_num().requires_grad_()
         new = gk.linear_token_logprobs(leaf, weight, labels)
         assert torch.equal(new.logprobs, folded[0].logprobs)
@@ -104,5 +105,5 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
     # the backward needs logits
     new.logprobs.sum().backward()
     assert leaf.grad[labels != -100].any(-1).all()
-    monkeypatch.setattr(blocks.StreamedProducts, "streams", False)
+    monkeypatch.setattr(blocks.StreamedMatmul, "streams", False)
     assert all(same(mine, theirs) for mine, theirs in zip(folded, scores(), strict=True))

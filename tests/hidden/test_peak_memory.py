@@ -91,7 +91,7 @@ def measure():
     chunks of logits, then with them).
     """
     from benchmarks.measure import give_memory_back
-    from gspo_kernels.hidden.matmul.cpp_blocks import StreamedProducts
+    from gspo_kernels.hidden.matmul.cpp_blocks import StreamedMatmul
 
     torch.set_num_threads(2)
     give_memory_back()
@@ -115,9 +115,9 @@ def measure():
             options["centering"] = gk.ScoreCentering(of_ids, torch.full(of_ids.shape, -20.0))
             used = raised(ours, *arguments, **options)
         shown[f"centred, {name}"] = [used, gk.explain_schedule(*arguments, **options).peak_bytes]
-    streams = StreamedProducts.streams
+    streams = StreamedMatmul.streams
     for name, dtype in DTYPES.items():
-        StreamedProducts.streams = streams
+        StreamedMatmul.streams = streams
         hidden, weight, labels, *_ = inputs(440, VOCABULARY, dtype, 8, False)
         call = {"max_chunk_bytes": CHUNK, "return_entropy": True}
         gk.linear_token_logprobs(hidden.detach()[:, :1], weight, labels[:, :1], **call)
@@ -125,7 +125,7 @@ def measure():
         for _ in range(2):
             used = raised(gk.linear_token_logprobs, hidden.detach(), weight, labels, **call)
             shown[f"scoring, {name}"].append(used)
-            StreamedProducts.streams = False
+            StreamedMatmul.streams = False
     print(json.dumps(shown))
 
 

@@ -9,11 +9,11 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.hidden import gradients
-from gspo_kernels.hidden import schedule as linear_schedule
-from gspo_kernels.hidden import sums as linear_sums
-from gspo_kernels.hidden.matmul.cpp_blocks import StreamedProducts
-from gspo_kernels.hidden.matmul.pytorch import Products, SlabProducts
-from gspo_kernels.hidden.sums import HeadSums
+from gspo_kernels.hidden import gradients as linear_sums
+from gspo_kernels.hidden import plan as linear_schedule
+from gspo_kernels.hidden.gradients import Accumulators, HeadSums
+from gspo_kernels.hidden.matmul.cpp_blocks import StreamedMatmul
+from gspo_kernels.hidden.matmul.pytorch import SlabMatmul
 from tests import oracle
 from tests.cases import LAYOUTS, device_of, for_objective, generator, make_case, run
 from tests.judging import assert_equals_oracle
@@ -281,9 +281,9 @@ def products(monkeypatch):
         monkeypatch.setattr(owner, name, counted)
 
     for owner, name, kind, size in (
-        (Products, "logits_of", "forward", lambda chunk: chunk.size),
-        (StreamedProducts, "statistics", "forward", lambda chunk: chunk.size),
-        (SlabProducts, "grad_hidden", "hidden", len),
+        (Accumulators, "logits_memory", "forward", lambda count: count),
+        (StreamedMatmul, "statistics", "forward", lambda chunk: chunk.size),
+        (SlabMatmul, "grad_hidden", "hidden", len),
         (HeadSums, "add", "weight", lambda parts: len(parts[0])),
     ):
         count(owner, name, kind, size)

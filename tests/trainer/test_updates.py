@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 import gspo_kernels as gk
 from gspo_kernels.core.bits import columns
 from gspo_kernels.models.rows import packed_row, tree_row
-from gspo_kernels.sampling import SamplingMask
+from gspo_kernels.off_policy import SamplingMask
 from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.config import InputError, UpdateConfig
 from gspo_kernels.trainer.model import Policy, add_adapters, make_policies

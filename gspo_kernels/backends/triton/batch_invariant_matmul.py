@@ -203,7 +203,7 @@ def fixed_product_kernel(
         _store_sums(sums, out_ptr, top, left, M, N, out_stride, PRODUCT)
 
 
-def fixed_product(
+def batch_invariant_mm(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -308,7 +308,7 @@ def excess(device: torch.device) -> float:
     exact = a.double() @ b.double() + 1
     operands = ((a, b.t().contiguous().t()), (a, b), (a.t().contiguous().t(), b))
     sums = [
-        fixed_product(*pair, torch.ones_like(exact, dtype=torch.float32), accumulate=True)
+        batch_invariant_mm(*pair, torch.ones_like(exact, dtype=torch.float32), accumulate=True)
         for pair in operands
     ]
     return float((torch.stack(sums) - exact).abs().max() / 1e-2)

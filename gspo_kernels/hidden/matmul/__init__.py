@@ -1,7 +1,7 @@
 """The products of a head: from hidden states to logits and their statistics, and from gradient rows back.
 
-``products_of`` says who multiplies what. ``pytorch.Products`` is the interface: a product that computes more
-along with the logits, or writes none, is a subclass in a file of its own.
+``select_matmul`` says who multiplies what. ``pytorch.HeadMatmul`` is the interface: a product that computes
+more along with the logits, or writes none, is a subclass in a separate file.
 """
 
 from __future__ import annotations
@@ -11,42 +11,52 @@ from torch import Tensor
 
 from gspo_kernels.backends.cpp.products import multiplies, on_intel
 from gspo_kernels.core.types import RowOptions
-from gspo_kernels.hidden.matmul.batch_invariant import SEGMENT, FixedProducts, fixed_unavailable
-from gspo_kernels.hidden.matmul.cpp_blocks import BlockProducts, StreamedProducts
-from gspo_kernels.hidden.matmul.exponentials import ExponentialProducts, exponentials_unavailable
-from gspo_kernels.hidden.matmul.lora import AdapterProducts
-from gspo_kernels.hidden.matmul.pytorch import Products, SlabProducts
+from gspo_kernels.hidden.matmul.batch_invariant import (
+    SEGMENT,
+    BatchInvariantMatmul,
+    batch_invariant_unavailable,
+)
+from gspo_kernels.hidden.matmul.cpp_blocks import CppMatmul, StreamedMatmul
+from gspo_kernels.hidden.matmul.exponentials import ExponentialMatmul, exponentials_unavailable
+from gspo_kernels.hidden.matmul.lora import LoRAMatmul
+from gspo_kernels.hidden.matmul.pytorch import HeadMatmul, SlabMatmul
 
-__all__ = ["SEGMENT", "Products", "fixed_unavailable", "fp32_library", "products_of"]
+__all__ = [
+    "SEGMENT",
+    "HeadMatmul",
+    "batch_invariant_unavailable",
+    "fp32_library",
+    "select_matmul",
+]
 
 SMALL = 2**20
 """Elements of an fp32 weight below which torch multiplies."""
 
 
-def products_of(
+def select_matmul(
     weight: Tensor,
     bias: Tensor | None,
     base: Tensor | None,
     logits_dtype: str,
     invariant: bool,
     options: RowOptions,
-    whole_logits: bool = True,
-) -> Products:
+    whole_logits: bool = False,
+) -> HeadMatmul:
     """Return the products of a call: the only table of who multiplies what.
 
     | weight | products |
     |---|---|
-    | any, in a batch-invariant call | ``FixedProducts``: sums in a fixed order |
-    | bf16 on Hopper and B200, if enabled | ``ExponentialProducts``: no pass over logits |
-    | any other on CUDA | ``Products``: torch.mm, to fp32 from 16 bits |
-    | on the CPU, bf16 with AVX-512, or large fp32 on AMD | ``BlockProducts``: the C++ backend's |
-    | any other on the CPU | ``StreamedProducts``: torch.mm in slabs of fp32 or fp64 |
-    | on other devices | ``SlabProducts``: the same, and scores write their logits |
-    | with a low-rank adapter | ``AdapterProducts`` around one of these |
+    | any, in a batch-invariant call | ``BatchInvariantMatmul``: sums in a fixed order |
+    | bf16 on Hopper and B200, if enabled | ``ExponentialMatmul``: no pass over logits |
+    | any other on CUDA | ``HeadMatmul``: torch.mm, to fp32 from 16 bits |
+    | on the CPU, bf16 with AVX-512, or large fp32 on AMD | ``CppMatmul``: the C++ backend's |
+    | any other on the CPU | ``StreamedMatmul``: torch.mm in slabs of fp32 or fp64 |
+    | on other devices | ``SlabMatmul``: the same, and statistics write their logits |
+    | with a low-rank adapter | ``LoRAMatmul`` around one of these |
 
     The choice depends on the weight alone, so that a token's logits come from one library however many rows
     are projected together: log-probs from an earlier call remain comparable. For the same reason
-    ``ExponentialProducts`` serve losses and log-probs alike, but not ``whole_logits``, ``logits_dtype`` of
+    ``ExponentialMatmul`` serve losses and log-probs alike, but not ``whole_logits``, ``logits_dtype`` of
     "input", sampling masks, a vocabulary that ranks share, and adapters: their calls see logits. Compiled for
     sm_80 the kernel spills registers with either of its tiles, and loads nothing ahead. No GPU has run it:
     ``self_test.enable_tensor_maps`` enables it.
@@ -66,22 +76,22 @@ def products_of(
     else:
         in_blocks = head.is_cpu and multiplies(head.dtype)
     if invariant:
-        kind: type[Products] = FixedProducts
+        kind: type[HeadMatmul] = BatchInvariantMatmul
         converts = head.is_cpu and head.dtype == torch.float16
     elif (
         head.dtype == torch.bfloat16
         and base is None
         and not (whole_logits or exponentials_unavailable(head, logits_dtype, options))
     ):
-        kind, converts = ExponentialProducts, False
+        kind, converts = ExponentialMatmul, False
     elif head.is_cuda:
-        kind, converts = Products, False
+        kind, converts = HeadMatmul, False
     elif in_blocks:
-        kind, converts = BlockProducts, False
+        kind, converts = CppMatmul, False
     else:
-        kind, converts = StreamedProducts if head.is_cpu else SlabProducts, True
+        kind, converts = StreamedMatmul if head.is_cpu else SlabMatmul, True
     products = kind(head, bias, logits_dtype, converts, options)
-    return products if base is None else AdapterProducts(products, weight)
+    return products if base is None else LoRAMatmul(products, weight)
 
 
 def fp32_library() -> str:

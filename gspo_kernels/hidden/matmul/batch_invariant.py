@@ -15,15 +15,15 @@ from torch import Tensor
 from gspo_kernels.backends import cpp
 from gspo_kernels.backends.cpp.products import multiply, values_in_step
 from gspo_kernels.core.torch_internals import constant_when_traced
-from gspo_kernels.hidden.matmul.cpp_blocks import BlockProducts
+from gspo_kernels.hidden.matmul.cpp_blocks import CppMatmul
 
 SEGMENT = 128
 """The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``, and a multiple
 of ``batch_invariant_matmul.STEP``."""
 
 
-class FixedProducts(BlockProducts):
-    """Products by ``fixed_product``. On the CPU a weight in fp16 is converted to fp32."""
+class BatchInvariantMatmul(CppMatmul):
+    """Products by ``batch_invariant_mm``. On the CPU a weight in fp16 is converted to fp32."""
 
     name = "products in a fixed order"
     any_order = False
@@ -32,23 +32,17 @@ class FixedProducts(BlockProducts):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.weight = self.weight.to(self.rows_dtype)
-        # how many rows a product may sum in one step, in whatever order
-        step = SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
-        self.segments = Segments(step, self.options.ignore_index)
 
-    def cut(self, row_count: int, max_rows: int) -> list[int]:
-        """Return ends at whole segments, so that chunks split few of them."""
-        if max_rows % SEGMENT or not row_count:
-            return super().cut(row_count, max_rows)
-        pieces = -(-row_count // max_rows)
-        size = -(-row_count // (pieces * SEGMENT)) * SEGMENT
-        return [min(row_count, end) for end in range(size, row_count + size, size)]
+    def segments(self) -> Segments:
+        """Return segments whose products sum as many rows in a step as this product does."""
+        step = SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
+        return Segments(step, self.options.ignore_index)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Write logits; on the CPU 16-bit ones are rounded from fp32."""
         rounds = out.is_cpu and out.dtype in (torch.float16, torch.bfloat16)
         wide = torch.empty(out.shape, dtype=torch.float32, device=out.device) if rounds else out
-        fixed_product(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
+        batch_invariant_mm(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
         return out.copy_(wide) if rounds else out
 
     def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
@@ -57,23 +51,23 @@ class FixedProducts(BlockProducts):
         if out is None:
             size, device = (len(grad_rows), self.weight.shape[1]), grad_rows.device
             out = torch.empty(size, dtype=torch.float32, device=device)
-        return fixed_product(grad_rows, self.weight, out, accumulate=total is not None)
+        return batch_invariant_mm(grad_rows, self.weight, out, accumulate=total is not None)
 
     def add_weight(
         self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add whole segments."""
-        fixed_product(grad_rows.t(), operand, total, accumulate=not first, ends=ends)
+        batch_invariant_mm(grad_rows.t(), operand, total, accumulate=not first, ends=ends)
 
     def add_bias(
         self, total: Tensor, grad_rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
     ) -> None:
         """Add whole segments."""
         column = factors.to(grad_rows.dtype).unsqueeze(1)
-        fixed_product(grad_rows.t(), column, total.unsqueeze(1), accumulate=not first, ends=ends)
+        batch_invariant_mm(grad_rows.t(), column, total.unsqueeze(1), accumulate=not first, ends=ends)
 
 
-def fixed_product(
+def batch_invariant_mm(
     a: Tensor,
     b: Tensor,
     out: Tensor,
@@ -85,13 +79,13 @@ def fixed_product(
     """Multiply as ``cpp.products.multiply`` does, on a GPU, too. The order of an element's sum is fixed."""
     if out.is_cpu:
         return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
-    from gspo_kernels.backends.triton import fixed_product as on_gpu
+    from gspo_kernels.backends.triton import batch_invariant_mm as on_gpu
 
     return on_gpu(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
 
 
-def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
-    """Return None if ``fixed_product`` serves a weight, which may be ``trained``; otherwise why not."""
+def batch_invariant_unavailable(weight: Tensor, trained: bool) -> str | None:
+    """Return None if ``batch_invariant_mm`` serves a weight, which may be ``trained``; otherwise why not."""
     if weight.dtype == torch.float64:
         return "products of fp64 have no fixed order of their sums"
     if weight.is_cpu:

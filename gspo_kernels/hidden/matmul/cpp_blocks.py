@@ -5,6 +5,8 @@ A row's bits don't depend on the rows that are multiplied along with it (csrc/pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from gspo_kernels.backends.cpp import operators, row_options
 from gspo_kernels.backends.cpp.products import INSTRUCTIONS, multiply
 from gspo_kernels.core.types import RowStats, stats_dtype
 from gspo_kernels.hidden.chunk import Chunk
-from gspo_kernels.hidden.matmul.pytorch import LOGITS_SLAB, SlabProducts, in_parts, sum_of_parts
+from gspo_kernels.hidden.matmul.pytorch import LOGITS_SLAB, SlabMatmul, in_parts, sum_of_parts
 
 BLOCK = 2048
 """Columns that enter the running log-sum-exp at a time."""
@@ -76,7 +78,7 @@ class OnlineSoftmax:
         return stats
 
 
-class StreamedProducts(SlabProducts):
+class StreamedMatmul(SlabMatmul):
     """PyTorch's products on the CPU. Each slab of logits enters the running log-sum-exp while it is in cache.
 
     Attributes:
@@ -86,13 +88,14 @@ class StreamedProducts(SlabProducts):
     fuses = False
 
     @property
+    def min_statistics_rows(self) -> int:  # type: ignore[override]
+        """More rows than there may be logits where none are written."""
+        return STATISTICS_ROWS if self.fuses and self.streams else 1
+
+    @property
     def streams(self) -> bool:
         """Whether statistics write no logits: with the C++ backend, of fp32 or fp64 logits."""
         return self.backend is cpp and self.dtype not in (torch.float16, torch.bfloat16)
-
-    def statistics_rows(self, row_count: int) -> int:
-        """Return more rows than there may be logits where none are written."""
-        return max(row_count, STATISTICS_ROWS) if self.fuses and self.streams else row_count
 
     def statistics_bytes(self, row_count: int) -> int:
         """Return the bytes of a slab of logits, or nothing where a block is reduced as it is computed."""
@@ -100,10 +103,10 @@ class StreamedProducts(SlabProducts):
             return super().statistics_bytes(row_count)
         return 0 if self.fuses else row_count * min(self.vocabulary, LOGITS_SLAB) * self.rows_dtype.itemsize
 
-    def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
+    def statistics(self, chunk: Chunk, entropy: bool, memory: Callable[[int], Tensor]) -> RowStats:
         """Return statistics without writing logits, with the bits of those of written logits."""
         if not self.streams:
-            return super().statistics(chunk, entropy)
+            return super().statistics(chunk, entropy, memory)
         sums = OnlineSoftmax(chunk, self.vocabulary, self.dtype, entropy)
         if self.fuses:
             sums.add_product(chunk.hidden.to(self.weight.dtype), self.weight, self.bias)
@@ -113,7 +116,7 @@ class StreamedProducts(SlabProducts):
         return sums.statistics()
 
 
-class BlockProducts(StreamedProducts):
+class CppMatmul(StreamedMatmul):
     """The C++ backend's products, of fp32 or bf16. A block of logits is reduced where it is computed."""
 
     name = "the C++ backend"

@@ -7,6 +7,7 @@ statistics have the same bits whatever is computed along with it, so ratios of e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +17,19 @@ from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.self_test import FirstUse
 from gspo_kernels.core.types import LogitTransform, RowGradients, RowOptions, RowStats
 from gspo_kernels.hidden.chunk import Chunk, Projected
-from gspo_kernels.hidden.matmul.pytorch import Products
+from gspo_kernels.hidden.matmul.pytorch import HeadMatmul
 
 STATISTICS_ROWS = 16384
 """How many rows are projected at a time where only statistics are wanted: the product then writes a few sums
 for each row, and fewer launches are better."""
 
 
-class ExponentialProducts(Products):
+class ExponentialMatmul(HeadMatmul):
     """Products of a bf16 head: one of our own, two of PyTorch."""
 
     name = "a product with exponentials in its epilogue, and torch.mm"
     rows_from_project = True
+    min_statistics_rows = STATISTICS_ROWS
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -38,22 +40,20 @@ class ExponentialProducts(Products):
         self.block_dtype = self.rows_dtype
         self._first = 0
 
-    def statistics_rows(self, row_count: int) -> int:
-        """Return more rows than may be stored."""
-        return max(row_count, STATISTICS_ROWS)
+    def allocate(self, row_count: int) -> Tensor:
+        """Allocate rows of exponentials, whose distance is a multiple of the kernel's alignment."""
+        return used_memory(torch.Size((row_count, self._stride)), self.rows_dtype, self.weight.device)
 
-    def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
+    def statistics(self, chunk: Chunk, entropy: bool, memory: Callable[[int], Tensor]) -> RowStats:
         """Return statistics without writing anything else."""
         return self._project(chunk, None, entropy).stats
 
-    def project(self, chunk: Chunk, entropy: bool, all_rows_active: bool, compared: bool) -> Projected:
-        """Return statistics and rows. Beside an entropy the slope of a softcap is still missing in the rows,
+    def project(
+        self, chunk: Chunk, entropy: bool, out: Tensor, *, all_rows_active: bool, has_ratio: bool
+    ) -> Projected:
+        """Return statistics and rows. With an entropy the slope of a softcap is still missing in the rows,
         and ``add_entropy`` multiplies it.
         """
-        if self.memory is None:
-            size = torch.Size((max(chunk.size, self.max_rows), self._stride))
-            self.memory = used_memory(size, self.rows_dtype, self.weight.device)
-        out = self.memory[: chunk.size, : self.vocabulary]
         stats, factors, rests = self._project(chunk, out, entropy)
         written = not (entropy and self.options.transform.softcap)
         return Projected(out, stats, written, factors, rests)
@@ -74,10 +74,10 @@ class ExponentialProducts(Products):
             "ignore_index": options.ignore_index,
         }
 
-    def columns(self, first: int, last: int) -> Products:
+    def columns(self, first: int, last: int) -> HeadMatmul:
         """Return the products of some columns, which know where these begin."""
         block = super().columns(first, last)
-        assert isinstance(block, ExponentialProducts)
+        assert isinstance(block, ExponentialMatmul)
         block._first = first
         return block
 
@@ -126,7 +126,7 @@ class ExponentialProducts(Products):
 
 
 def exponentials_unavailable(weight: Tensor, logits_dtype: str, options: RowOptions) -> str | None:
-    """Return None if ``ExponentialProducts`` serve a bf16 weight and such options, otherwise why not."""
+    """Return None if ``ExponentialMatmul`` serve a bf16 weight and such options, otherwise why not."""
     if logits_dtype != "float32":
         return "it multiplies bf16 to fp32"
     if options.backend != "triton" or options.shard.group or options.transform.kept is not None:

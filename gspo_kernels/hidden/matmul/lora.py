@@ -7,10 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gspo_kernels.hidden.matmul.pytorch import Products, in_parts, sum_of_parts
+from gspo_kernels.hidden.matmul.pytorch import HeadMatmul, in_parts, sum_of_parts
 
 
-class AdapterProducts(Products):
+class LoRAMatmul(HeadMatmul):
     """Products with two matrices. Hidden states are [n, H + r], and an adapter multiplies the last r of them.
 
     dWeight is the gradient of the adapter. Where rows have 16 bits, an fp32 operand enters in three parts.
@@ -20,7 +20,7 @@ class AdapterProducts(Products):
         adapter: [V, r], in the dtype of statistics.
     """
 
-    def __init__(self, base: Products, adapter: Tensor):
+    def __init__(self, base: HeadMatmul, adapter: Tensor):
         converts = base.rows_dtype != base.weight.dtype
         super().__init__(base.weight, base.bias, base.logits_dtype, converts, base.options)
         self.name, self.base, self.trained = f"{base.name}, with a low-rank adapter", base, adapter
@@ -37,9 +37,9 @@ class AdapterProducts(Products):
             out.addmm_(low.to(out.dtype), self.trained.t().to(out.dtype))
         return out
 
-    def columns(self, first: int, last: int) -> AdapterProducts:
+    def columns(self, first: int, last: int) -> LoRAMatmul:
         """Return the products with rows of both matrices."""
-        block = cast(AdapterProducts, super().columns(first, last))
+        block = cast(LoRAMatmul, super().columns(first, last))
         block.base = self.base.columns(first, last)
         return block
 

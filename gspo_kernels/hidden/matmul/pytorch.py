@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,11 +31,12 @@ which the host is otherwise ahead of the device. Skipping a tenth of the rows sa
 operations in two products, which take as long at 700 TFLOP/s. On the CPU a sync costs nothing."""
 
 
-class Products:
+class HeadMatmul:
     """The products of a call with its head's weight, and the row operations between them.
 
-    Another product is a subclass in a file of its own, which ``products_of`` chooses. It computes what it can
-    together: statistics without writing logits, or statistics along with gradient rows.
+    Another kind of product is a subclass in a separate file, which ``select_matmul`` selects. It computes
+    what it can together: statistics without writing logits, or statistics along with gradient rows. Nothing
+    changes after the construction.
 
     Attributes:
         weight: [V, H].
@@ -57,8 +58,8 @@ class Products:
             that one product of all rows needs no sum in fp32. fp16 lacks the range for that.
         operand_dtype: the dtype of the hidden states that are multiplied for dWeight.
         first_column: the first column of hidden states that ``trained`` multiplies.
-        max_rows: how many rows of logits to make room for.
-        memory: where these rows lie; None before the first.
+        min_statistics_rows: rows that are projected at a time for statistics alone, where these are more than
+            a chunk has.
         min_rows_to_sync: the least number of rows for which a host-device sync pays, so that gradient
             products can skip rows without gradient. See ``MIN_SYNC_WORK``.
     """
@@ -67,11 +68,10 @@ class Products:
     any_order = True
     """Whether sums may have any order, so that a row's last bits may depend on the rows beside it."""
     multiple = 1
-    """Of what chunks have a multiple of rows, if they have more."""
+    """Chunk sizes are rounded down to a multiple of this."""
+    min_statistics_rows = 1
     rows_from_project = False
     """Whether gradient rows come from ``project`` alone, not from logits and earlier statistics."""
-    segments: Segments | None = None
-    """Cuts rows into segments where sums over rows have a fixed order."""
     writes_16_bits = True
     """Whether a sum for dWeight may have the dtype of 16-bit rows, so that the product rounds it."""
 
@@ -94,10 +94,8 @@ class Products:
         self.block_dtype = self.dtype
         self.operand_dtype, self.first_column = self.rows_dtype, 0
         self.min_rows_to_sync = MIN_SYNC_WORK / weight.numel() if weight.is_cuda else 0.0
-        self.max_rows = 0
-        self.memory: Tensor | None = None
 
-    def columns(self, first: int, last: int) -> Products:
+    def columns(self, first: int, last: int) -> HeadMatmul:
         """Return the products of some columns of the logits: of a head with these rows of the weight."""
         block = copy.copy(self)
         block.weight, block.trained = self.weight[first:last], self.trained[first:last]
@@ -105,20 +103,19 @@ class Products:
         block.vocabulary = last - first
         return block
 
-    # --- chunks
+    def segments(self) -> Segments:
+        """Return what cuts rows into segments, where sums over rows have a fixed order."""
+        raise NotImplementedError
 
-    def statistics_rows(self, row_count: int) -> int:
-        """Return how many rows ``statistics`` takes at a time, where there may be ``row_count`` of logits."""
-        return row_count
+    # --- memory
+
+    def allocate(self, row_count: int) -> Tensor:
+        """Allocate memory for rows of logits; its first ``vocabulary`` columns are the logits."""
+        return used_memory(torch.Size((row_count, self.vocabulary)), self.dtype, self.weight.device)
 
     def statistics_bytes(self, row_count: int) -> int:
         """Return the bytes of logits that ``statistics`` of ``row_count`` rows writes at a time."""
         return row_count * self.row_bytes
-
-    def cut(self, row_count: int, max_rows: int) -> list[int]:
-        """Return where chunks of at most ``max_rows`` rows end. Chunks have about the same size."""
-        pieces = -(-row_count // max_rows)
-        return [row_count * piece // pieces for piece in range(1, pieces + 1)]
 
     # --- logits, and what is computed along with them
 
@@ -132,33 +129,33 @@ class Products:
             torch.mm(hidden, weight, out=out) if bias is None else torch.addmm(bias, hidden, weight, out=out)
         )
 
-    def logits_of(self, chunk: Chunk) -> Tensor:
-        """Return logits [n, V], in memory that the next call of this method overwrites."""
-        if self.memory is None:
-            size = torch.Size((max(chunk.size, self.max_rows), self.vocabulary))
-            self.memory = used_memory(size, self.dtype, self.weight.device)
-        return self.logits(chunk.hidden, self.memory[: chunk.size])
+    def statistics(self, chunk: Chunk, entropy: bool, memory: Callable[[int], Tensor]) -> RowStats:
+        """Return the statistics of rows without a gradient; ``memory(n)`` returns [n, V] for their logits.
 
-    def statistics(self, chunk: Chunk, entropy: bool) -> RowStats:
-        """Return the statistics of rows without a gradient. A product is free to write no logits."""
-        return self.backend.logprobs_forward(chunk.rows(self.logits_of(chunk)), entropy)
+        Another kind of product may write no logits.
+        """
+        logits = self.logits(chunk.hidden, memory(chunk.size))
+        return self.backend.logprobs_forward(chunk.rows(logits), entropy)
 
-    def project(self, chunk: Chunk, entropy: bool, all_rows_active: bool, compared: bool) -> Projected:
+    def project(
+        self, chunk: Chunk, entropy: bool, out: Tensor, *, all_rows_active: bool, has_ratio: bool
+    ) -> Projected:
         """Return the statistics of rows, and their logits or already their gradient rows.
 
         Args:
             chunk: the rows.
             entropy: whether to compute the entropy.
-            all_rows_active: no row is left out because of its statistics.
-            compared: a ratio compares the log-probs with others, and would show their last bits.
+            out: memory for the logits, [n, V].
+            all_rows_active: no row is skipped because of its statistics.
+            has_ratio: a ratio compares the log-probs with others, and would show their last bits.
         """
-        logits = self.logits_of(chunk)
+        logits = self.logits(chunk.hidden, out)
         rows = chunk.rows(logits)
         if (
             not self.any_order
             or entropy
             or not self.backend.one_pass_pays(
-                rows, all_rows_active=all_rows_active, logprobs_compared=compared
+                rows, all_rows_active=all_rows_active, logprobs_compared=has_ratio
             )
         ):
             return Projected(logits, self.backend.logprobs_forward(rows, entropy))
@@ -255,7 +252,7 @@ class Products:
         return sum_of_parts(product, operand.shape[1])
 
 
-class SlabProducts(Products):
+class SlabMatmul(HeadMatmul):
     """Products on devices where PyTorch has none from 16 bits to fp32: slabs of the weight are converted."""
 
     name = "torch.mm in slabs of the weight"

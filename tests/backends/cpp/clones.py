@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLONES = ("x86-64", "x86-64-v3", "x86-64-v4")
 
 
@@ -19,7 +19,7 @@ def tree(destination: Path) -> Path:
     """Copy what the build and the backend need, without an extension from an earlier build."""
     shutil.copytree(ROOT / "csrc", destination / "csrc")
     shutil.copy(ROOT / "setup.py", destination)
-    for source in ("cpp/__init__.py", "types.py"):
+    for source in ("backends/__init__.py", "backends/cpp/__init__.py", "core/__init__.py", "core/types.py"):
         (destination / "gspo_kernels" / source).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "gspo_kernels" / source, destination / "gspo_kernels" / source)
     (destination / "gspo_kernels" / "__init__.py").touch()
