@@ -14,7 +14,7 @@ import warnings
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -74,13 +74,45 @@ _FORMULA = {"loss_type", "importance_sampling_level", *_OPTION.values()} - {"max
 """GRPOConfig's options that describe nothing but the objective."""
 
 
+def _sequence_ratios(batch: PolicyBatch) -> Tensor:
+    """Return each sequence's log-ratio, with its gradient, for every token of the sequence."""
+    return batch.per_token(batch.sequence_log_ratio())
+
+
+class _SequenceRatio:
+    """A mixin that gives an objective GSPO's ratio: TRL's ``importance_sampling_level="sequence"``."""
+
+    coefficient_scope: ClassVar[Any] = "sequence"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
+    factorizes = True
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        of_sequences = dataclasses.replace(batch, log_ratio=_sequence_ratios(batch))
+        return super().evaluate(of_sequences)  # type: ignore[misc, no-any-return]
+
+
+@dataclass(frozen=True)
+class _SequenceCISPO(_SequenceRatio, CISPO):
+    """CISPO with one ratio per sequence."""
+
+
+@dataclass(frozen=True)
+class _SequenceSAPO(_SequenceRatio, SAPO):
+    """SAPO with one ratio per sequence."""
+
+
 @dataclass(frozen=True)
 class _TrlVESPO(VESPO):
     """VESPO as TRL computes it.
 
     Rollout weights enter the trajectory's ratio instead of multiplying the loss. The KL is weighted by the
-    tokens' ratios, not by the trajectory's.
+    ratio of ``ratio_level``, not by the trajectory's.
     """
+
+    ratio_level: str = "token"
 
     coefficient_scope = "sequence"
     needs_token_order = False
@@ -95,7 +127,8 @@ class _TrlVESPO(VESPO):
             weights = batch.per_token(batch.rollout_weights).clamp(1e-8, math.exp(20.0))
             trajectory = trajectory + torch.where(batch.mask, weights.log(), 0.0)
         result = super().evaluate(dataclasses.replace(batch, log_ratio=trajectory, rollout_weights=None))
-        return result._replace(log_ratio=batch.log_ratio)
+        by_sequence = self.ratio_level == "sequence"
+        return result._replace(log_ratio=_sequence_ratios(batch) if by_sequence else batch.log_ratio)
 
 
 def objective_of(args: Any) -> Objective:
@@ -109,16 +142,14 @@ def objective_of(args: Any) -> Objective:
     try:
         checks.choice("loss_type", kind, tuple(_AGGREGATION))
         checks.choice("importance_sampling_level", level, ("token", "sequence"))
-        if at_sequence and kind in ("cispo", "sapo", "vespo"):
-            raise ValueError("importance_sampling_level: got 'sequence', expected 'token' with this loss")
         shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
         if kind == "dr_grpo":
             shared["aggregation_constant"] = args.max_completion_length
         if kind == "cispo":
-            return CISPO(max_ratio=high, **shared)
+            return (_SequenceCISPO if at_sequence else CISPO)(max_ratio=high, **shared)
         if kind == "sapo":
             tau = {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
-            return SAPO(**tau, **shared)
+            return (_SequenceSAPO if at_sequence else SAPO)(**tau, **shared)
         if kind == "vespo":
             # TRL raises smaller lambdas to 1e-4
             return _TrlVESPO(
@@ -126,6 +157,7 @@ def objective_of(args: Any) -> Objective:
                 lambda_positive=max(args.vespo_lambda_pos, 1e-4),
                 k_negative=args.vespo_k_neg,
                 lambda_negative=max(args.vespo_lambda_neg, 1e-4),
+                ratio_level=level,
                 **shared,
             )
         # a ratio is never below 1 - 1 = 0, so a wider lower range changes nothing
@@ -177,9 +209,14 @@ def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]
     if args.beta != 0.0:
         terms |= {"kl_beta": args.beta, "kl_ratio_weighted": args.use_bias_correction_kl}
         terms["ref_logprobs"] = -token
-    fused_linear_policy_loss(
-        token[None], token, token.long() - 1, -token, token[0], objective=objective, **terms, **memory
-    )
+    try:
+        fused_linear_policy_loss(
+            token[None], token, token.long() - 1, -token, token[0], objective=objective, **terms, **memory
+        )
+    except (TypeError, ValueError) as error:
+        names = {"kl_beta": "beta", "kl_ratio_weighted": "use_bias_correction_kl"}
+        option, colon, reason = str(error).partition(": ")
+        raise type(error)(f"{names.get(option, option)}{colon}{reason}") from None
     return objective
 
 
