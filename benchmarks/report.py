@@ -183,8 +183,7 @@ def campaign_table(folder: Path) -> str:
         rows.append([stage["name"], outcome, *map(str, counts)])
         failures += [f"- {failure}" for failure in stage["failures"]]
     for name, record in json.loads(trainer.read_text()).items() if trainer.exists() else ():
-        if TRAINER[0] in record:  # a run that was killed is not timed
-            measured.append([name, *(number(record[key]) for key in TRAINER)])
+        measured.append([name, *(number(record[key]) for key in TRAINER)])
     tables = [f"{markdown(each)}\n" for each in (rows, measured) if len(each) > 1]
     return "\n".join([*tables[:1], *failures, *tables[1:]])
 

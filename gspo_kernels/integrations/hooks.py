@@ -20,7 +20,7 @@ from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.objectives.base import Objective
 
 ROUNDING = 16
-"""Equal advantages of a sequence may differ from their mean by this many roundings of their dtype."""
+"""Equal advantages of a sequence may differ by this many roundings of the largest one."""
 
 
 def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, ...]) -> Objective:

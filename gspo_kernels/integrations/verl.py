@@ -82,6 +82,10 @@ class VerlPolicyLoss:
     objective: type[Objective] | Objective
     follow_config: bool = False
 
+    def __post_init__(self) -> None:
+        if self.follow_config and isinstance(self.objective, Objective):
+            raise ValueError("follow_config: got True, but an instance has its aggregation, expected False")
+
     def __call__(
         self,
         old_log_prob: Tensor,

@@ -327,6 +327,8 @@ def test_wrong_calls():
         skyrl_call(gspo, start, old, advantages, SimpleNamespace(loss_reduction="sequence_mean"))
     with pytest.raises(IntegrationError, match="DRO is not proportional"):
         skyrl.register("mine", gk.DRO())
+    with pytest.raises(ValueError, match="follow_config: got True"):
+        verl.VerlPolicyLoss("mine", gk.GSPO(), follow_config=True)
     with pytest.raises(IntegrationError, match="TLGRPO needs turn_ids"):
         verl.register("mine", gk.TLGRPO())
     for adapter in (verl, skyrl):
