@@ -66,10 +66,10 @@ def tensor_maps_missing(device: torch.device, product: str) -> str | None:
         return "its products need the tensor maps of a GPU"
     if product == "exponentials":
         return unavailable_on(device)
-    why_not: str | None = package(
+    unavailable_reason: str | None = package(
         "gspo_kernels.backends.triton.batch_invariant_matmul", device
-    ).TENSOR_MAPS.why_not(device)
-    return why_not
+    ).TENSOR_MAPS.unavailable_reason(device)
+    return unavailable_reason
 
 
 def our_loss(
@@ -86,7 +86,7 @@ def our_loss(
     def load(device: torch.device) -> Call:
         backend = options.get("backend", "reference")
         interpreted = backend == "triton" and device.type == "cpu"
-        reason = backends.why_not(backend, device)
+        reason = backends.unavailable_reason(backend, device)
         reason = reason or (interpreted and "under Triton's interpreter times mean nothing")
         if reason := reason or (tensor_maps and tensor_maps_missing(device, tensor_maps)):
             raise Missing(reason)

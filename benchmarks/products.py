@@ -123,8 +123,8 @@ def fixed(options: Options) -> dict[str, Any]:
 
 
 def load_product(device: torch.device) -> Call | None:
-    """Return the product that ships: (hidden, weight, labels, store=True) -> e [N, V], factors [N], rests [N]
-    and log-probs [N]; without ``store`` log-probs alone. None where there are no tensor maps.
+    """Return the product that ships: (hidden, weight, labels, store=True) -> e [N, V], factors [N], label_residual
+    [N] and log-probs [N]; without ``store`` log-probs alone. None where there are no tensor maps.
     """
     if device.type != "cuda":
         return None
@@ -135,7 +135,7 @@ def load_product(device: torch.device) -> Call | None:
         if store:
             out = hidden.new_empty(len(hidden), -(-len(weight) // 8) * 8)[:, : len(weight)]
         head = module.exponentials(hidden, weight, None, labels[None], LogitTransform(), -100, out)
-        return (out, head.factors, head.rests, head.stats.logprobs[0])
+        return (out, head.factors, head.label_residual, head.stats.logprobs[0])
 
     return product
 
@@ -159,7 +159,7 @@ def make_special(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 def faults(found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, str]:
     """Compare up to 256 rows with fp64: return the worst share of what is allowed, and what is wrong."""
     rows = slice(0, 256)
-    e, factors, rests, logprobs = (one[rows] for one in found)
+    e, factors, label_residual, logprobs = (one[rows] for one in found)
     logits = hidden[rows].double() @ weight.double().t()
     logp, label = logits.log_softmax(-1), labels[rows, None]
     own = logp.gather(1, label)[:, 0]
@@ -167,7 +167,7 @@ def faults(found: Sequence[Tensor], hidden: Tensor, weight: Tensor, labels: Tens
     if not torch.equal(there, logprobs.isfinite()):
         return torch.inf, "other log-probs than fp64's are finite"
     wanted = -logp.exp().scatter_add(1, label, -torch.ones_like(own)[:, None])
-    got = e.double().scatter_add(1, label, rests.double()[:, None]) * factors.double()[:, None]
+    got = e.double().scatter_add(1, label, label_residual.double()[:, None]) * factors.double()[:, None]
     rounding = logits[there].abs().max() * SINGLE * hidden.shape[1] ** 0.5 + 8 * SINGLE
     off = ((got - wanted).abs() / (wanted.abs() + 2.0**-60))[there]
     at_label = off.gather(1, label[there])

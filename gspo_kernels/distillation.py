@@ -17,7 +17,7 @@ from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.shards import columns_of
 from gspo_kernels.distributed.validate import agree_across_ranks
-from gspo_kernels.hidden.arguments import ProductOptions, check_inputs, check_teachers_head, from_host
+from gspo_kernels.hidden.arguments import HeadOptions, check_inputs, check_teachers_head, from_host
 from gspo_kernels.hidden.call import LinearOperands
 from gspo_kernels.hidden.distillation import LinearDistillationFunction
 from gspo_kernels.logits.divergence import DivergenceFunction, KnownDivergenceFunction, summed
@@ -401,7 +401,7 @@ def fused_linear_distillation_loss(
         aggregation,
         aggregation_constant,
     )
-    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
+    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
     operands, teachers_head, call = _normalize_hidden(
         (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), passed, products, parallel
     )
@@ -414,7 +414,7 @@ def _normalize_hidden(
     student: tuple[Tensor, Tensor | LoRAHead, Tensor | None],
     teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
     passed: DistillationArguments,
-    products: ProductOptions,
+    products: HeadOptions,
     parallel: Parallel,
 ) -> tuple[LinearOperands, tuple[Tensor | None, Tensor | None, Tensor | None], DistillationRows]:
     """Return the student's operands, the teacher's hidden states, weight and bias, and other arguments."""

@@ -60,7 +60,7 @@ def _products() -> list[str]:
         without_amx = torch.ops.gspo_kernels_cpp.amx_unavailable()
         bf16 = f"by cpp with {best_instructions(torch.bfloat16)}"
         bf16 += f"; no AMX: {without_amx}" if without_amx else ""
-    missing = backends.why_not("cpp", torch.device("cpu"))
+    missing = backends.unavailable_reason("cpp", torch.device("cpu"))
     fixed = "by cpp" if missing is None else f"not here: {missing}"
     return [
         f"  products of fp32 by {fp32}",
@@ -71,7 +71,7 @@ def _products() -> list[str]:
 
 def own_products(device: torch.device) -> list[str]:
     """Return lines that say which of Triton's products serve a GPU, and what their first use there showed."""
-    if (missing := backends.why_not("triton", device)) is not None:
+    if (missing := backends.unavailable_reason("triton", device)) is not None:
         return [f"  products by torch.mm: {missing}"]
     from gspo_kernels.backends.triton.batch_invariant_matmul import TENSOR_MAPS
 
@@ -87,7 +87,9 @@ def own_products(device: torch.device) -> list[str]:
     exponentials, bulk = "Triton's product with exponentials", "Triton's product by tensor maps"
     return [
         line("logits of bf16", exponentials, "torch.mm and a pass over logits", unavailable_on),
-        line("batch-invariant products", bulk, "Triton's product by addresses", TENSOR_MAPS.why_not),
+        line(
+            "batch-invariant products", bulk, "Triton's product by addresses", TENSOR_MAPS.unavailable_reason
+        ),
     ]
 
 
@@ -114,7 +116,7 @@ def report() -> str:
             detail = f"{torch.get_num_threads()} threads" if device.type == "cpu" else platform.machine()
         lines.append(f"{device} ({detail}): backend 'auto' is {backends.resolve('auto', device)!r}")
         for name in backends.BACKENDS:
-            reason = backends.why_not(name, device)
+            reason = backends.unavailable_reason(name, device)
             lines.append(f"  {name:<10} {'ready' if reason is None else 'not here: ' + reason}")
         if device.type == "cpu":
             lines += _products()

@@ -17,7 +17,7 @@ from gspo_kernels.core.types import LoRAHead, RowOptions, SelectedLogprobs, Toke
 from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.validate import agree_across_ranks
-from gspo_kernels.hidden.arguments import ProductOptions, check_inputs
+from gspo_kernels.hidden.arguments import HeadOptions, check_inputs
 from gspo_kernels.hidden.call import LinearOperands
 from gspo_kernels.hidden.logprobs import LinearSelectedLogprobsFunction, LinearTokenLogprobsFunction
 from gspo_kernels.logits.logprobs import TokenLogprobsFunction
@@ -164,7 +164,7 @@ def linear_token_logprobs(
         RuntimeError: the backend can't serve the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     key = signature(
         "linear_token_logprobs", labels, None, parallel, (hidden, weight, bias, labels),
         (return_entropy, *options, *products),
@@ -317,7 +317,7 @@ def linear_selected_logprobs(
         RuntimeError: the backend can't serve the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
+    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
     usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
     Parallel.check(parallel, "linear_selected_logprobs", usable, products.batch_invariant)
     (hidden, weight, bias), parallel = local_tensors(

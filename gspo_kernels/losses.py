@@ -21,7 +21,7 @@ from gspo_kernels.core.types import LoRAHead, LossOutput, RatioClip, RowOptions,
 from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.validate import agree_across_ranks
-from gspo_kernels.hidden.arguments import ProductOptions, check_inputs, from_host
+from gspo_kernels.hidden.arguments import HeadOptions, check_inputs, from_host
 from gspo_kernels.hidden.call import Decisions, LinearOperands, RequiresGrad, call_of
 from gspo_kernels.hidden.logprobs import LinearSelectedLogprobsFunction, LinearTokenLogprobsFunction
 from gspo_kernels.hidden.loss import LinearPolicyFunction
@@ -499,7 +499,7 @@ def fused_linear_policy_loss(
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     operands, terms, decisions, _, centered = _normalize_linear(
         "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, products, objective,
         parallel, return_entropy, schedule, skip_inactive, centering,
@@ -594,7 +594,7 @@ def explain_schedule(
         token_weights, lengths, group_ids, turn_ids, kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
-    products = ProductOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     operands, terms, decisions, reason, centered = _normalize_linear(
         "explain_schedule", hidden, weight, bias, labels, passed, options, products, objective, parallel,
         centering is None, schedule, skip_inactive, centering,
@@ -612,7 +612,7 @@ def _normalize_linear(
     labels: Tensor,
     passed: Terms,
     options: LogitOptions,
-    products: ProductOptions,
+    products: HeadOptions,
     objective: Objective,
     parallel: Parallel,
     return_entropy: bool,

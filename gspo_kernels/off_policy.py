@@ -21,7 +21,7 @@ from gspo_kernels.core.layout import Layout, as_rows, layout_of, queued
 from gspo_kernels.core.operators import checked_values
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.evaluate import kl_penalty
+from gspo_kernels.objectives.kl import kl_penalty
 
 
 def rollout_weights(

@@ -144,10 +144,10 @@ torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))
 @pytest.fixture(scope="session", params=("reference", "cpp", "triton"))
 def backend(request):
     """Return every backend in turn. Skip one that can't serve, with its reason; fail if that is cpp."""
-    from gspo_kernels.backends.dispatch import why_not
+    from gspo_kernels.backends.dispatch import unavailable_reason
 
     on_gpu = request.param == "triton" and torch.cuda.is_available()
-    reason = why_not(request.param, torch.device("cuda" if on_gpu else "cpu"))
+    reason = unavailable_reason(request.param, torch.device("cuda" if on_gpu else "cpu"))
     if reason is not None and request.param == "cpp":
         pytest.fail(f"{reason}; build it with `python setup.py build_ext --inplace`")
     if reason is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.backends.dispatch import BACKENDS, why_not
+from gspo_kernels.backends.dispatch import BACKENDS, unavailable_reason
 from gspo_kernels.core.types import METRICS
 from tests.cases import KIND, LAYOUTS, call, device_of, for_objective, forward, generator, make_case, run
 from tests.judging import assert_equals_oracle
@@ -394,7 +394,7 @@ def test_logprobs_are_those_of_scoring(dtype):
 def test_ratio_is_one_through_any_other_path_of_ours():
     """Logits have a language model's size: the last bit of fp32 at 25 is 2e-6 already."""
     lengths, vocabulary, found = (6, 8, 12), 1009, {}
-    backends = [name for name in BACKENDS if why_not(name, device_of(name)) is None]
+    backends = [name for name in BACKENDS if unavailable_reason(name, device_of(name)) is None]
     for backend, layout in itertools.product(backends, LAYOUTS):
         case = make_case("linear", layout, lengths=lengths, vocabulary=vocabulary, width=32)
         inputs = {**case.inputs, "hidden": case.inputs["hidden"] * (2.0 / math.sqrt(32))}

@@ -24,8 +24,7 @@ from gspo_kernels.core.layout import Layout, as_rows, layout_of, queued
 from gspo_kernels.core.operators import checked_values
 from gspo_kernels.distributed.groups import Parallel, gathered_numbers, group_name
 from gspo_kernels.objectives.base import Objective, from_spec
-
-KL_ESTIMATORS = ("k1", "k2", "k3")
+from gspo_kernels.objectives.kl import KL_ESTIMATORS
 
 
 class CallShape(NamedTuple):

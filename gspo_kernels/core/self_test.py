@@ -61,7 +61,7 @@ def tensor_maps_enabled() -> bool:
     return value == "1"
 
 
-class FirstUse:
+class SelfTest:
     """Which devices a product by tensor maps serves.
 
     Args:
@@ -74,7 +74,7 @@ class FirstUse:
         self._found: dict[torch.device, str | None] = {}
         self._lock = threading.RLock()  # other threads wait for the comparison
 
-    def why_not(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """Return None if the product serves a device, otherwise why not.
 
         Only a wrong result and a refusal of Triton's compiler are kept, and logged. All other errors, such as

@@ -200,7 +200,7 @@ class LogitTransform(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits with their labels, as backends take them: see ``dispatch.RowBackend``.
+    """Rows of logits with their labels, as backends take them: see ``protocol.RowBackend``.
 
     Attributes:
         logits: [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows

@@ -18,7 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.dispatch import RowBackend, load
+from gspo_kernels.backends.dispatch import load
+from gspo_kernels.backends.protocol import RowBackend
 from gspo_kernels.core import bits
 from gspo_kernels.core.types import (
     LogitRows,
@@ -62,7 +63,7 @@ def vocabulary_of(shard: Shard, width: int, device: torch.device) -> int | Tenso
 
 
 class ShardedRows:
-    """``dispatch.RowBackend`` over a shard of the columns. Labels are ids of the whole vocabulary, and
+    """``protocol.RowBackend`` over a shard of the columns. Labels are ids of the whole vocabulary, and
     statistics those of whole rows.
     """
 
@@ -70,18 +71,18 @@ class ShardedRows:
         self._inner, self._shard = inner, shard
 
     def unavailable(self, device: torch.device) -> str | None:
-        """See ``dispatch.RowBackend.unavailable``."""
+        """See ``protocol.RowBackend.unavailable``."""
         return self._inner.unavailable(device)
 
     def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
-        """See ``dispatch.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
+        """See ``protocol.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
         local = self._local(rows)
         return self._combined(self._inner.logprobs_forward(local, entropy), local.labels)
 
     def logprobs_backward(
         self, rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = True
     ) -> None:
-        """See ``dispatch.RowBackend.logprobs_backward``; nothing is communicated."""
+        """See ``protocol.RowBackend.logprobs_backward``; nothing is communicated."""
         # without a label in the vocabulary the log-prob is NaN and depends on no logit
         constant = stats.logprobs.isnan() & stats.lse.isfinite()
         grads = grads._replace(grad_logprobs=grads.grad_logprobs.masked_fill(constant, 0.0))
@@ -92,7 +93,7 @@ class ShardedRows:
         return False
 
     def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
-        """See ``dispatch.RowBackend.logprobs_and_grad``; the gather stands between its two halves."""
+        """See ``protocol.RowBackend.logprobs_and_grad``; the gather stands between its two halves."""
         stats = self.logprobs_forward(rows, False)
         self.logprobs_backward(rows, stats, RowGradients(coefficients), out)
         return stats
@@ -100,7 +101,7 @@ class ShardedRows:
     def divergence(
         self, rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
     ) -> PairStats:
-        """See ``dispatch.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
+        """See ``protocol.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
         sums.
         """
         of_shard = self._local(rows)
@@ -121,11 +122,11 @@ class ShardedRows:
     def merge_mask(
         self, mask: Tensor, labels: Tensor | None, ignore_index: int
     ) -> tuple[Tensor, Tensor | None, bool | None]:
-        """See ``dispatch.RowBackend.merge_mask``."""
+        """See ``protocol.RowBackend.merge_mask``."""
         return self._inner.merge_mask(mask, labels, ignore_index)
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:
-        """See ``dispatch.RowBackend.scale_``."""
+        """See ``protocol.RowBackend.scale_``."""
         self._inner.scale_(values, factor)
 
     def _local(self, rows: Rows) -> Rows:

@@ -24,7 +24,7 @@ from gspo_kernels.hidden.plan import MEMORY
 LOGITS_DTYPES = ("float32", "input")
 
 
-class ProductOptions(NamedTuple):
+class HeadOptions(NamedTuple):
     """How hidden states become logits, as the caller passed it, but for ``batch_invariance.or_current``."""
 
     logits_dtype: str = "float32"

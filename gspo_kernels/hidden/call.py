@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.dispatch import HiddenKernels, hidden_kernels
+from gspo_kernels.backends.dispatch import hidden_kernels
+from gspo_kernels.backends.protocol import HiddenKernels
 from gspo_kernels.core.batch_invariance import refuse_backend
 from gspo_kernels.core.memory import LEAST_BYTES, chunk_rows
 from gspo_kernels.core.types import NO_RATIO, RatioClip, RowOptions

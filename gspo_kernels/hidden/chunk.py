@@ -61,14 +61,14 @@ class Projected(NamedTuple):
         stats: [1, n] each.
         written: whether ``values`` are rows d logprob/dlogits already, up to a factor for each row.
         factors: these factors, [n] in the statistics' dtype; None: 1.
-        rests: see ``gradients.GradientRows``.
+        label_residual: see ``gradients.GradientRows``.
     """
 
     values: Tensor
     stats: RowStats
     written: bool = False
     factors: Tensor | None = None
-    rests: Tensor | None = None
+    label_residual: Tensor | None = None
 
     def select(self, sources: Tensor, gaps: Tensor) -> Projected:
         """Move some rows to the front of the same memory, a few at a time; see ``compacted``."""
@@ -77,9 +77,11 @@ class Projected(NamedTuple):
         for start in range(0, gaps.numel(), step):
             some = gaps[start : start + step]
             values[some] = values[sources[some]]
-        factors, rests = (None if each is None else each[sources] for each in (self.factors, self.rests))
+        factors, label_residual = (
+            None if each is None else each[sources] for each in (self.factors, self.label_residual)
+        )
         stats = self.stats.each(lambda stat: stat[:, sources])
-        return Projected(values[: sources.numel()], stats, self.written, factors, rests)
+        return Projected(values[: sources.numel()], stats, self.written, factors, label_residual)
 
 
 def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | None:

@@ -79,14 +79,14 @@ class GradientRows(NamedTuple):
         coefficients: [n], any float dtype and stride.
         factors: [n] in the statistics' dtype, or None for 1.
         active: [n], bool: rows that have a gradient; None: rows whose coefficient isn't 0.
-        rests: [n] or None: what rounding took from the element at each row's label, which is the largest.
+        label_residual: [n] or None: what rounding took from the largest element of each row, its label's.
     """
 
     values: Tensor
     coefficients: Tensor
     factors: Tensor | None = None
     active: Tensor | None = None
-    rests: Tensor | None = None
+    label_residual: Tensor | None = None
 
 
 class HeadSums:
@@ -180,8 +180,12 @@ class HeadSums:
             matmul.add_weight(wide, values[:, first : first + width], operand, True, None)
             some.copy_(wide if self._power is None else wide.mul_(self._power))
 
-    def add_rests(
-        self, rests: Tensor, labels: Tensor, operands: tuple[Tensor, ...], values: Tensor | None = None
+    def add_label_residual(
+        self,
+        label_residual: Tensor,
+        labels: Tensor,
+        operands: tuple[Tensor, ...],
+        values: Tensor | None = None,
     ) -> None:
         """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order.
 
@@ -190,17 +194,17 @@ class HeadSums:
         """
         at, weight = labels.clamp(0, self._matmul.vocabulary - 1), self._weight
         if weight is not None and weight.dtype == self._dtype:
-            weight.index_put_((at,), operands[0] * rests.unsqueeze(1), accumulate=True)
+            weight.index_put_((at,), operands[0] * label_residual.unsqueeze(1), accumulate=True)
         elif weight is not None and values is not None:
             # these rows of dWeight are multiplied again, so that they, too, are rounded once
             ordered, order = at.sort(stable=True)
             first = order[torch.searchsorted(ordered, at)]  # the first row with the same label
             exact = torch.empty_like(operands[0], dtype=self._dtype)
             self._matmul.add_weight(exact, values[:, at], operands[0], True, None)
-            exact.index_put_((first,), operands[0] * rests.unsqueeze(1), accumulate=True)
+            exact.index_put_((first,), operands[0] * label_residual.unsqueeze(1), accumulate=True)
             weight[at] = exact[first].to(weight.dtype)
         if self._bias is not None:
-            self._bias.index_put_((at,), operands[1] * rests, accumulate=True)
+            self._bias.index_put_((at,), operands[1] * label_residual, accumulate=True)
 
     def _unit(self, coefficients: Tensor, factors: Tensor | None) -> Tensor:
         """Raise the unit of dWeight's sum to at least the largest factor of rows, and return it."""
@@ -386,7 +390,9 @@ class Accumulators:
         ones = self.one.expand(chunk.size)
         coefficients = ones if grad is None else grad
         if projected.written and grad_entropy is None:
-            return GradientRows(projected.values, coefficients, projected.factors, active, projected.rests)
+            return GradientRows(
+                projected.values, coefficients, projected.factors, active, projected.label_residual
+            )
         grads = RowGradients(ones.unsqueeze(0))
         if grad_entropy is not None:
             # a row then has two coefficients, so they go into the row itself
@@ -426,9 +432,9 @@ class Accumulators:
         works: list[Work] = []
         if self.needs.hidden:
             values = call.matmul.grad_hidden(rows.values) if values is None else values
-            if rows.rests is not None:
+            if rows.label_residual is not None:
                 at = chunk.labels.squeeze(0).clamp(0, call.matmul.vocabulary - 1)
-                values.addcmul_(call.matmul.weight[at], rows.rests.unsqueeze(1))
+                values.addcmul_(call.matmul.weight[at], rows.label_residual.unsqueeze(1))
             group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
             if group and call.tokens is not None:
                 values, works = call.tokens.reduce(values, chunk.where)
@@ -441,8 +447,8 @@ class Accumulators:
             pieces = [(parts, None)] if segments is None else segments.cut(parts, chunk.where, call.labels)
             for piece, ends in pieces:
                 sums.add(piece, ends)
-            if rows.rests is not None:
-                sums.add_rests(rows.rests, chunk.labels.squeeze(0), parts[1:], rows.values)
+            if rows.label_residual is not None:
+                sums.add_label_residual(rows.label_residual, chunk.labels.squeeze(0), parts[1:], rows.values)
         if values is None:
             return
         for work in works:
@@ -509,9 +515,9 @@ class Accumulators:
         grad = grad.masked_fill((stats.logprobs.isnan() & stats.lse.isfinite()).squeeze(0), 0.0)
         grads, powers = self._normalised(grad, grad_entropy)
         active = is_active(grad, grad_entropy)
-        known, factors, rests = matmul.known_rows(chunk, stats, grads, active), None, None
+        known, factors, label_residual = matmul.known_rows(chunk, stats, grads, active), None, None
         if known is not None and grad_entropy is None:
-            factors, rests = known.head.factors, known.head.rests
+            factors, label_residual = known.head.factors, known.head.label_residual
         operands: tuple[Tensor, ...] = ()
         if self.needs.weight or self.needs.bias:
             operands = self.sums.operands(chunk.hidden, powers, factors, active)
@@ -530,11 +536,11 @@ class Accumulators:
             if operands:
                 self.sums.add((values, *operands), None, block, first)
             del values
-        if operands and rests is not None:
-            self.sums.add_rests(rests, chunk.labels.squeeze(0), operands)
+        if operands and label_residual is not None:
+            self.sums.add_label_residual(label_residual, chunk.labels.squeeze(0), operands)
         del memory, operands, known
         if total is not None:
-            rows = GradientRows(total, powers, factors, None, rests)
+            rows = GradientRows(total, powers, factors, None, label_residual)
             self.add_rows(rows, chunk, of_hidden=total)
 
     def recompute(

@@ -412,7 +412,9 @@ def memory_of(call: Call, plan: Plan, decisions: Decisions, ids: int) -> tuple[i
     once = plan.one_product and (in_backward or matmul.rounds_early) and not ids
     if once and of_weight < sums:
         if matmul.rows_from_project and not width:
-            row += 2 * H * wide  # rows of dWeight that are multiplied again, see ``HeadSums.add_rests``
+            row += (
+                2 * H * wide
+            )  # rows of dWeight that are multiplied again, see ``HeadSums.add_label_residual``
         if matmul.rows_dtype == torch.float16 or not matmul.writes_16_bits:
             kept = [min(width or matmul.vocabulary, ROUNDED_COLUMNS) * matmul.trained.shape[1] * wide]
         sums = of_weight

@@ -1,6 +1,6 @@
 """Operators over logits: per-token log-probs and entropy, their gradient, and both at once.
 
-Rows are [B, T] (packed: [1, N]); see ``dispatch.RowBackend`` for what each row operation promises.
+Rows are [B, T] (packed: [1, N]); see ``protocol.RowBackend`` for what each row operation promises.
 """
 
 from __future__ import annotations

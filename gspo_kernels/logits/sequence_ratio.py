@@ -135,7 +135,7 @@ def sequence_ratio(
     operands: RatioOperands,
     ratio_clip: RatioClip,
 ) -> SequenceRatioStats:
-    """Compute the loss of sequence ratios from logits; see ``dispatch.RatioBackend``."""
+    """Compute the loss of sequence ratios from logits; see ``protocol.RatioBackend``."""
     looks = checked_values(labels.device)
     merged = None
     if mask is not None and looks:

@@ -21,6 +21,7 @@ from gspo_kernels.core.types import METRICS, stats_dtype
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.aggregation import Aggregation, selected
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, evaluated, from_spec
+from gspo_kernels.objectives.kl import kl_penalty
 
 
 class PolicyStep(NamedTuple):
@@ -50,15 +51,6 @@ def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
         has_token_terms = terms.kl_beta is not None or terms.entropy_coef is not None
         return "token" if has_token_terms else "nothing"
     return scope
-
-
-def kl_penalty(log_ratio: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(pi, ref) after Schulman, with d = logp - ref: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1."""
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return finite.mul(0.5 * log_ratio, log_ratio)
-    return finite.k3(log_ratio)
 
 
 def _weighted_sum(values: Tensor, shares: Tensor) -> Tensor:

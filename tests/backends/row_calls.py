@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.dispatch import load, why_not
+from gspo_kernels.backends.dispatch import load, unavailable_reason
 from gspo_kernels.core.types import LogitRows, LogitTransform, RowGradients, RowStats, stats_dtype
 from tests.accuracy import assert_draws_as_exact
 from tests.cases import device_of, generator
@@ -25,7 +25,7 @@ class Rows:
 
     def __init__(self, name: str):
         self.name, self.device = name, device_of(name)
-        if (reason := why_not(name, self.device)) is not None:
+        if (reason := unavailable_reason(name, self.device)) is not None:
             pytest.skip(reason)
         self.functions = load(name)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gspo_kernels.backends.dispatch import load, why_not
+from gspo_kernels.backends.dispatch import load, unavailable_reason
 from gspo_kernels.core.types import LogitRows, LogitTransform, RowGradients
 from tests.accuracy import assert_draws_as_exact
 from tests.backends.row_calls import IGNORE, NEGATIVE, PLAIN, SOFT, WARM, same
@@ -19,7 +19,7 @@ def functions():
     """The module, and the device of its tensors."""
     pytest.importorskip("triton")
     device = device_of("triton")
-    if (reason := why_not("triton", device)) is not None:
+    if (reason := unavailable_reason("triton", device)) is not None:
         pytest.skip(reason)
     from gspo_kernels.backends.triton import exponentials
 
@@ -107,7 +107,7 @@ def rows_of(head, out, labels):
     """Return d logprob/dlogits of the rows, in fp64."""
     rows = out.cpu().double()
     counted = labels.squeeze(0).clamp(0, rows.shape[1] - 1)
-    rows[torch.arange(len(rows)), counted] += head.rests.cpu().double()
+    rows[torch.arange(len(rows)), counted] += head.label_residual.cpu().double()
     return rows * head.factors.cpu().double().unsqueeze(1)
 
 

@@ -12,8 +12,8 @@ import torch
 
 from gspo_kernels.backends.cpp import products
 from gspo_kernels.backends.cpp.products import INSTRUCTIONS, PIECE, has_instructions
-from gspo_kernels.backends.dispatch import why_not
-from gspo_kernels.core import self_test as first_use
+from gspo_kernels.backends.dispatch import unavailable_reason
+from gspo_kernels.core import self_test
 from gspo_kernels.core.self_test import tensor_maps_enabled
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import device_of, generator
@@ -61,9 +61,9 @@ class Way:
 @pytest.fixture(params=("triton", "triton by tensor maps", *INSTRUCTIONS))
 def way(request, monkeypatch):
     name, _, by_tensor_maps = request.param.partition(" ")
-    monkeypatch.setattr(first_use, "_enabled", bool(by_tensor_maps))
+    monkeypatch.setattr(self_test, "_enabled", bool(by_tensor_maps))
     backend = "triton" if name == "triton" else "cpp"
-    if (reason := why_not(backend, device_of(backend))) is not None:
+    if (reason := unavailable_reason(backend, device_of(backend))) is not None:
         pytest.skip(reason)
     if not (found := Way(name)).dtypes:
         pytest.skip("this processor has no such instructions")

@@ -14,7 +14,7 @@ import gspo_kernels as gk
 from gspo_kernels import losses
 from gspo_kernels.arguments import terms
 from gspo_kernels.backends import cpp
-from gspo_kernels.backends.dispatch import hidden_kernels, load, why_not
+from gspo_kernels.backends.dispatch import hidden_kernels, load, unavailable_reason
 from gspo_kernels.core.types import (
     METRICS,
     NO_RATIO,
@@ -168,7 +168,7 @@ class Launch:
 
 @pytest.fixture(params=["cpp", "triton"])
 def launch(request, monkeypatch):
-    if (reason := why_not(request.param, device_of(request.param))) is not None:
+    if (reason := unavailable_reason(request.param, device_of(request.param))) is not None:
         pytest.skip(reason)
     return Launch(request.param, monkeypatch)
 

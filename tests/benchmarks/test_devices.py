@@ -33,14 +33,14 @@ def product(fault, hidden, weight, labels, store=True):
     whole = torch.logaddexp(others, own)
     e = torch.exp(logits - whole).scatter(1, label, -torch.exp(others - whole))
     rounded, logprobs = e.to(hidden.dtype), (own - whole)[:, 0]
-    rests = (e - rounded.double()).gather(1, label)[:, 0]
+    label_residual = (e - rounded.double()).gather(1, label)[:, 0]
     if fault == "the label in 16 bits":
-        rests = torch.zeros_like(rests)
+        label_residual = torch.zeros_like(label_residual)
     if fault == "NaN is lost":
         logprobs = logprobs.nan_to_num()
     if fault == "a race":
         rounded[5, torch.randint(len(weight), ())] = 0.0
-    return rounded, -torch.ones_like(logprobs), rests, logprobs.float()
+    return rounded, -torch.ones_like(logprobs), label_residual, logprobs.float()
 
 
 FAULTS = {

@@ -8,8 +8,8 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import doctor
 from gspo_kernels.backends import dispatch as backends
-from gspo_kernels.core import self_test as first_use
-from gspo_kernels.core.self_test import VARIABLE, FirstUse
+from gspo_kernels.core import self_test
+from gspo_kernels.core.self_test import VARIABLE, SelfTest
 from gspo_kernels.hidden.matmul import exponentials
 from tests.fake_gpu import FakeGpu
 
@@ -44,7 +44,7 @@ def pretend(monkeypatch, capability=9):
 @pytest.fixture(autouse=True)
 def switch(monkeypatch):
     """Restore the default at the end; return the two ways to switch."""
-    monkeypatch.setattr(first_use, "_enabled", None)
+    monkeypatch.setattr(self_test, "_enabled", None)
     monkeypatch.delenv(VARIABLE, raising=False)
     by_variable = lambda on: monkeypatch.setenv(VARIABLE, str(int(on)))  # noqa: E731
     return {"variable": by_variable, "function": gk.enable_tensor_maps}
@@ -55,7 +55,7 @@ def test_default_is_off_and_calls_follow_the_switch(way, switch, monkeypatch):
     """On Hopper, also calls whose checks are recalled. Nothing is compared before it is on."""
     pytest.importorskip("triton")
     compared = []
-    monkeypatch.setattr(exponentials, "_FIRST_USE", FirstUse(lambda device: compared.append(device) or 0.5))
+    monkeypatch.setattr(exponentials, "_SELF_TEST", SelfTest(lambda device: compared.append(device) or 0.5))
     leaves = [torch.ones(size).bfloat16().requires_grad_() for size in ((1, 3, 16), (24, 16))]
     given, options = (*leaves, torch.tensor([[1, 2, 3]]), None, torch.ones(1)), {"max_chunk_bytes": 2**12}
     gpu = FakeGpu(monkeypatch)
@@ -72,16 +72,16 @@ def test_default_is_off_and_calls_follow_the_switch(way, switch, monkeypatch):
 
 
 def test_function_overrides_the_variable_and_bad_values_raise(switch, monkeypatch):
-    product = FirstUse(lambda device: 0.5)
+    product = SelfTest(lambda device: 0.5)
     for wrong in ("", "true", "2"):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(ValueError, match=f"{VARIABLE}: got '{wrong}', expected '0' or '1'"):
-            product.why_not(GPU)
+            product.unavailable_reason(GPU)
     with pytest.raises(TypeError, match="enabled: got int, expected a bool"):
         gk.enable_tensor_maps(1)
     switch["variable"](True)
     gk.enable_tensor_maps(False)
-    assert f"{VARIABLE}=1" in product.why_not(GPU)
+    assert f"{VARIABLE}=1" in product.unavailable_reason(GPU)
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
@@ -91,18 +91,18 @@ def test_a_device_is_compared_once(name, monkeypatch, caplog):
     compared = []
 
     def excess(device):
-        assert first.why_not(device) is None  # it serves its own comparison
+        assert first.unavailable_reason(device) is None  # it serves its own comparison
         compared.append(device)
         return raised(result)
 
-    first = FirstUse(excess)
+    first = SelfTest(excess)
     with monkeypatch.context() as patch:  # while a graph is captured, nothing is compared or settled
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert ("graph" in first.why_not(GPU)) == (result is not None) and not compared
-    assert [first.why_not(GPU) for _ in range(2)] == [reason] * 2
+        assert ("graph" in first.unavailable_reason(GPU)) == (result is not None) and not compared
+    assert [first.unavailable_reason(GPU) for _ in range(2)] == [reason] * 2
     assert compared == [GPU] * (result is not None)
     assert len(caplog.messages) == (result is not None and reason is not None)
-    assert first.why_not(torch.device("cpu")) == "it is for NVIDIA GPUs"
+    assert first.unavailable_reason(torch.device("cpu")) == "it is for NVIDIA GPUs"
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
@@ -111,18 +111,18 @@ def test_other_errors_are_raised_and_it_is_tried_again(error, monkeypatch):
     pretend(monkeypatch)
     for asked in ("get_device_capability", "is_current_stream_capturing", None):
         results = [0.5, error("this once")]
-        first = FirstUse(lambda _, asked=asked, results=results: 0.5 if asked else raised(results.pop()))
+        first = SelfTest(lambda _, asked=asked, results=results: 0.5 if asked else raised(results.pop()))
         with monkeypatch.context() as patch, pytest.raises(error, match="this once"):
             if asked is not None:
                 patch.setattr(torch.cuda, asked, lambda *_, results=results: raised(results.pop()))
-            first.why_not(GPU)
-        assert first.why_not(GPU) is None
+            first.unavailable_reason(GPU)
+        assert first.unavailable_reason(GPU) is None
 
 
 def test_other_threads_wait_for_the_comparison(monkeypatch):
     pretend(monkeypatch)
     answers = []
-    other = Thread(target=lambda: answers.append(first.why_not(GPU)))
+    other = Thread(target=lambda: answers.append(first.unavailable_reason(GPU)))
 
     def excess(device):
         other.start()
@@ -130,15 +130,15 @@ def test_other_threads_wait_for_the_comparison(monkeypatch):
         assert not answers
         return 2.0
 
-    first = FirstUse(excess)
-    reason = first.why_not(GPU)
+    first = SelfTest(excess)
+    reason = first.unavailable_reason(GPU)
     other.join()
     assert reason is not None and answers == [reason]
 
 
 def test_doctor_says_what_came_of_a_comparison(monkeypatch):
     products = pytest.importorskip("gspo_kernels.backends.triton.batch_invariant_matmul")
-    monkeypatch.setattr(backends, "why_not", lambda *_: None)
+    monkeypatch.setattr(backends, "unavailable_reason", lambda *_: None)
     assert all(f"{VARIABLE}=1 enables it" in line for line in doctor.own_products(GPU))
     pretend(monkeypatch)
     for result, said in (
@@ -146,6 +146,6 @@ def test_doctor_says_what_came_of_a_comparison(monkeypatch):
         (2.0, "off by 2 times"),
         (torch.OutOfMemoryError("full"), "full"),
     ):
-        for module, name in ((exponentials, "_FIRST_USE"), (products, "TENSOR_MAPS")):
-            monkeypatch.setattr(module, name, FirstUse(lambda _, result=result: raised(result)))
+        for module, name in ((exponentials, "_SELF_TEST"), (products, "TENSOR_MAPS")):
+            monkeypatch.setattr(module, name, SelfTest(lambda _, result=result: raised(result)))
         assert all(said in line for line in doctor.own_products(GPU))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.backends.dispatch import why_not
+from gspo_kernels.backends.dispatch import unavailable_reason
 from tests.cases import HEAD, Case, Result, device_of, generator, make_case, offsets, pad, run
 
 # Triton where there is a GPU. On such a machine the C++ extension may be missing, and "auto" on the CPU would
@@ -172,7 +172,7 @@ def test_a_frozen_head():
 
 def test_other_backends_rows():
     """Triton's kernels under the interpreter keep their bits, too."""
-    if why_not("triton", torch.device("cpu")) is not None:
+    if unavailable_reason("triton", torch.device("cpu")) is not None:
         pytest.skip("Triton has no interpreter here")
     few = functools.partial(
         compute, part(problem(), (2, 7, 9)), gk.GSPO(0.999, 1e9), backend="triton", members=(0, 1, 2)

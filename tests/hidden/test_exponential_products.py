@@ -7,7 +7,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.backends import triton as kernels
-from gspo_kernels.backends.dispatch import why_not
+from gspo_kernels.backends.dispatch import unavailable_reason
 from gspo_kernels.backends.triton import exponentials as kernel_file
 from gspo_kernels.core.types import LogitTransform, RowOptions, Shard
 from gspo_kernels.hidden import gradients
@@ -25,7 +25,7 @@ ENTRY = "fused_linear_policy_loss"
 @pytest.fixture
 def here(monkeypatch):
     """Let the product serve the CPU, where PyTorch lacks products from bf16 to fp32."""
-    if (reason := why_not("triton", torch.device("cpu"))) is not None:
+    if (reason := unavailable_reason("triton", torch.device("cpu"))) is not None:
         pytest.skip(reason)
     monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
     mm, addmm = torch.mm, torch.addmm

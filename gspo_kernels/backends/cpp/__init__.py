@@ -1,4 +1,4 @@
-"""The C++ CPU backend: ``dispatch.RatioBackend`` over ``gspo_kernels._C``, built from csrc/."""
+"""The C++ CPU backend: ``protocol.RatioBackend`` over ``gspo_kernels._C``, built from csrc/."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @functools.cache
-def _why_not_loaded() -> str | None:
+def _load_error() -> str | None:
     """Load the extension. Return None, or the reason why it can't be loaded."""
     try:
         importlib.import_module(f"{__name__.rsplit('.', 2)[0]}._C")
@@ -54,14 +54,14 @@ def _why_not_loaded() -> str | None:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """See ``dispatch.RowBackend.unavailable``."""
+    """See ``protocol.RowBackend.unavailable``."""
     if device.type != "cpu":
         return f"the cpp backend serves CPU tensors only, not {device.type}"
-    return _why_not_loaded()
+    return _load_error()
 
 
 def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
-    """See ``dispatch.RowBackend.logprobs_forward``."""
+    """See ``protocol.RowBackend.logprobs_forward``."""
     stats = _empty_stats(rows, entropy)
     operators().logprobs_forward(*_row_arguments(rows), *stats)
     return stats
@@ -70,7 +70,7 @@ def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
 def logprobs_backward(
     rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
 ) -> None:
-    """See ``dispatch.RowBackend.logprobs_backward``."""
+    """See ``protocol.RowBackend.logprobs_backward``."""
     if grads.grad_entropy is not None and stats.entropy is None:
         raise ValueError("stats.entropy: got None, expected a tensor because grad_entropy is given")
     _check_out(rows.logits, out)
@@ -87,7 +87,7 @@ def logprobs_backward(
 
 
 def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
-    """See ``dispatch.RowBackend.logprobs_and_grad``."""
+    """See ``protocol.RowBackend.logprobs_and_grad``."""
     _check_out(rows.logits, out)
     stats = _empty_stats(rows, entropy=False)
     operators().logprobs_and_grad(
@@ -97,12 +97,12 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> Row
 
 
 def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-    """See ``dispatch.OnePassBackend.one_pass_pays``: it always pays, and the bits are the same."""
+    """See ``protocol.OnePassBackend.one_pass_pays``: it always pays, and the bits are the same."""
     return True
 
 
 def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor]:
-    """See ``dispatch.OnePassBackend.logprobs_and_rows``."""
+    """See ``protocol.OnePassBackend.logprobs_and_rows``."""
     _check_out(rows.logits, out)
     wide = stats_dtype(rows.logits.dtype)
     dtypes = (wide, torch.bfloat16) if wide == torch.float32 else (wide,)
@@ -121,7 +121,7 @@ _PIECE = 2**22
 def divergence(
     rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
-    """See ``dispatch.RowBackend.divergence``."""
+    """See ``protocol.RowBackend.divergence``."""
     logits, teacher_logits, teacher_transform = rows.logits, rows.teacher_logits, rows.teacher_transform
     if out is not None:
         _check_out(logits, out)
@@ -184,7 +184,7 @@ def ratio_step(
     kl: KLPenalty | None = None,
     recheck: Recheck = None,
 ) -> RatioStep:
-    """See ``dispatch.RatioBackend.ratio_step``."""
+    """See ``protocol.RatioBackend.ratio_step``."""
     new = logprobs.new_empty
     step = RatioStep(new(()), new(len(METRICS) + (kl is not None)), torch.empty_like(logprobs))
     beta = None if kl is None or kl.beta is None else kl.beta.to(torch.float64).expand(logprobs.shape)
@@ -211,7 +211,7 @@ def sequence_ratio_forward(
     ratio_clip: RatioClip,
     recheck: Recheck = None,
 ) -> SequenceRatioStats:
-    """See ``dispatch.RatioBackend.sequence_ratio_forward``."""
+    """See ``protocol.RatioBackend.sequence_ratio_forward``."""
     labels = rows.labels
     if mask is not None:
         labels = torch.where(merge_mask(mask, None, 0)[0], labels, rows.ignore_index)
@@ -236,7 +236,7 @@ def sequence_ratio_forward(
 
 
 def merge_mask(mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None, bool]:
-    """See ``dispatch.RowBackend.merge_mask``."""
+    """See ``protocol.RowBackend.merge_mask``."""
     mask, merged = (mask if mask.dtype in MASK_DTYPES else mask.double()).contiguous(), None
     counted = torch.empty_like(mask, dtype=torch.bool)
     if labels is not None:
@@ -248,7 +248,7 @@ def merge_mask(mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """See ``dispatch.RowBackend.scale_``."""
+    """See ``protocol.RowBackend.scale_``."""
     if factor.item() != 1.0:
         values.mul_(factor)
 
@@ -260,7 +260,7 @@ def operators() -> torch._ops._OpNamespace:
     Raises:
         RuntimeError: it is not there.
     """
-    reason = _why_not_loaded()
+    reason = _load_error()
     if reason is not None:
         raise RuntimeError(reason)
     return torch.ops.gspo_kernels_cpp

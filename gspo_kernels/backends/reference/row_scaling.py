@@ -1,6 +1,6 @@
 """Operations on rows of hidden states around the gradient products, in PyTorch: for backends without kernels.
 
-See ``dispatch.HiddenKernels``.
+See ``protocol.HiddenKernels``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def product_operand(
     bound: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See ``dispatch.HiddenKernels.product_operand``."""
+    """See ``protocol.HiddenKernels.product_operand``."""
     shares = coefficients.to(stats_dtype(hidden.dtype)).clamp(-bound, bound)
     shares = shares if factors is None else times(factors, shares)
     if unit is not None:
@@ -39,7 +39,7 @@ def product_operand(
 def lengths(
     labels: Tensor, ignore_index: int, cu_seqlens: Tensor | None, advantages: Tensor | None
 ) -> Tensor:
-    """See ``dispatch.HiddenKernels.lengths``."""
+    """See ``protocol.HiddenKernels.lengths``."""
     layout, counted = layout_of(labels, cu_seqlens), labels != ignore_index
     counts = layout.sum(exact(counted))
     if advantages is None:
@@ -58,7 +58,7 @@ def sum_unit(
     bound: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """See ``dispatch.HiddenKernels.sum_unit``."""
+    """See ``protocol.HiddenKernels.sum_unit``."""
     shares = coefficients.to(dtype).clamp(-bound, bound)
     unit = power_of_two(largest(shares if factors is None else times(factors, shares)))
     if before is None:
@@ -76,7 +76,7 @@ def store_hidden(
     scales: Tensor | None,
     whole_last: bool,
 ) -> None:
-    """See ``dispatch.HiddenKernels.store_hidden``."""
+    """See ``protocol.HiddenKernels.store_hidden``."""
     # a coefficient is a power of two, which rounds nothing, times a factor below 2, which multiplies now
     coefficients = coefficients.to(values.dtype)
     last = coefficients if whole_last else power_of_two(coefficients)
@@ -95,5 +95,5 @@ def store_hidden(
 
 
 def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
-    """See ``dispatch.HiddenKernels.scale_rows_``."""
+    """See ``protocol.HiddenKernels.scale_rows_``."""
     times_(values, (scales * factor).unsqueeze(-1))

@@ -61,7 +61,7 @@ def token_statistics(rows: LogitRows) -> RowStats:
 
 
 def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
-    """See ``dispatch.RowBackend.logprobs_forward``."""
+    """See ``protocol.RowBackend.logprobs_forward``."""
     stats = token_statistics(rows)
     return stats if entropy else stats._replace(entropy=None)
 
@@ -69,7 +69,7 @@ def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
 def logprobs_backward(
     rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
 ) -> None:
-    """See ``dispatch.RowBackend.logprobs_backward``."""
+    """See ``protocol.RowBackend.logprobs_backward``."""
     grad_logprobs, grad_entropy, grad_scale = grads
     with inner_autograd():
         leaf = constant_of(rows.logits).to(stats_dtype(rows.logits.dtype)).requires_grad_()
@@ -115,7 +115,7 @@ def _slopes_of_logprob(p: Tensor, labels: Tensor, logprobs: Tensor) -> Tensor:
 def merge_mask(
     mask: Tensor, labels: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None, bool | None]:
-    """See ``dispatch.RowBackend.merge_mask``."""
+    """See ``protocol.RowBackend.merge_mask``."""
     counted = (mask != 0).contiguous()
     if labels is None:
         return counted, None, None
@@ -124,7 +124,7 @@ def merge_mask(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """See ``dispatch.RowBackend.scale_``."""
+    """See ``protocol.RowBackend.scale_``."""
     if factor.item() != 1.0:
         values.mul_(factor)
 
@@ -135,7 +135,7 @@ def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: 
 
 
 def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
-    """See ``dispatch.RowBackend.logprobs_and_grad``."""
+    """See ``protocol.RowBackend.logprobs_and_grad``."""
     stats = logprobs_forward(rows, False)
     logprobs_backward(rows, stats, RowGradients(coefficients), out)
     return stats
@@ -144,7 +144,7 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> Row
 def divergence(
     rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
-    """See ``dispatch.RowBackend.divergence``."""
+    """See ``protocol.RowBackend.divergence``."""
     logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
     theirs = teacher_transform._replace(kept=transform.kept)
     wide, grad_logits = torch.promote_types(teacher_logits.dtype, stats_dtype(logits.dtype)), None

@@ -1,4 +1,4 @@
-"""The Triton backend: ``dispatch.RatioBackend`` as a module, for NVIDIA and AMD GPUs.
+"""The Triton backend: ``protocol.RatioBackend`` as a module, for NVIDIA and AMD GPUs.
 
 Kernels know rows, addresses and sequences of rows. Of reinforcement learning they know only the clip of
 ``RatioClip`` and its KL penalty.

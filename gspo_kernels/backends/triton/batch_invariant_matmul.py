@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gspo_kernels.backends.triton.launch import launch, platform, typed_kernel, without_spills
 from gspo_kernels.backends.triton.rows import narrowed
 from gspo_kernels.backends.triton.tiles import GROUP, ProductTile, add_product, tile_at
-from gspo_kernels.core.self_test import FirstUse, tensor_maps_enabled
+from gspo_kernels.core.self_test import SelfTest, tensor_maps_enabled
 
 STEP = 64
 """Products may be cut along K at multiples of this: the most values that a tile takes at a time."""
@@ -299,7 +299,7 @@ def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> tuple[Pro
 
 
 def excess(device: torch.device) -> float:
-    """Compare sums of operands as for logits, dHidden and dWeight with PyTorch's; see ``FirstUse``."""
+    """Compare sums of operands as for logits, dHidden and dWeight with PyTorch's; see ``SelfTest``."""
     rng, bf16 = torch.Generator("cpu").manual_seed(0), torch.bfloat16
     a, b = (
         torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu").to(device, bf16)
@@ -314,10 +314,14 @@ def excess(device: torch.device) -> float:
     return float((torch.stack(sums) - exact).abs().max() / 1e-2)
 
 
-TENSOR_MAPS = FirstUse(excess)
+TENSOR_MAPS = SelfTest(excess)
 """Where tensor maps, and 192 KiB of shared memory, bring what 16-bit products multiply."""
 
 
 def _has_tensor_maps(device: torch.device) -> bool:
     """Return whether tensor maps bring the operands. The interpreter needs no device that has them."""
-    return tensor_maps_enabled() if platform() == "interpreter" else TENSOR_MAPS.why_not(device) is None
+    return (
+        tensor_maps_enabled()
+        if platform() == "interpreter"
+        else TENSOR_MAPS.unavailable_reason(device) is None
+    )

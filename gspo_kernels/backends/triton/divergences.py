@@ -252,7 +252,7 @@ def divergence_kernel(
 def divergence(
     rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
-    """See ``dispatch.RowBackend.divergence``; raises as ``logprobs_backward``."""
+    """See ``protocol.RowBackend.divergence``; raises as ``logprobs_backward``."""
     logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
     logits, teacher_logits = with_contiguous_rows(logits), with_contiguous_rows(teacher_logits)
     B, T, _ = logits.shape

@@ -509,12 +509,12 @@ class HeadRows(NamedTuple):
     Attributes:
         stats: [1, n] each.
         factors: [n] fp32: d logprob/dlogits of row n is ``factors[n] * e[n]``; None where e is not stored.
-        rests: [n] fp32, what is to be added to each row's element at the label, whose rounding weighs most.
+        label_residual: [n] fp32, to be added to each row's element at the label, whose rounding weighs most.
     """
 
     stats: RowStats
     factors: Tensor | None
-    rests: Tensor | None
+    label_residual: Tensor | None
 
 
 def _numbers(n: int, V: int, labels: Tensor, transform: LogitTransform, ignore_index: int) -> list[Any]:

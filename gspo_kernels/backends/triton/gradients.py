@@ -188,7 +188,7 @@ def logprobs_backward_kernel(
 def logprobs_backward(
     rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
 ) -> None:
-    """See ``dispatch.RowBackend.logprobs_backward``.
+    """See ``protocol.RowBackend.logprobs_backward``.
 
     Raises:
         ValueError: ``out`` overlaps the logits in a way that the protocol doesn't allow.

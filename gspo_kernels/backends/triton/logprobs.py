@@ -51,7 +51,7 @@ def logprobs_forward_kernel(
 
 
 def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
-    """See ``dispatch.RowBackend.logprobs_forward``."""
+    """See ``protocol.RowBackend.logprobs_forward``."""
     logits, labels, transform, ignore_index = rows
     logits = with_contiguous_rows(logits)
     B, T, _ = logits.shape

@@ -36,7 +36,7 @@ def merge_mask_kernel(
 def merge_mask(
     mask: Tensor, labels: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None, bool | None]:
-    """See ``dispatch.RowBackend.merge_mask``."""
+    """See ``protocol.RowBackend.merge_mask``."""
     B, T = mask.shape
     counted, merged = torch.empty(B, T, dtype=torch.bool, device=mask.device), None
     if labels is not None:
@@ -86,7 +86,7 @@ def lengths_kernel(
 def lengths(
     labels: Tensor, ignore_index: int, cu_seqlens: Tensor | None, advantages: Tensor | None
 ) -> Tensor:
-    """See ``dispatch.HiddenKernels.lengths``."""
+    """See ``protocol.HiddenKernels.lengths``."""
     B, T = labels.shape
     packed = cu_seqlens is not None
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1

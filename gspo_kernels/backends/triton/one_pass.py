@@ -225,7 +225,7 @@ def logprobs_and_grad_kernel(
 
 
 def logprobs_and_grad(rows: LogitRows, coefficients: Tensor | None, out: Tensor) -> RowStats:
-    """See ``dispatch.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``. ``coefficients`` of
+    """See ``protocol.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``. ``coefficients`` of
     None stand for 1.
     """
     logits, labels, transform, ignore_index = rows
@@ -256,12 +256,12 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor | None, out: Tensor)
 
 
 def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, None]:
-    """See ``dispatch.OnePassBackend.logprobs_and_rows``; raises as ``logprobs_backward``."""
+    """See ``protocol.OnePassBackend.logprobs_and_rows``; raises as ``logprobs_backward``."""
     return logprobs_and_grad(rows, None, out), None
 
 
 def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-    """See ``dispatch.OnePassBackend.one_pass_pays``. It pays if rows stay on the chip and all are active:
+    """See ``protocol.OnePassBackend.one_pass_pays``. It pays if rows stay on the chip and all are active:
     inactive rows would be written for nothing. Sums have another order than in ``logprobs_forward``.
     """
     logits, vocabulary = rows.logits, rows.logits.shape[2]

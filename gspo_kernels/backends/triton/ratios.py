@@ -200,7 +200,7 @@ def ratio_step(
     kl: KLPenalty | None = None,
     recheck: Recheck = None,
 ) -> RatioStep:
-    """See ``dispatch.RatioBackend.ratio_step``."""
+    """See ``protocol.RatioBackend.ratio_step``."""
     old, advantages, weights, lengths, normalizer, cu_seqlens = operands
     old = logprobs if old is None else old
     B, T = logprobs.shape

@@ -127,7 +127,7 @@ def product_operand(
     bound: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See ``dispatch.HiddenKernels.product_operand``."""
+    """See ``protocol.HiddenKernels.product_operand``."""
     count, width = hidden.shape
     hidden = hidden.contiguous()
     out = torch.empty(count, width, dtype=dtype, device=hidden.device)
@@ -177,7 +177,7 @@ def sum_unit(
     bound: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """See ``dispatch.HiddenKernels.sum_unit``."""
+    """See ``protocol.HiddenKernels.sum_unit``."""
     out = torch.empty(2, dtype=dtype, device=coefficients.device)
     launch(
         sum_unit_kernel, 1, out.device, _TILE,
@@ -264,7 +264,7 @@ def store_hidden(
     scales: Tensor | None,
     whole_last: bool,
 ) -> None:
-    """See ``dispatch.HiddenKernels.store_hidden``."""
+    """See ``protocol.HiddenKernels.store_hidden``."""
     count, width = values.shape
     values = values.contiguous()
     launch(
@@ -308,7 +308,7 @@ def scale_rows_kernel(
 
 
 def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
-    """See ``dispatch.HiddenKernels.scale_rows_``."""
+    """See ``protocol.HiddenKernels.scale_rows_``."""
     width = values.shape[-1]
     count = values.numel() // width
     launch(

@@ -45,7 +45,7 @@ def scale_kernel(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """See ``dispatch.RowBackend.scale_``."""
+    """See ``protocol.RowBackend.scale_``."""
     count = values.numel()
     launch(
         scale_kernel, min(-(-count // _TILE.block), _PROGRAMS), values.device, _TILE,

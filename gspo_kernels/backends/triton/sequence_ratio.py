@@ -131,7 +131,7 @@ def sequence_ratio_forward(
     ratio_clip: RatioClip,
     recheck: Recheck = None,
 ) -> SequenceRatioStats:
-    """See ``dispatch.RatioBackend.sequence_ratio_forward``."""
+    """See ``protocol.RatioBackend.sequence_ratio_forward``."""
     logits, labels, transform, ignore_index = rows
     logits = with_contiguous_rows(logits)
     old, advantages, weights, lengths, normalizer, cu_seqlens = operands

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.core.memory import used_memory
-from gspo_kernels.core.self_test import FirstUse
+from gspo_kernels.core.self_test import SelfTest
 from gspo_kernels.core.types import LogitTransform, RowGradients, RowOptions, RowStats
 from gspo_kernels.hidden.chunk import Chunk, Projected
 from gspo_kernels.hidden.matmul.pytorch import HeadMatmul
@@ -54,9 +54,9 @@ class ExponentialMatmul(HeadMatmul):
         """Return statistics and rows. With an entropy the slope of a softcap is still missing in the rows,
         and ``add_entropy`` multiplies it.
         """
-        stats, factors, rests = self._project(chunk, out, entropy)
+        stats, factors, label_residual = self._project(chunk, out, entropy)
         written = not (entropy and self.options.transform.softcap)
-        return Projected(out, stats, written, factors, rests)
+        return Projected(out, stats, written, factors, label_residual)
 
     def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
         from gspo_kernels.backends.triton.exponentials import exponentials
@@ -103,7 +103,7 @@ class ExponentialMatmul(HeadMatmul):
         """Turn exponentials into the gradient of log-probs and entropy, in place."""
         from gspo_kernels.backends.triton.exponentials import HeadRows
 
-        head = HeadRows(projected.stats, projected.factors, projected.rests)
+        head = HeadRows(projected.stats, projected.factors, projected.label_residual)
         self._add_entropy(projected.values, head, chunk, grads)
 
     @staticmethod
@@ -139,7 +139,7 @@ def exponentials_unavailable(weight: Tensor, logits_dtype: str, options: RowOpti
 
 def excess(device: torch.device) -> float:
     """Compare a small head, with labels and rows of every kind, with PyTorch's products in fp64; see
-    ``FirstUse``.
+    ``SelfTest``.
     """
     from gspo_kernels.backends.triton.exponentials import exponentials
 
@@ -167,9 +167,9 @@ def excess(device: torch.device) -> float:
     return float(torch.stack([share.max() for share in shares]).max())
 
 
-_FIRST_USE = FirstUse(excess)
+_SELF_TEST = SelfTest(excess)
 
 
 def unavailable_on(device: torch.device) -> str | None:
     """Return why the product can't run on a device, or None."""
-    return _FIRST_USE.why_not(device)
+    return _SELF_TEST.unavailable_reason(device)

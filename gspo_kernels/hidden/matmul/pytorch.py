@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.dispatch import OnePassBackend, load
+from gspo_kernels.backends.dispatch import load
+from gspo_kernels.backends.protocol import OnePassBackend
 from gspo_kernels.core.exact import largest, power_of_two
 from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.torch_internals import onednn_multiplies
@@ -179,8 +180,8 @@ class HeadMatmul:
     # --- some columns of rows with known statistics
 
     def known_rows(self, chunk: Chunk, stats: RowStats, grads: RowGradients, active: Tensor) -> Any:
-        """Return what ``column_rows`` needs to know of all columns, or None; the rows' factors and rests are
-        in its ``head``.
+        """Return what ``column_rows`` needs to know of all columns, or None. Its ``head`` has the rows' factors
+        and residuals at their labels.
 
         Args:
             chunk: the rows.

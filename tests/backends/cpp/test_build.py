@@ -124,7 +124,7 @@ def test_other_devices_are_refused():
 
 
 def test_calls_without_the_extension_raise_its_reason(monkeypatch):
-    monkeypatch.setattr(cpp, "_why_not_loaded", lambda: "the reason")
+    monkeypatch.setattr(cpp, "_load_error", lambda: "the reason")
     monkeypatch.setattr(cpp, "operators", cpp.operators.__wrapped__)
     assert cpp.unavailable(CPU) == "the reason"
     logits, labels = torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.int64)
