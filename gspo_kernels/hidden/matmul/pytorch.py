@@ -180,8 +180,8 @@ class HeadMatmul:
     # --- some columns of rows with known statistics
 
     def known_rows(self, chunk: Chunk, stats: RowStats, grads: RowGradients, active: Tensor) -> Any:
-        """Return what ``column_rows`` needs to know of all columns, or None. Its ``head`` has the rows' factors
-        and residuals at their labels.
+        """Return what ``column_rows`` needs to know of all columns, or None. Its ``head`` has the rows'
+        factors and residuals at their labels.
 
         Args:
             chunk: the rows.
