@@ -123,8 +123,8 @@ def fixed(options: Options) -> dict[str, Any]:
 
 
 def load_product(device: torch.device) -> Call | None:
-    """Return the product that ships: (hidden, weight, labels, store=True) -> e [N, V], factors and residuals [N],
-    and log-probs [N]; without ``store`` log-probs alone. None where there are no tensor maps.
+    """Return the product that ships: (hidden, weight, labels, store=True) -> e [N, V], factors and residuals
+    [N], and log-probs [N]; without ``store`` log-probs alone. None where there are no tensor maps.
     """
     if device.type != "cuda":
         return None
