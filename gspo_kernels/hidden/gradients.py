@@ -323,7 +323,8 @@ class Accumulators:
         """Return memory for logits, [row_count, V]; the next call returns the same memory."""
         if self._logits is None:
             self._logits = self.call.matmul.allocate(max(row_count, self.max_rows))
-        return self._logits[:row_count, : self.call.matmul.vocabulary]
+        rows, vocabulary = self._logits[:row_count], self.call.matmul.vocabulary
+        return rows if rows.shape[1] == vocabulary else rows[:, :vocabulary]
 
     # --- statistics
 

@@ -57,7 +57,7 @@ class LossAccumulators(Accumulators):
         has_ratio: a ratio, which would show the last bits of the log-probs.
         sequence_sums: dWeight and dBias of one deferred sequence; None where no sequence is deferred.
         centering: what is centered, or None.
-        centered: 0-d, what centering adds to the loss.
+        centered: with centering: 0-d, what it adds to the loss.
     """
 
     def __init__(
@@ -69,8 +69,9 @@ class LossAccumulators(Accumulators):
         centering: CenteringRows | None = None,
     ):
         self.decisions, self.plan, self.terms, self.centering = decisions, plan, terms, centering
-        device = call.labels.device
-        self.centered = torch.zeros((), dtype=exact_dtype(device), device=device)
+        if centering is not None:
+            device = call.labels.device
+            self.centered = torch.zeros((), dtype=exact_dtype(device), device=device)
         self.min_rows_to_skip = call.matmul.min_rows_to_sync if decisions.skips else math.inf
         self.has_ratio = terms.old_logprobs is not None or terms.ref_logprobs is not None
         schedules = [step.schedule for step in plan.steps]
