@@ -60,7 +60,7 @@ TESTS = {
     "gspo_kernels/logits/": f"{OPERATORS} tests/test_selected.py {TEACHERS} {CALLS} tests/distributed",
     "gspo_kernels/distributed/": f"tests/distributed {ERRORS}",
     "gspo_kernels/backends/reference/": f"{TEACHERS} {SELECTED} tests/backends/test_rows.py {CALLS}",
-    "gspo_kernels/rewards.py": "tests/test_rewards.py",
+    "gspo_kernels/rewards.py": "tests/test_ready_made_rewards.py",
     "gspo_kernels/logprobs.py": f"{SELECTED} {ERRORS} {CALLS} tests/distributed",
     "gspo_kernels/logits/sequence_ratio.py": RATIOS,
     "gspo_kernels/trainer/": f"{UPDATES} tests/trainer tests/examples",
