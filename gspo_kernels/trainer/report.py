@@ -224,16 +224,19 @@ class _LenientStream:
 
 @contextmanager
 def lenient_output() -> Iterator[None]:
-    """Let no stdout or stderr end the body: without a reader, on a closed terminal, without a character."""
+    """Let no stdout or stderr end the body: without a reader, on a closed terminal, without a character, or
+    None, as in a process that was started without streams.
+    """
     streams = sys.stdout, sys.stderr
-    lenient: list[Any] = [stream and _LenientStream(stream) for stream in streams]
-    sys.stdout, sys.stderr = lenient
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
-        for stream in filter(None, lenient):
-            stream.flush()
+    with Path(os.devnull).open("w") as nowhere:
+        lenient: list[Any] = [_LenientStream(stream or nowhere) for stream in streams]
+        sys.stdout, sys.stderr = lenient
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+            for stream in lenient:
+                stream.flush()
 
 
 def _records(rollout: Rollout, batch: Batch, prompts: Prompts, tokenizer: Any) -> Iterator[Metrics]:

@@ -212,12 +212,15 @@ def test_a_closed_terminal_ends_a_run_as_a_termination_does_unless_it_is_ignored
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "terminal", "ascii"])
+@pytest.mark.parametrize("kind", ["pipe", "terminal", "ascii", "none"])
 def test_output_never_ends_a_run(tmp_path, tokenizer, kind):
-    """The reader leaves or the terminal closes during the first reward; or the stream takes ASCII only."""
+    """The reader leaves or the terminal closes during the first reward; the stream takes ASCII only; or there
+    is no stream, as in a process that was started without one.
+    """
 
     log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
-    reader, writer = {"pipe": os.pipe, "terminal": os.openpty, "ascii": lambda: (log, os.dup(log))}[kind]()
+    streams = {"pipe": os.pipe, "terminal": os.openpty}
+    reader, writer = streams.get(kind, lambda: (log, os.dup(log)))()
     left = []
 
     def during():
@@ -226,7 +229,8 @@ def test_output_never_ends_a_run(tmp_path, tokenizer, kind):
         print("\u2713 a reward prints", flush=True)
 
     def unheard():
-        sys.stdout = sys.stderr = os.fdopen(writer, "w", encoding="ascii" if kind == "ascii" else "utf-8")
+        encoding = "ascii" if kind == "ascii" else "utf-8"
+        sys.stdout = sys.stderr = None if kind == "none" else os.fdopen(writer, "w", encoding=encoding)
         run(tmp_path / "run", tokenizer, resume=False, steps=2, during=during)
 
     child = forked(unheard)  # which at its end flushes both streams
