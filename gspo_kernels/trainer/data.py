@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -213,6 +214,14 @@ def prepare_prompts(
     if any(ids[-1] == tokenizer.eos_token_id and not text.endswith(end) for text, ids in texts):
         why = "so completions begin after the end; set add_eos_token to false in tokenizer_config.json"
         warnings.warn(f"{name}: the tokenizer appends its end token {end} to prompts, {why}", stacklevel=2)
+    start = getattr(tokenizer, "bos_token_id", None)
+    if start is not None and any(ids[:2] == [start, start] for ids in tokens):
+        cure = "remove one from the texts, or set add_bos_token to false in tokenizer_config.json"
+        warnings.warn(f"{name}: prompts begin with two {tokenizer.bos_token} tokens; {cure}", stacklevel=2)
+    contents = [prompt[-1]["content"] for prompt in asked if not isinstance(prompt, str)]
+    if contents and (end := _end_of_turn(tokenizer, template)) and any(end in text for text in contents):
+        cure = "set data.prompt_template to '{prompt}', or give messages without it"
+        warnings.warn(f"{name}: prompts have the chat template and get it again; {cure}", stacklevel=2)
     return Prompts(rows, tokens, column_names(rows), asked)
 
 
@@ -228,6 +237,18 @@ def _ask(prompt: Any, tokenizer: Any, options: DataConfig) -> Any:
     if system is None or prompt[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": system}, *prompt]
+
+
+def _end_of_turn(tokenizer: Any, options: Mapping[str, Any]) -> str:
+    """Return what the chat template writes after the message of a user, "" if that is not known."""
+    message = [{"role": "user", "content": "content 0123"}]
+    for opens_next in (False, True):
+        turn = {"add_generation_prompt": opens_next, **options}
+        with suppress(Exception):  # of a template that does not take one message alone
+            text = tokenizer.apply_chat_template(message, tokenize=False, **turn)
+            if end := text.rpartition("content 0123")[2].strip():
+                return str(end)
+    return ""
 
 
 def encode_prompt(tokenizer: Any, prompt: Any, place: str, options: Mapping[str, Any]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 
 import datasets
 import numpy as np
@@ -229,6 +230,42 @@ def test_an_end_token_that_the_tokenizer_appends_is_warned_about(recwarn, prompt
     assert (ids[-1] == own.eos_token_id) == (appends or prompt != "ab")
     found = [str(each.message) for each in recwarn if "appends its end token" in str(each.message)]
     assert len(found) == (appends and prompt == "ab")
+
+
+TEMPLATES = [CHATML, "[{{ messages[0].role }}] {{ messages[0].content }}\n[assistant] "]
+TEMPLATES += ["USER: {{ messages[0].content }}{{ ' ASSISTANT:' if add_generation_prompt }}"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_prompt_templated_twice_is_warned_about(template):
+    chat = demo.make_tokenizer()
+    chat.chat_template = template
+    message = [{"role": "user", "content": "hi"}]
+    text = chat.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    for prompt, options, twice in (
+        ("hi", None, False),
+        (message, None, False),
+        (text, None, True),
+        ([message[0] | {"content": text}], None, True),
+        (text, BARE, False),
+    ):
+        with warnings.catch_warnings(record=True, action="always") as found:
+            prepare_prompts(chat, [{"prompt": "x"}, {"prompt": prompt}], "d", longest=None, options=options)
+        assert any("have the chat template" in str(each.message) for each in found) == twice
+
+
+@pytest.mark.parametrize("prompt", ["ab", "<s>ab"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_two_begin_tokens_are_warned_about(recwarn, prompt, adds):
+    own = demo.make_tokenizer()
+    own.add_special_tokens({"bos_token": "<s>"})
+    if adds:
+        start = ("<s>", own.bos_token_id)
+        own.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[start])
+    ids = prepare_prompts(own, [{"prompt": prompt}], "data", longest=None).tokens[0]
+    twice = ids.count(own.bos_token_id) == 2
+    assert twice == (adds and prompt == "<s>ab")
+    assert any("begin with two <s>" in str(each.message) for each in recwarn) == twice
 
 
 @pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
