@@ -97,11 +97,15 @@ class Report:
         options = {
             "tensorboard": {"purge_step": 0 if step is None else step + 1},
             "wandb": {"name": os.environ.get("WANDB_NAME", name), "dir": str(self.directory.trackers)},
+            "trackio": {"name": name},
             "mlflow": {"run_name": name},
         }
         plain = {k: v if isinstance(v, int | float) else str(v) for k, v in flat(settings).items()}
         project = os.environ.get("WANDB_PROJECT", "gspo")
-        self.accelerator.init_trackers(project, plain if step is None else None, init_kwargs=options)
+        self.accelerator.init_trackers(project, init_kwargs=options)
+        for tracker in self.accelerator.trackers:
+            if step is None or tracker.name != "tensorboard":  # each call would be another run there
+                tracker.store_init_configuration(plain)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write, track and print a step; print the warnings that are due.

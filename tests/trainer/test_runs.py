@@ -169,6 +169,8 @@ def test_trackers_get_metrics_and_completions(tmp_path, tokenizer, monkeypatch):
     (_, purge), same_run = trained(4, resume=True)
     assert purge == {"purge_step": 3} and same_run == run
     assert writer.add_hparams.call_count == 1  # each call is another run of TensorBoard's
+    settings = [call.args[0]["update.steps"] for call in wandb.config.update.call_args_list]
+    assert settings == [2, 4], "a resumed run is a new one in wandb, which needs its settings"
 
 
 def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tokenizer, straight):
