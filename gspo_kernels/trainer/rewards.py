@@ -223,10 +223,6 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _TimeIsUp
 
-    if threading.current_thread() is not threading.main_thread():
-        raise InputError(
-            f"reward_timeout: got {seconds:g} in a thread; only the main thread can have a limit"
-        )
     before = signal.signal(signal.SIGALRM, stop)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -255,6 +251,10 @@ class _Call:
         return {name: v for name, v in arguments.items() if takes_all or name in parameters}
 
     def check(self, columns: Sequence[str]) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.timeout is not None and not (self.is_async or is_main):
+            limit = "only the main thread can have a limit, or coroutines"
+            raise InputError(f"reward_timeout: got {self.timeout:g} for {self.what} in a thread; {limit}")
         bound = self.function.keywords if isinstance(self.function, partial) else {}
         if twice := [name for name in (*RESERVED, *columns) if name in bound]:
             raise InputError(f"{self.what}: {', '.join(twice)} is an option and a column")
@@ -272,7 +272,7 @@ class _Call:
 
     def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
         """Start a coroutine in a daemon thread, with this thread's torch state."""
-        grad, own = torch.is_grad_enabled(), own_copies(self.accepted(arguments))
+        grad = torch.is_grad_enabled()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         future: Future[Any] = Future()
         loop = self.loop = self.loop or asyncio.new_event_loop()
@@ -283,7 +283,8 @@ class _Call:
             if device is not None:
                 torch.cuda.set_device(device)
             try:
-                future.set_result(loop.run_until_complete(self.function(**own)))
+                values = self.function(**own_copies(self.accepted(arguments)))
+                future.set_result(loop.run_until_complete(values))
             except BaseException as error:
                 future.set_exception(error)
 

@@ -96,6 +96,8 @@ def test_a_reward_that_raises_or_exits_is_named_with_the_place(timeout):
             words = re.escape(f"{function.__name__} raised {error!r} (") + ".*test_rewards.py, line"
             with pytest.raises(InputError, match=words):
                 RewardSet([function], timeout=timeout)(*ARGUMENTS)
+            with pytest.raises(InputError, match=rf"{function.__name__} raised TypeError.*cannot pickle"):
+                RewardSet([function], timeout=timeout)(["p"], [threading.Lock()], [[1]], {})
 
 
 def test_what_cannot_be_summed_or_called_is_refused():
@@ -221,7 +223,7 @@ def test_grad_mode_and_interrupts_pass_through(is_async, in_main):
         with pytest.raises(KeyboardInterrupt):
             run(interrupted, True)
         if not in_main:
-            with pytest.raises(InputError, match="only the main thread can have a limit"):
+            with pytest.raises(InputError, match=r"^reward_timeout: .* only the main thread"):
                 pool.submit(RewardSet([grad_mode], timeout=1.0), *ARGUMENTS).result()
 
 
