@@ -52,6 +52,19 @@ def options(model, jsonl, reward_file, output):
     ]
 
 
+def test_a_file_has_no_subset_which_the_other_dataset_needs(tmp_path, monkeypatch, llama, jsonl, reward_file):
+    seen = []
+
+    def load(source, **options):
+        seen.append(options["subset"])
+        return [{"prompt": "ab"}]
+
+    monkeypatch.setattr("gspo_kernels.trainer.data.load_prompts", load)
+    line = [*options(llama, jsonl, reward_file, tmp_path / "out"), "--data.subset", "main"]
+    assert cli.main(["train", *line, "--eval_dataset", "organization/name"]) == 1  # rows have no letter
+    assert seen == [None, "main"]
+
+
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -35,7 +35,7 @@ ROWS = [{"prompt": prompt} for prompt in ("ab", "bcdefghijk", "c", "dabc", "ea",
 
 def fsdp2(accelerator):
     """Set up sharding on a CPU. Accelerate by itself would run DDP instead."""
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     if accelerator.mixed_precision != "no":
@@ -259,10 +259,16 @@ def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tok
 
 
 def test_setups_that_would_train_otherwise_are_refused(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(InputError, match="2 processes were started and accelerate set up 1"):
-            check_processes(make_accelerator())
+    accelerator = make_accelerator()
+    state = accelerator.state
+    for change, words in (
+        (("setenv", "WORLD_SIZE", "2"), "2 processes were started and accelerate set up 1"),
+        (("setitem", vars(state), "_mixed_precision", "fp16"), "got fp16, expected no or bf16"),
+        (("setattr", state, "distributed_type", DistributedType.DEEPSPEED), "FSDP version 2"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
+            getattr(patch, change[0])(*change[1:])
+            check_processes(accelerator)
     for name, value in (
         ("activation_checkpointing", True),
         ("ignored_modules", "lm_head"),

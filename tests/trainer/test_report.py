@@ -5,6 +5,7 @@ import math
 import resource
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +108,14 @@ def test_a_step_is_a_line_with_the_time_left(tmp_path, monkeypatch, capsys, term
     for step, line in zip(shown, lines, strict=True):
         assert line.endswith(f" {50 * (30 - step)} s left") and SHOWN in " ".join(line.split())
     assert "reward -" in metrics_line({}, STEP) and "greedy -" in metrics_line({}, EVALUATION)
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("linux", 1024)])
+def test_peak_memory_in_the_platforms_unit(tmp_path, monkeypatch, platform, unit):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2**30 // unit))
+    make_report(tmp_path).step(1, RECORD)
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["memory/peak_gib"] == 1.0
 
 
 FINE = {"reward/mean": 0.5, "groups_without_variance": 0.5, "completions/finished": 0.5}

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -424,12 +425,30 @@ def test_what_reaches_the_update(tmp_path, tokenizer):
     assert torch.equal(found.advantages, gdpo(table, group_size=4, weights=each))
 
 
-def test_options_of_memory_and_precision_have_an_effect(tmp_path, tokenizer):
-    """No other run here depends on them."""
+def test_a_seed_has_an_effect(tmp_path, tokenizer):
+    """A seed decides what is sampled of one prompt, not only in which order prompts come."""
 
-    def made(**sections):
+    def sampled(seed):
+        seen = []
+
+        def reward(completion_ids):
+            seen.extend(completion_ids)
+            return odd_share(completion_ids)
+
+        config = small_config(tmp_path / "run", seed=seed, update={"steps": 1})
+        make_trainer(tokenizer, ROWS[:1], reward, config, eval_dataset=None).train(overwrite=True)
+        return seen
+
+    first = sampled(0)
+    assert sampled(0) == first != sampled(1)
+
+
+def test_options_that_change_no_other_run_here(tmp_path, tokenizer):
+    """Options of memory and precision, and the time limit of rewards."""
+
+    def made(reward=odd_share, **sections):
         config = small_config(tmp_path / "run", **sections)
-        return make_trainer(tokenizer, ROWS, odd_share, config, accelerator=None)
+        return make_trainer(tokenizer, ROWS, reward, config, accelerator=None)
 
     def passes(**update):
         """Return the numbers of forward passes through the policy and its first layer in an update."""
@@ -443,6 +462,8 @@ def test_options_of_memory_and_precision_have_an_effect(tmp_path, tokenizer):
     whole, small, again = passes(), passes(micro_batch_tokens=4), passes(gradient_checkpointing=True)
     assert small["policy"] > whole["policy"] == again["policy"] and again["layer"] > whole["layer"]
     assert made(rollout={"batch_size": 5}).engine.batch_size == 5
+    with pytest.raises(InputError, match=r"more than 0\.05 seconds"):
+        made(lambda completions: time.sleep(5), reward_timeout=0.05).rewards(["a"], ["b"], [[1]], {})
     for precision, used, mixed in (("auto", "fp32", "no"), ("bf16", "bf16", "bf16")):
         AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first precision
         trainer = made(update={"precision": precision})
