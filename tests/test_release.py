@@ -67,7 +67,7 @@ def test_check_refuses(tmp_path, monkeypatch, name, inside, said):
         build.check(tmp_path)
 
 
-def test_a_bare_environment_has_no_compiler_and_no_checkout(tmp_path, monkeypatch):
+def test_a_bare_environment_has_no_compiler(tmp_path, monkeypatch):
     for name in ("PYTHONPATH", "CXX", "LD_LIBRARY_PATH", "GSPO_KERNELS_NO_EXT", "VIRTUAL_ENV"):
         monkeypatch.setenv(name, str(ROOT))
     monkeypatch.setenv("PIP_INDEX_URL", "kept")

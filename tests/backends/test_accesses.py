@@ -136,7 +136,7 @@ def test_rows_are_read_once_and_written_once(dtype):
 
 
 @pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
-def test_both_sides_of_a_divergence_are_read_once_in_the_backward(beta):
+def test_divergences_read_both_sides_once(beta):
     """The forward reads each row twice; the second walk is meant to hit the cache."""
     logits = torch.randn(2, 3, V).bfloat16()
     teacher, out = logits.flip(0).clone(), torch.empty_like(logits)
@@ -218,7 +218,7 @@ def test_a_missing_barrier_is_found():
 
 @pytest.mark.parametrize("V", [301, 304])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_programs_that_share_a_row_write_what_one_writes(dtype, V, monkeypatch):
+def test_programs_that_share_a_row_write_the_same(dtype, V, monkeypatch):
     """However many they are, in place or not; of rows without a gradient each writes its zeros."""
     logits, labels, *grads = draw(V, dtype, B=1, T=4)
     labels[0, 1], grads[0][0, 2], grads[1][0, 2] = IGNORE, 0.0, 0.0

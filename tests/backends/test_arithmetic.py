@@ -44,7 +44,7 @@ def summed(*given):
     return total.item(), count.item()
 
 
-def test_neither_padding_nor_holes_nor_the_order_change_a_sum():
+def test_padding_holes_and_order_change_no_sum():
     """Log-ratios are rounded to a grid, where a sum has one value; numbers beyond it stay as they are."""
     rng, size = generator(0), 700
     # from near 0, where the grid is coarser than fp32, to far off-policy
@@ -79,7 +79,7 @@ def narrowing(values, out, COUNT: tl.constexpr, PLATFORM: tl.constexpr):
 
 @interpreted
 @pytest.mark.parametrize("platform", ["interpreter", "hip"])
-def test_numbers_of_all_sizes_are_rounded_as_pytorch_rounds(platform):
+def test_numbers_of_all_sizes_round_as_in_pytorch(platform):
     """All upper halves of fp32 are tried, among them ties, subnormal numbers and NaN of many payloads."""
     for low in (0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         bits = np.arange(2**16, dtype=np.uint32) << 16 | np.uint32(low)
@@ -119,7 +119,7 @@ def rows_of(width, dtype):
 @interpreted
 @pytest.mark.parametrize("width", [16, 130])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32])
-def test_an_operand_is_hidden_states_times_bounded_coefficients(dtype, width):
+def test_operands_have_bounded_coefficients(dtype, width):
     hidden, factors = rows_of(width, dtype)
     unit, most = torch.tensor(2.0**-3), MAX_IN_SUMS[FP32]
     shares = SIZES.clamp(-most, most)
@@ -142,7 +142,7 @@ def test_an_operand_is_hidden_states_times_bounded_coefficients(dtype, width):
 @pytest.mark.parametrize("width", [16, 130])
 @pytest.mark.parametrize("whole_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rows_of_hidden_gradients_lose_nothing_whatever_their_coefficients(dtype, whole_last, width):
+def test_hidden_gradients_lose_nothing_to_rounding(dtype, whole_last, width):
     values, factors = rows_of(width, FP32)
     values = values * torch.logspace(-12, 12, len(SIZES)).unsqueeze(1)
     hidden, scales = torch.full((14, width), 9.0, dtype=dtype), torch.full((14,), 9.0)

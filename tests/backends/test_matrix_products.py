@@ -120,7 +120,7 @@ def views(matrix, around=20):
 
 
 @pytest.mark.slow
-def test_an_element_depends_on_its_row_and_its_column_alone(way, monkeypatch):
+def test_elements_depend_on_row_and_column_alone(way, monkeypatch):
     """Strides, memory around, other rows and columns, threads and multiprocessors change no bit."""
     large = (530, 1000, 600) if way.name == "best" else (100, 130, 300)
     threads = torch.get_num_threads()
@@ -171,7 +171,7 @@ def test_products_of_a_head(way, product):
         assert torch.equal(way(left, right, got.new_empty(72, 139)[:, 3:]), got)
 
 
-def test_the_first_use_of_tensor_maps_sees_one_wrong_sum(way, monkeypatch):
+def test_the_self_test_sees_one_wrong_sum(way, monkeypatch):
     if not tensor_maps_enabled():
         pytest.skip("only Triton's products take tensor maps")
     from gspo_kernels.backends.triton import batch_invariant_matmul as ours
@@ -188,7 +188,7 @@ def test_the_first_use_of_tensor_maps_sees_one_wrong_sum(way, monkeypatch):
         assert not ours.excess(way.device) <= 1
 
 
-def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(way):
+def test_pieces_add_up_in_their_order(way):
     """A call has the bits of separate products added one after another, however calls share the pieces."""
     ends = [64, 192, 300] if way.name == "triton" else [1, 41, 41 + PIECE, 290, 301]
     for dtype, turned in itertools.product(way.dtypes, (False, True)):
@@ -207,7 +207,7 @@ def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(way):
             assert not torch.equal(way(a, b, there.clone(), accumulate=True), whole)
 
 
-def test_infinities_and_nan_stay_in_their_rows_and_columns(way):
+def test_infinities_stay_in_their_rows_and_columns(way):
     for dtype in way.dtypes:
         a, b = way.draw((30, 50, 77), dtype)
         a, b, clean = a.clone(), b.clone(), way(a, b)
@@ -239,7 +239,7 @@ def test_operands_and_ends_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("depth", [40, 600])
-def test_large_results_go_past_the_caches_and_are_the_same(depth):
+def test_large_results_are_the_same(depth):
     """Results from 32 MiB on are streamed if rows begin at cache lines; a partial vector is left."""
     way = Way("best")
     for dtype in way.dtypes:
@@ -264,7 +264,7 @@ def test_large_results_go_past_the_caches_and_are_the_same(depth):
         ("avx512", "as fp32", BF16),
     ],
 )
-def test_instructions_with_the_same_sums_have_the_same_bits(one, other, dtype):
+def test_instructions_of_equal_sums_have_equal_bits(one, other, dtype):
     """Without bf16 instructions, bf16 is multiplied as fp32, in pieces of the same number of values."""
     if not all(name == "as fp32" or has_instructions(name, dtype) for name in (one, other)):
         pytest.skip("this processor lacks one of them")
@@ -277,7 +277,7 @@ def test_instructions_with_the_same_sums_have_the_same_bits(one, other, dtype):
         torch.testing.assert_close(Way(one)(a, b), want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_amx_takes_subnormal_numbers_for_zero_and_leaves_none():
+def test_amx_takes_subnormal_numbers_for_zero():
     smallest, subnormal = 2.0**-126, 2.0**-130
     a = torch.tensor([[subnormal, 1.0], [smallest, -1.0], [smallest, 0.0]], dtype=BF16)
     b = torch.tensor([[2.0**100], [smallest]], dtype=BF16)

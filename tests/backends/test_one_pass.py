@@ -82,7 +82,7 @@ def and_rows(logits, labels, narrow, transform=PLAIN):
 
 
 @pytest.mark.parametrize("narrow", (BF16, FP16))
-def test_rows_over_their_own_logits_are_as_exact_as_plain_pytorch(narrow):
+def test_rows_over_their_own_logits_are_exact(narrow):
     logits, labels, *_ = draw(CHUNK, FP32, B=1, T=4)
     ones = torch.ones(labels.shape)
     assert GPU or on_chip_tile(logits, logits, WARM).blocks == 2
@@ -96,7 +96,7 @@ def test_rows_over_their_own_logits_are_as_exact_as_plain_pytorch(narrow):
 @pytest.mark.skipif(GPU, reason="the interpreter orders programs and counts accesses")
 @pytest.mark.parametrize("out_dtype", (FP32, BF16))
 @pytest.mark.parametrize("coefficients", (False, True))
-def test_each_logit_is_read_once_and_no_order_is_needed(coefficients, out_dtype):
+def test_each_logit_is_read_once_in_any_order(coefficients, out_dtype):
     """The label's logit is read once more. An ignored row isn't read, and every gradient is written once."""
     logits, labels, grad, _ = draw(CHUNK, FP32, B=1, T=3)
     labels[0, 1], grad[0, 2] = IGNORE, 0.0
@@ -152,7 +152,7 @@ def test_rows_come_along_only_where_that_is_less_work():
         ("3.9.0", (9, 4), "hip", 1),
     ],
 )
-def test_clusters_need_a_triton_and_a_gpu_that_know_them(monkeypatch, version, capability, platform, blocks):
+def test_clusters_need_a_triton_and_a_gpu(monkeypatch, version, capability, platform, blocks):
     monkeypatch.setattr(one_pass.triton, "__version__", version)
     monkeypatch.setattr(one_pass, "platform", lambda: platform)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -162,7 +162,7 @@ def test_clusters_need_a_triton_and_a_gpu_that_know_them(monkeypatch, version, c
 # --- what is refused
 
 
-def test_gradients_that_overlap_their_logits_otherwise_are_refused():
+def test_overlapping_gradients_are_refused():
     logits, labels, grad, _ = draw(128, FP32, B=1, T=4)
     narrow, shared = logits.view(BF16), logits[:, :1].expand(1, 4, 128)
     for name, (values, out) in {

@@ -86,7 +86,7 @@ def test_rows_whose_blocks_rise_and_fall(rows, dtype, softcap):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_peaked_rows_keep_the_relative_accuracy_of_small_log_probs(rows, dtype):
+def test_peaked_rows_keep_relative_accuracy(rows, dtype):
     """p(label) rounds to 1 while log p and the gradient at the label must tell how far it is from 1."""
     eps, eps_out = torch.finfo(stats_dtype(dtype)).eps, torch.finfo(dtype)
     for gap in (5.0, 12.0, 17.0, 30.0, 80.0):
@@ -183,7 +183,7 @@ def test_bits_do_not_depend_on_where_rows_lie(rows, dtype):
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_any_dtype_are_the_wide_one_rounded_in_place_or_elsewhere(rows, dtype, out_dtype):
+def test_gradients_of_any_dtype_are_rounded_once(rows, dtype, out_dtype):
     if rows.name == "triton" and torch.float64 in (dtype, out_dtype) and dtype != out_dtype:
         pytest.skip("no caller mixes fp64 with others")
     # the gradient of the last 16-bit block ends in the middle of the fp32 logits
@@ -219,7 +219,7 @@ def test_gradients_of_any_dtype_are_the_wide_one_rounded_in_place_or_elsewhere(r
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ignored_rows_and_rows_without_gradient_are_zeros_and_never_read(rows, dtype):
+def test_rows_without_gradient_are_never_read(rows, dtype):
     logits, labels, grad, grad_entropy = draw(2500, dtype)
     labels[labels == 7] = 8
     labels[1, 1] = IGNORE
@@ -346,7 +346,7 @@ def test_every_16_bit_logit_is_read_exactly(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_kind_of_16_bit_gradient_is_rounded_as_pytorch_rounds(dtype):
+def test_16_bit_gradients_round_as_in_pytorch(dtype):
     """C++ only. A label at -inf has p = 0, so its gradient is the coefficient, which may have any bits."""
     rows = Rows("cpp")
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()

@@ -448,7 +448,7 @@ def test_masks_of_numbers_are_read_and_checked(launch, length):
 @pytest.mark.parametrize("backend", ("triton", "cpp"))
 @pytest.mark.parametrize("is_packed", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bool, FP32, torch.int64), ids=str)
-def test_a_mask_beside_labels_gives_the_bits_of_merged_labels(backend, is_packed, dtype):
+def test_a_mask_gives_the_bits_of_merged_labels(backend, is_packed, dtype):
     """Any strides; sequences of which labels or mask, or both, leave tokens out, and one without any."""
     values, served = draw("logits"), device_of(backend)
     keep = torch.randint(4, (B, 2 * T), generator=generator(1))[:, ::2].clamp(max=1)

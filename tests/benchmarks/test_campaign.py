@@ -46,7 +46,7 @@ def test_a_campaign_survives_its_stages(tmp_path, monkeypatch):
     assert "failed" in rows[3] and "the reason" in rows[3]
 
 
-def test_a_contestant_that_breaks_the_device_is_skipped(tmp_path, monkeypatch):
+def test_a_contestant_that_breaks_a_device_is_skipped(tmp_path, monkeypatch):
     asked = []
 
     def command(stage, device, out):

@@ -52,7 +52,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_product_with_exponentials_is_not_timed(fault, monkeypatch):
+def test_a_wrong_exponential_product_is_not_timed(fault, monkeypatch):
     monkeypatch.setattr(products, "load_product", lambda device: functools.partial(product, fault))
     found = {line["name"]: line for line in SUITES["exponentials"].run(TINY)["lines"]}
     judged, timed = found["right"], any(name.endswith("ours") for name in found)

@@ -113,7 +113,7 @@ def test_two_passes_take_exponentials_of_some_columns(here, monkeypatch, terms, 
 
 
 @pytest.mark.parametrize("columns", [16384, 96])
-def test_the_rounding_of_the_labels_elements_is_put_back(here, monkeypatch, columns):
+def test_rounding_at_labels_is_put_back(here, monkeypatch, columns):
     """It would show in dBias where the shares of two tokens with one label nearly cancel, and in dHidden
     where the rows of the weight have much in common.
     """
@@ -147,7 +147,7 @@ def test_log_probs_and_their_gradient_equal_the_oracle(here, terms):
 
 @pytest.mark.parametrize("entry", ["linear_token_logprobs", "fused_linear_policy_loss"])
 @pytest.mark.parametrize("line", test_infinities.MAKERS)
-def test_rows_with_infinities_and_nan_do_what_the_page_says(here, line, entry):
+def test_rows_with_infinities_are_as_documented(here, line, entry):
     for maker in test_infinities.MAKERS[line] if "NaN" in line else test_infinities.MAKERS[line][:1]:
         row = test_infinities.make_row(*maker, 37, BF16)
         test_infinities.assert_row_of_a_product(line, row, entry, BF16, "triton")
@@ -235,7 +235,7 @@ def test_peak_memory_is_what_the_plan_says(schedule, rows, monkeypatch):
     assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
-def test_a_frozen_head_takes_two_products_and_no_memory_of_its_size(monkeypatch):
+def test_a_frozen_head_takes_two_products(monkeypatch):
     """Each chunk is projected once, and its exponentials are multiplied once."""
     monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
     hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
@@ -251,7 +251,7 @@ def test_a_frozen_head_takes_two_products_and_no_memory_of_its_size(monkeypatch)
 
 
 @pytest.mark.parametrize("size", [1.0, 40.0])
-def test_the_host_does_not_wait_for_rows_that_are_computed_again(monkeypatch, size):
+def test_recomputed_rows_need_no_sync(monkeypatch, size):
     """It looks as often as for logits, also where labels lie far from the other logits."""
     hidden, weight, labels, advantages = drawn()
     looks, results = [], []
@@ -272,7 +272,7 @@ def test_the_host_does_not_wait_for_rows_that_are_computed_again(monkeypatch, si
         assert (ours - theirs).abs().max() <= 2.0**-6 * theirs.abs().max()
 
 
-def test_its_first_use_on_a_device_compares_it_with_pytorch(here, monkeypatch):
+def test_its_self_test_compares_it_with_pytorch(here, monkeypatch):
     """A wrong factor of one row shows; so does a row whose bits depend on what is stored."""
     plain, device = kernel_file.exponentials, torch.device("cpu")
     assert exponentials.excess(device) < 1

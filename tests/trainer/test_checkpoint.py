@@ -43,7 +43,7 @@ class Killed(BaseException):
     ("moment", "same_step"),
     [("while writing", True), ("before the rename", False), ("before the rename", True)],
 )
-def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, moment, same_step):
+def test_a_kill_while_saving_keeps_a_checkpoint(tmp_path, monkeypatch, moment, same_step):
     run = RunDirectory(tmp_path)
     prepare(run)
     run.save_checkpoint(1, writer("whole"), keep=1)
@@ -94,7 +94,7 @@ def test_a_run_is_never_lost_by_accident(tmp_path):
     assert [path.name for path in other.path.rglob("*")] == ["model", "a.txt"]
 
 
-def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
+def test_one_process_at_a_time_has_a_run(tmp_path):
     reader, sender = os.pipe()
 
     def hold():
@@ -201,7 +201,7 @@ def test_a_second_interrupt_does_not_wait():
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_a_closed_terminal_ends_a_run_as_a_termination_does_unless_it_is_ignored(ignored):
+def test_a_closed_terminal_ends_a_run(ignored):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else lambda *_: None)
     try:
         with defer_signals() as caught:
@@ -266,7 +266,7 @@ def test_a_full_disk_loses_nothing(tmp_path, tokenizer, straight):
     assert_same_outcome(directory.path, straight[0])
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, tokenizer, straight):
+def test_a_damaged_checkpoint_is_named(tmp_path, tokenizer, straight):
     directory = RunDirectory(shutil.copytree(straight[0], tmp_path / "run"))
     last = directory.latest_checkpoint()
     for name in ("state.pt", "tensors/__0_0.distcp", "tensors/.metadata"):

@@ -132,7 +132,7 @@ def test_one_message_names_all_that_must_change(jsonl, capsys):
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
-def test_a_run_of_any_local_model_goes_on_and_is_exported(
+def test_runs_of_local_models_resume_and_export(
     tmp_path, llama, jsonl, reward_file, adapters, capsys, recwarn
 ):
     run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
@@ -267,7 +267,7 @@ def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama
 
 
 @pytest.mark.slow
-def test_the_demonstration_learns_and_writes_over_nothing_of_others(tmp_path, capsys):
+def test_the_demonstration_learns(tmp_path, capsys):
     """Fewer errors remain on prompts and answers never trained on; for seeds 0 to 4, 0.18 to 0.46 of them."""
     line = ["demo", "--output", str(tmp_path / "demo"), "--steps", "25", "--seed", str(shifted_seed(0) % 5)]
     assert cli.main(line) == 0

@@ -68,7 +68,7 @@ def test_wrong_values_are_refused_by_name(values, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_wrong_keys_are_answered_before_torch_is_imported(tmp_path):
+def test_wrong_keys_are_found_without_torch(tmp_path):
     (tmp_path / "run.yaml").write_text("rollout: {gruop_size: 4}\n")
     code = (
         "import sys\nfrom gspo_kernels.cli import main\n"
@@ -110,7 +110,7 @@ def test_saved_configuration_reads_back_equal():
 
 
 @pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
-def test_a_run_may_become_longer_unless_its_learning_rate_decays_to_the_end(decay):
+def test_a_run_may_become_longer(decay):
     before, after = (TrainConfig(update={"steps": n, "learning_rate_decay": decay}) for n in (2, 4))
     expected = [] if decay == "none" else [f"update.steps: 2 -> 4, where the {decay} decay ends"]
     assert changed_settings(before, after) == expected

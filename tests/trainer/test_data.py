@@ -21,7 +21,7 @@ BARE = DataConfig(prompt_template="{prompt}")
 ROWS = [{"prompt": "a", "answer": 1, "level": "x"}, {"prompt": "bc", "answer": 2, "level": None}]
 
 
-def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
+def test_rows_keep_their_columns(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": "é\\n", "answer": [2], "level": 3}\n')
     rows = load_prompts(path)
@@ -128,7 +128,7 @@ def test_datasets_of_every_kind(tmp_path, monkeypatch):
             load_prompts(name)
 
 
-def test_a_digest_is_of_what_the_rows_hold_in_their_order(tmp_path, monkeypatch):
+def test_a_digest_depends_on_rows_and_order(tmp_path, monkeypatch):
     class Opaque:
         """A value whose ``repr`` has an address."""
 
@@ -157,7 +157,7 @@ def test_a_digest_is_of_what_the_rows_hold_in_their_order(tmp_path, monkeypatch)
         assert (digest([{"value": one}]) == digest([{"value": other}])) == equal
 
 
-def test_order_is_a_new_permutation_in_every_epoch_and_needs_only_the_position():
+def test_order_is_a_new_permutation_in_every_epoch():
     straight = prompt_order(7, 1, 0, 42)
     assert all(sorted(straight[start : start + 7]) == [*range(7)] for start in range(0, 42, 7))
     assert straight[:7] != straight[7:14] and prompt_order(7, 2, 0, 42) != straight
@@ -218,7 +218,7 @@ def test_what_a_model_is_asked(tokenizer, options, prompt, expected):
 
 @pytest.mark.parametrize("prompt", ["ab", "ab<end>", [{"role": "user", "content": "ab"}]])
 @pytest.mark.parametrize("appends", [False, True])
-def test_an_end_token_that_the_tokenizer_appends_is_warned_about(recwarn, prompt, appends):
+def test_an_appended_end_token_is_warned_about(recwarn, prompt, appends):
     own = demo.make_tokenizer()
     own.chat_template = "{{ messages[0].content }}" + own.eos_token
     if appends:

@@ -30,7 +30,7 @@ from tests.trainer.conftest import make_accelerator, tiny_qwen3
         ("Phi, bias", {}, "bias", None),
     ],
 )
-def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, name, options, field, value):
+def test_heads_are_understood_or_refused(monkeypatch, name, options, field, value):
     model = tiny(name, **options)
     policy = Policy(model, temperature=1.0)
     policy.check()
@@ -40,7 +40,7 @@ def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, n
         policy.check()
 
 
-def test_a_model_whose_forward_fails_in_a_trial_is_refused_by_name():
+def test_a_model_whose_forward_fails_is_named():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     falcon = FalconForCausalLM(FalconConfig(alibi=True, **sizes)).eval()
     with pytest.raises(InputError, match=r"FalconForCausalLM cannot be trained: .* raised ValueError"):

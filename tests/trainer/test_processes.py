@@ -77,7 +77,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("case", SECTIONS)
-def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, case):
+def test_a_saved_rollout_gives_the_losses(tmp_path, tokenizer, case):
     """After two steps on the same rollout every metric of every minibatch agrees, and so do the weights."""
     sections = SECTIONS[case]
     precision = sections.get("update", {}).get("precision", "fp32")
@@ -123,7 +123,7 @@ def test_nodes_without_a_shared_file_system(tmp_path, tokenizer, kind, capfd):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_run_resumes_bit_for_bit_exports_and_goes_on_alone(tmp_path, tokenizer, kind, capfd):
+def test_processes_resume_bitwise_and_export(tmp_path, tokenizer, kind, capfd):
     """The run goes on in one process, and then in two again. Weights and optimizer are restored bit for bit.
 
     Each change of the number of processes prints that sampling has new seeds.
@@ -194,9 +194,7 @@ def test_no_process_gathers_weights_to_save_or_resume(tmp_path, tokenizer, monke
 
 
 @pytest.mark.parametrize("read_by_one", [False, True])
-def test_a_model_of_several_processes_is_read_and_written_as_transformers_does_it(
-    tmp_path, tokenizer, monkeypatch, read_by_one
-):
+def test_models_of_several_processes_load_and_save(tmp_path, tokenizer, monkeypatch, read_by_one):
     """By default accelerate lets the first process read, which sends the others their shards."""
     prepare, has_read = model_module.fsdp2_prepare_model, []
 
@@ -239,7 +237,7 @@ def test_a_model_of_several_processes_is_read_and_written_as_transformers_does_i
 
 
 @pytest.mark.parametrize("failing", ["reward", "engine"])
-def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tokenizer, failing):
+def test_a_failure_in_one_process_ends_all(tmp_path, tokenizer, failing):
     def reward(prompts, completion_ids):
         if failing == "reward" and "fgh" in prompts:
             raise ValueError("only one process sees this prompt")

@@ -27,7 +27,7 @@ from gspo_kernels.trainer.rewards import Rewards, RewardSet, advantages_of, diff
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
 
 
-def test_a_reward_gets_what_its_signature_takes_and_the_total_is_weighted():
+def test_a_reward_gets_what_its_signature_takes():
     def right(completions, answer, scale=2.0):
         return [scale * (a == b) for a, b in zip(completions, answer, strict=True)]
 
@@ -83,7 +83,7 @@ def test_wrong_returns_name_the_function(returned, words):
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
-def test_a_reward_that_raises_or_exits_is_named_with_the_place(timeout):
+def test_a_reward_that_raises_or_exits_is_named(timeout):
     def my_reward(completions):
         raise error
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_summed_or_called_is_refused():
         RewardSet([max]).check([])
 
 
-def test_async_rewards_run_at_the_same_time_and_keep_their_loop():
+def test_async_rewards_run_at_the_same_time():
     loops, meet = [], []
 
     def make(name):
@@ -153,7 +153,7 @@ def test_async_rewards_run_at_the_same_time_and_keep_their_loop():
     assert len(set(loops)) == 2
 
 
-def test_a_reward_that_hangs_is_given_up_and_its_next_call_gets_another_loop():
+def test_a_reward_that_hangs_is_interrupted():
     stop = threading.Event()
 
     async def waits(completions):
@@ -305,7 +305,7 @@ def pooled(completions):
 
 
 @pytest.mark.parametrize("spec", ["{folder}/pooled.py:pooled", "pooled:pooled"])
-def test_a_reward_may_start_processes_and_import_its_neighbours(tmp_path, spec):
+def test_a_reward_may_start_processes(tmp_path, spec):
     """A process finds the function by its module's name, which it must be able to import."""
     (tmp_path / "pooled.py").write_text(POOLED)
     (tmp_path / "neighbour.py").write_text("length = len\n")
@@ -375,6 +375,6 @@ def test_advantages_are_those_of_their_name():
         assert found.dtype == torch.float32 and torch.equal(found, values), method
 
 
-def test_completions_without_reward_make_no_group_differ():
+def test_completions_without_reward_change_no_group():
     total = torch.tensor([3.0, 1.0, 3.0, 2.0, math.nan, 1.0, math.nan, 1.0])
     assert differing(total, 4).tolist() == [True, False]

@@ -67,7 +67,7 @@ def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
     assert torch.cat(agree).float().mean() > 0.99  # a pass of other shapes may round beyond an edge
 
 
-def test_the_most_likely_tokens_come_with_their_logprobs(model, tokenizer):
+def test_most_likely_tokens_come_with_logprobs(model, tokenizer):
     """They change nothing else; where fewer tokens could be drawn the other ids are -1."""
     prompts = tokenizer(["ab", "hello", "c"] * 3)["input_ids"]
     for top_k in (0, 4):
@@ -98,7 +98,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 
 @pytest.mark.parametrize(("V", "peaked"), [(1, 1.0), (300, 20.0), (6400, 1.0)])
-def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
+def test_draws_follow_cumulative_probabilities(V, peaked):
     generator = torch.Generator().manual_seed(shifted_seed(V))
     scores = torch.randn(512, V, generator=generator) * peaked
     scores[:, V // 3 : V // 2] = -torch.inf
@@ -112,7 +112,7 @@ def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
     torch.testing.assert_close(probs.double(), exact.gather(-1, mine).squeeze(1), rtol=1e-5, atol=1e-30)
 
 
-def test_the_default_generator_decides_and_logits_are_numbers(model, tokenizer):
+def test_the_default_generator_decides(model, tokenizer):
     engine, found = ModelEngine(model, [tokenizer.eos_token_id], tokenizer.pad_token_id, 64), []
     for seed in (0, 0, 1):
         torch.manual_seed(shifted_seed(seed))
@@ -125,7 +125,7 @@ def test_the_default_generator_decides_and_logits_are_numbers(model, tokenizer):
 
 
 @pytest.mark.parametrize("longest", [12, 2])
-def test_prompts_are_read_once_and_ended_completions_leave_the_batch(tokenizer, longest):
+def test_ended_completions_leave_the_batch(tokenizer, longest):
     """With room for 12 tokens completions end early; with room for 2 some end at the last position."""
     model, shapes = tiny_qwen3(tokenizer, initializer_range=0.2), []
     hook = lambda module, args, options: shapes.append(tuple(options["input_ids"].shape))  # noqa: E731

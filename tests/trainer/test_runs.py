@@ -174,7 +174,7 @@ def test_trackers_get_metrics_and_completions(tmp_path, tokenizer, monkeypatch):
     assert settings == [2, 4], "a resumed run is a new one in wandb, which needs its settings"
 
 
-def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tokenizer, straight):
+def test_a_failure_leaves_a_checkpoint(tmp_path, tokenizer, straight):
     """The evaluation after step 2 fails, then the reward in step 3, then the engine in step 4."""
     config = small_config(tmp_path, checkpoint={"every": 100}, save_rollouts=True)
 
@@ -267,7 +267,7 @@ def test_a_run_resumes_with_no_fewer_steps(tmp_path, tokenizer):
     assert last["step"] == 3 and last["eval/greedy/odd"] >= 0
 
 
-def test_a_run_goes_on_longer_or_with_other_settings_by_force(tmp_path, tokenizer, straight, capsys):
+def test_resumed_runs_take_other_settings_by_force(tmp_path, tokenizer, straight, capsys):
     path = shutil.copytree(straight.directory.path, tmp_path / "run")
     finished = (path / "metrics.jsonl").read_text()
 
@@ -471,7 +471,7 @@ def test_options_that_change_no_other_run_here(tmp_path, tokenizer):
         assert trainer.config.update.precision == trainer.updater.config.update.precision == used
 
 
-def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
+def test_bad_input_is_refused_before_writing(tmp_path, tokenizer):
     class Maskless:
         def generate(self, prompts, sampling):
             return [Completion(torch.tensor([65]), True, torch.zeros(1)) for _ in prompts]
@@ -522,7 +522,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer):
     make_trainer(tokenizer, ROWS, odd_share, small_config(tmp_path), model=dropout)
 
 
-def test_warnings_when_nothing_can_be_learned_or_sampling_cuts(tmp_path, tokenizer, capsys):
+def test_warnings_when_nothing_can_be_learned(tmp_path, tokenizer, capsys):
     steps = {"evaluation": {"every": 100, "prompts": 1}, "checkpoint": {"every": 100}}
     config = small_config(tmp_path / "flat", update={"steps": PATIENCE + 1}, **steps)
     trainer = make_trainer(tokenizer, ROWS, lambda prompts: [0.7] * len(prompts), config)
@@ -540,7 +540,7 @@ def test_warnings_when_nothing_can_be_learned_or_sampling_cuts(tmp_path, tokeniz
         assert (max(each["mismatch/mean"] for each in records) < 1e-5) == keep
 
 
-def test_a_warning_where_completions_can_outgrow_rope_frequencies(tmp_path, tokenizer, capsys):
+def test_outgrown_rope_frequencies_are_warned_about(tmp_path, tokenizer, capsys):
     longest = max(len(row["prompt"]) for row in ROWS)  # a byte is a token
     for room, count in ((LIMIT - longest, 0), (LIMIT - longest + 1, 1)):
         model = model_of_varying_rope("longrope", tokenizer)

@@ -350,7 +350,7 @@ def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
     assert 1e-4 < difference < 0.1
 
 
-def test_in_bf16_the_reference_is_half_as_large_and_scores_the_same(tokenizer):
+def test_a_bf16_reference_scores_the_same(tokenizer):
     config = make_config(update={"precision": "bf16"}, kl={"beta": 0.1})
     model = tiny_qwen3(tokenizer, tie_word_embeddings=False)
     accelerator = make_accelerator("bf16")
@@ -364,7 +364,7 @@ def test_in_bf16_the_reference_is_half_as_large_and_scores_the_same(tokenizer):
     assert torch.equal(scores[0].logprobs, scores[1].logprobs) and scores[0].logprobs.abs().max() > 1
 
 
-def test_the_entropy_is_over_all_scored_tokens_and_null_without_any(tokenizer):
+def test_the_entropy_is_over_all_scored_tokens(tokenizer):
     batch, config = make_batch(), make_config(update={"minibatches": 3, "micro_batch_tokens": 14})
     updater = make_updater(tokenizer, config)
     with torch.no_grad():
@@ -385,7 +385,7 @@ def test_the_entropy_is_over_all_scored_tokens_and_null_without_any(tokenizer):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
-def test_the_host_waits_for_the_device_once_for_each_optimizer_step(tokenizer, monkeypatch):
+def test_one_sync_for_each_optimizer_step(tokenizer, monkeypatch):
     """Beyond that: for loss mask and advantages at the start, and for what the sampler's gap is, at the end.
     clip_grad_norm_ moves the norm to the device on which it is, which a fake GPU counts.
     """
@@ -451,7 +451,7 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
         updater.update(replace(batch, rollout_logprobs=None))
 
 
-def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenizer):
+def test_epochs_draw_their_order_again(tokenizer):
     batch = make_batch()
     updater = make_updater(tokenizer, make_config(update={"epochs": 4}))
     rows, again, other = (
@@ -481,7 +481,7 @@ def test_log_probs_that_a_batch_brings_are_used(tokenizer):
     assert metrics["kl/ref"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, rel=1e-4)
 
 
-def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
+def test_completions_without_advantage_cost_nothing(tokenizer, monkeypatch):
     """The gradient does not change: the divisor also counts rows that the forward pass leaves out."""
     batch = make_batch()
     batch.advantages[:6] = 0.0
@@ -507,7 +507,7 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
     assert norms[:2] == pytest.approx(norms[1:3], rel=1e-3)
 
 
-def test_gradients_are_scaled_down_to_the_norm_that_is_allowed(tokenizer, monkeypatch):
+def test_gradients_are_clipped_to_a_norm(tokenizer, monkeypatch):
     """Gradients are never scaled up; the metric is the norm before scaling."""
     whole = None
     for allowed in (math.inf, 1e9, None):
@@ -526,7 +526,7 @@ def test_gradients_are_scaled_down_to_the_norm_that_is_allowed(tokenizer, monkey
         assert used == [pytest.approx(min(whole, allowed), rel=1e-4)]
 
 
-def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
+def test_updates_that_are_not_finite_are_skipped(tokenizer):
     wide = {"clip_low": 0.5, "clip_high": 0.5}  # clipped sequences would have no gradient
     updater = make_updater(tokenizer, make_config(objective=wide))
     batch, before = make_batch(), weights(updater.policy)
@@ -537,7 +537,7 @@ def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
     assert not same(before, weights(updater.policy))
 
 
-def test_the_learning_rate_rises_and_then_falls_only_when_asked():
+def test_the_learning_rate_follows_its_schedule():
     cosine = [0.5 + 0.5 * math.cos(math.pi * part / 5) for part in range(6)]
     falls = {"none": [1.0] * 6, "linear": [1.0, 0.8, 0.6, 0.4, 0.2, 0.0], "cosine": cosine}
     for decay, expected in falls.items():
@@ -548,7 +548,7 @@ def test_the_learning_rate_rises_and_then_falls_only_when_asked():
 
 
 @pytest.mark.parametrize("name", ["GSPO", "DPO"])
-def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, name):
+def test_idle_minibatches_do_not_dilute_metrics(tokenizer, name):
     """Only one group of four has a gradient; the metrics are those of its minibatch."""
     batch = make_batch()
     alone = batch.group_ids == 3

@@ -51,7 +51,7 @@ def make_engine(stand_in, end_ids=ENDS, **changes):
     return VLLMEngine(make_server(stand_in, **changes), list(end_ids), vocabulary=258)
 
 
-def test_greedy_completions_are_those_of_the_model_itself(stand_in, model):
+def test_greedy_completions_are_those_of_the_model(stand_in, model):
     expected = ModelEngine(model, ENDS, 256, 4).generate(PROMPTS, Sampling(6, temperature=0.0))
     found = make_engine(stand_in).generate(PROMPTS, Sampling(6, temperature=0.0, top_p=0.5, top_k=3))
     assert ids_of(found) == ids_of(expected)
@@ -76,7 +76,7 @@ def test_completions_end_at_our_tokens_alone(stand_in, model):
 
 @pytest.mark.parametrize("top_k", [258, 4])
 @pytest.mark.parametrize("local", [False, True], ids=["server", "local"])
-def test_the_most_likely_tokens_come_with_their_logprobs(stand_in, model, local, top_k, monkeypatch):
+def test_most_likely_tokens_come_with_logprobs(stand_in, model, local, top_k, monkeypatch):
     """Without the sampled token where it is none of them, and without those that could not be drawn."""
     monkeypatch.setattr(stand_in, "model", model.eval())
     K = 6
@@ -120,7 +120,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case):
+def test_wrong_answers_name_the_server(stand_in, case):
     engine = make_engine(stand_in, end_ids=[0, 1])
     stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
     stand_in.spoil, message = SPOILED[case]
@@ -145,7 +145,7 @@ def test_a_server_must_return_what_it_could_have_drawn(stand_in):
         engine.generate([[65]], sampling)
 
 
-def test_a_server_that_refuses_or_cannot_be_reached_is_named(stand_in, monkeypatch):
+def test_a_server_that_refuses_is_named(stand_in, monkeypatch):
     with pytest.raises(InputError, match=r"/v1/completions answered 400 .*Token id 300 is out of voc"):
         make_engine(stand_in).generate([[300]], Sampling(3))
     with socket.socket() as free:
@@ -173,7 +173,7 @@ def test_a_server_that_refuses_or_cannot_be_reached_is_named(stand_in, monkeypat
     make_engine(stand_in).generate([[65]], Sampling(2))
 
 
-def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
+def test_failures_wait_for_no_other_completion(stand_in):
     """Two requests run at once: the first takes long, the second fails. Most others are never sent."""
     engine, complete = make_engine(stand_in, at_once=2), stand_in.complete
     asked, released = [], threading.Event()

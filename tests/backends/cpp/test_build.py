@@ -43,7 +43,7 @@ def reported(cwd: Path) -> str:
     return run(cwd, "-c", code, PYTHONPATH=str(cwd)).stdout
 
 
-def test_build_goes_on_without_the_extension_and_says_why(tmp_path):
+def test_a_build_without_the_extension_says_why(tmp_path):
     root = tree(tmp_path)
     assert "no build has been tried" in reported(root)
     (root / "no_torch" / "torch").mkdir(parents=True)
@@ -67,7 +67,7 @@ echo 13.0.0
 """
 
 
-def test_a_wheels_tag_says_whether_it_holds_the_extension(tmp_path):
+def test_a_wheels_tag_depends_on_the_extension(tmp_path):
     """Files that an earlier build left don't get into a wheel."""
     root = tree(tmp_path)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -132,7 +132,7 @@ def test_calls_without_the_extension_raise_its_reason(monkeypatch):
         cpp.logprobs_forward(cpp.LogitRows(logits, labels, cpp.LogitTransform(), -100), False)
 
 
-def test_extension_is_stable_abi_and_needs_no_openmp_of_its_own():
+def test_extension_is_stable_abi_without_openmp():
     if cpp.unavailable(CPU) is not None:
         pytest.skip(str(cpp.unavailable(CPU)))
     import gspo_kernels._C as extension

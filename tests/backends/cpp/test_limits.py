@@ -50,7 +50,7 @@ def test_bits_depend_neither_on_threads_nor_on_the_run(threads, dtype):
 
 
 @pytest.mark.parametrize("vocabulary", [32000, 30011])
-def test_a_gradient_too_large_for_caches_is_written_like_any(vocabulary):
+def test_large_gradients_are_written_like_any(vocabulary):
     """Above 32 MiB, a gradient may bypass the caches where a row begins at a cache line."""
     logits, labels, grad, _ = draw(vocabulary, torch.float32, T=150)
     stats = ROWS.forward(logits, labels)
