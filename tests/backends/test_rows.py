@@ -13,6 +13,7 @@ from tests.backends.row_calls import (
     SOFT,
     WARM,
     Rows,
+    Truth,
     check,
     chunk_of,
     draw,
@@ -216,6 +217,15 @@ def test_gradients_of_any_dtype_are_rounded_once(rows, dtype, out_dtype):
 
 
 # --- rows that are left out
+
+
+def test_either_gradient_makes_a_row_active(rows):
+    """A row has a gradient of its log-prob alone, of its entropy alone, or of both."""
+    logits, labels, grad, grad_entropy = draw(300, torch.float32)
+    grad[0, 0] = grad_entropy[0, 1] = 0.0
+    got = rows.backward(logits, labels, rows.forward(logits, labels), grad, grad_entropy)
+    assert (got != 0).any(-1).all()
+    Truth(logits, labels, PLAIN, grad, grad_entropy).hold(grad=got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
