@@ -90,6 +90,7 @@ def test_halved_sizes_give_the_run_that_had_them(trainer_of, tmp_path, monkeypat
 
 def test_a_later_minibatch_is_repeated_alone(trainer_of, tmp_path, monkeypatch):
     explicit, auto = (trainer_of(tmp_path / str(size), size, 8, steps=1) for size in (12, "auto"))
+    before = weights(explicit.model)
     explicit.train()
     auto.updater.micro_batch_tokens.value = 24
     fail(monkeypatch, Policy, "forward", FULL, lambda p, c, terms=None, mask=None: auto.updater.updates == 1
@@ -97,8 +98,11 @@ def test_a_later_minibatch_is_repeated_alone(trainer_of, tmp_path, monkeypatch):
     auto.train()
     assert auto.updater.updates == 4 and auto.updater.micro_batch_tokens.value == 12
     (found, records), (expected, truth) = results(auto), results(explicit)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
+    # sums have another order, which AdamW shows in elements with tiny gradients, so norms are compared
+    trained = {name: weight for name, weight in expected.items() if not weight.equal(before[name])}
+    assert trained
+    for name, weight in trained.items():
+        assert (found[name] - weight).norm() < 0.01 * (weight - before[name]).norm(), name
     for name, value in truth[1].items():
         assert records[1][name] == pytest.approx(value, rel=1e-2, abs=1e-4), name
 
