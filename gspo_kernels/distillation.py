@@ -7,6 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import (
+    HeadOptions,
+    LinearOperands,
+    check_inputs,
+    check_teachers_head,
+    from_host,
+)
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, tokens_of
 from gspo_kernels.arguments.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.core import checks
@@ -17,8 +24,6 @@ from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.shards import columns_of
 from gspo_kernels.distributed.validate import agree_across_ranks
-from gspo_kernels.hidden.arguments import HeadOptions, check_inputs, check_teachers_head, from_host
-from gspo_kernels.hidden.call import LinearOperands
 from gspo_kernels.hidden.distillation import LinearDistillationFunction
 from gspo_kernels.logits.divergence import DivergenceFunction, KnownDivergenceFunction, summed
 from gspo_kernels.logits.pairs import DivergenceSpec, TeacherRows

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.arguments.decisions import keep, recall, signature
+from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs
 from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores
 from gspo_kernels.arguments.terms import mask_rows
@@ -17,8 +18,6 @@ from gspo_kernels.core.types import LoRAHead, RowOptions, SelectedLogprobs, Toke
 from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.validate import agree_across_ranks
-from gspo_kernels.hidden.arguments import HeadOptions, check_inputs
-from gspo_kernels.hidden.call import LinearOperands
 from gspo_kernels.hidden.logprobs import LinearSelectedLogprobsFunction, LinearTokenLogprobsFunction
 from gspo_kernels.logits.logprobs import TokenLogprobsFunction
 from gspo_kernels.logits.selected import SelectedLogprobsFunction, checked_ids

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.arguments.decisions import keep, recall, signature
+from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs, from_host
 from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
 from gspo_kernels.arguments.terms import Terms, TermsForm, leave_out_inactive, merge_mask, validate_terms
@@ -21,8 +22,7 @@ from gspo_kernels.core.types import LoRAHead, LossOutput, RatioClip, RowOptions,
 from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.validate import agree_across_ranks
-from gspo_kernels.hidden.arguments import HeadOptions, check_inputs, from_host
-from gspo_kernels.hidden.call import Decisions, LinearOperands, RequiresGrad, call_of
+from gspo_kernels.hidden.call import Decisions, RequiresGrad, call_of
 from gspo_kernels.hidden.logprobs import LinearSelectedLogprobsFunction, LinearTokenLogprobsFunction
 from gspo_kernels.hidden.loss import LinearPolicyFunction
 from gspo_kernels.hidden.parts import plan_of

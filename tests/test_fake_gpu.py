@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.arguments import head
 from gspo_kernels.core import memory
 from gspo_kernels.core.types import LogitTransform, RowOptions
 from gspo_kernels.hidden.call import RequiresGrad
@@ -220,7 +221,8 @@ def test_losses_from_hidden_states_rarely_sync(
     gpu, schedule, skip, terms, syncs, syncs_if_large, is_large, monkeypatch
 ):
     if is_large:
-        monkeypatch.setattr(pytorch, "MIN_SYNC_WORK", 0.0)
+        for module in (head, pytorch):
+            monkeypatch.setattr(module, "MIN_SYNC_WORK", 0.0)
     given = {"dtype": torch.bfloat16, "vocabulary": V} | terms
     dtype, vocabulary = given.pop("dtype"), given.pop("vocabulary")
     leaves, labels, old, advantages = problem(dtype, vocabulary=vocabulary)
@@ -443,7 +445,8 @@ ON_CHIP = [
 @pytest.mark.parametrize(("terms", "schedule", "skip", "rows", "forward"), ON_CHIP)
 def test_rows_stay_on_the_chip(gpu, monkeypatch, terms, schedule, skip, rows, forward):
     """Log-probs alone are computed for rows whose gradient is known to be 0, or is not known yet."""
-    monkeypatch.setattr(pytorch, "MIN_SYNC_WORK", 0.0)
+    for module in (head, pytorch):
+        monkeypatch.setattr(module, "MIN_SYNC_WORK", 0.0)
     dtype = torch.float32 if schedule == "two_pass" else NARROW[skip == "none"]
     case = make_case(
         "linear", "packed", terms, dtype=dtype, **ROWS if terms == "on_policy" else {"vocabulary": 64}

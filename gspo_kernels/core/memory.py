@@ -28,6 +28,10 @@ LEAST_BYTES = 256 * 2**20
 """A chunk of a call whose rows are all projected twice, and of ``memory="least"``. Statistics then take 441
 rows of 151,936 logits at a time, enough for products at full speed, and blocks of up to 16,384 rows have all
 of ``gradients.BLOCK_COLUMNS``."""
+MIN_SYNC_WORK = 1.75e12
+"""The least rows * V * H for which a host-device sync may save time. A sync costs about a millisecond, by
+which the host is otherwise ahead of the device. Skipping a tenth of the rows saves 0.4 * rows * V * H
+operations in two products, which take as long at 700 TFLOP/s. On the CPU a sync costs nothing."""
 MEMORY_SHARE = 16
 """The default chunk takes at most the device's memory divided by this."""
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import Chunking, LinearOperands
 from gspo_kernels.backends.dispatch import hidden_kernels
 from gspo_kernels.backends.protocol import HiddenKernels
 from gspo_kernels.core.batch_invariance import refuse_backend
@@ -24,56 +24,6 @@ from gspo_kernels.distributed.tokens import ScatteredTokens
 from gspo_kernels.hidden.chunk import Chunk, as_index, cut, rows_at
 from gspo_kernels.hidden.matmul import HeadMatmul, select_matmul
 from gspo_kernels.logits.logprobs import check_ranges, check_rows, range_of
-
-
-class Chunking(NamedTuple):
-    """How a call over hidden states makes its logits.
-
-    Attributes:
-        logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
-        max_chunk_bytes: the most bytes of logits at a time; 0: the default.
-        compact: skip masked rows in every product; counting the other rows is a host-device sync.
-        reduce_hidden_grad: sum dHidden over the ranks that share the vocabulary.
-        scattered: each of these ranks has the hidden states of some tokens.
-        batch_invariant: no result depends on what is computed along with it, see ``batch_invariance``.
-        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None: they are on the device.
-        where: int64 [n], the rows that get logits, if a mask on the CPU says so; see ``arguments.from_host``.
-    """
-
-    logits_dtype: str
-    max_chunk_bytes: int
-    compact: bool
-    reduce_hidden_grad: bool = True
-    scattered: bool = False
-    batch_invariant: bool = False
-    lengths: Tensor | None = None
-    where: Tensor | None = None
-
-
-class LinearOperands(NamedTuple):
-    """The arguments of every operator over hidden states: hidden [B, T, H] (packed: [1, N, H]), weight
-    [V, H], bias [V] or None, labels [B, T], and how logits are made. Scattered hidden has this rank's T.
-
-    With a low-rank adapter ``base`` is the frozen weight [V, H], and ``weight`` is the adapter's B [V, r].
-    Hidden states then have r more columns after the first H, and B multiplies these.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    options: RowOptions
-    chunking: Chunking
-    base: Tensor | None = None
-
-    def with_count(self) -> LinearOperands:
-        """Return the operands with the number of rows that count: one sync serves forward and backward."""
-        chunking = self.chunking
-        if not chunking.compact or chunking.lengths is not None or torch.compiler.is_compiling():
-            return self
-        count = int((self.labels != self.options.ignore_index).sum())
-        lengths = torch.tensor([[count], [0]], dtype=torch.int64, device="cpu")
-        return self._replace(chunking=chunking._replace(lengths=lengths))
 
 
 class RequiresGrad(NamedTuple):

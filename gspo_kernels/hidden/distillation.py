@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.arguments.values import check_temperature
 from gspo_kernels.core.exact import power_of_two
 from gspo_kernels.core.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
-from gspo_kernels.hidden.call import Call, LinearOperands, RequiresGrad, call_of
+from gspo_kernels.hidden.call import Call, RequiresGrad, call_of
 from gspo_kernels.hidden.chunk import most_rows
 from gspo_kernels.hidden.gradients import (
     Accumulators,

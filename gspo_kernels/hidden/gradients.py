@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.backends.dispatch import hidden_kernels, load
 from gspo_kernels.core.exact import MAX_IN_SUMS, exact_dtype, power_of_two, times
 from gspo_kernels.core.memory import used_memory
@@ -20,7 +21,7 @@ from gspo_kernels.core.torch_internals import refuse_second_derivatives
 from gspo_kernels.core.types import RowGradients, RowStats, stats_dtype
 from gspo_kernels.distributed.groups import begin_sum_
 from gspo_kernels.distributed.shards import columns_of
-from gspo_kernels.hidden.call import Call, LinearOperands, RequiresGrad
+from gspo_kernels.hidden.call import Call, RequiresGrad
 from gspo_kernels.hidden.chunk import Chunk, Projected, compacted
 from gspo_kernels.hidden.matmul import HeadMatmul
 from gspo_kernels.logits.selected import SelectedGradients, SelectedRows, write_gradient

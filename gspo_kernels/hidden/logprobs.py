@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import RowStats
-from gspo_kernels.hidden.call import LinearOperands, RequiresGrad, call_of
+from gspo_kernels.hidden.call import RequiresGrad, call_of
 from gspo_kernels.hidden.chunk import most_rows
 from gspo_kernels.hidden.gradients import Accumulators, HeadGradients, block_width, is_active
 from gspo_kernels.logits.logprobs import ScoredRows, save_rows, saved_rows

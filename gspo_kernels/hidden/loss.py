@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.arguments.terms import Terms, check_values
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.distributed.groups import sum_
-from gspo_kernels.hidden.call import Decisions, LinearOperands, call_of
+from gspo_kernels.hidden.call import Decisions, call_of
 from gspo_kernels.hidden.gradients import HeadGradients, save_gradients, take_gradients
 from gspo_kernels.hidden.parts import parts_of, plan_of
 from gspo_kernels.hidden.schedules import SCHEDULES, LossAccumulators, known_with_centering

@@ -23,7 +23,6 @@ from gspo_kernels.hidden.gradients import ROUNDED_COLUMNS, block_width
 from gspo_kernels.hidden.matmul import SEGMENT
 from gspo_kernels.objectives.base import Objective
 
-MEMORY = ("auto", "least")
 SUM_ROWS = {"cpu": 192, "cuda": 2048}
 """The rows from which on sums of dWeight in fp32 take less time than one more product of these rows. So many
 rows of a group that doesn't fit in a chunk are deferred.

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.arguments.terms import Terms
 from gspo_kernels.core.exact import times
 from gspo_kernels.core.operators import can_bypass_dispatcher, isolated
 from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, SequenceRatioStats
-from gspo_kernels.hidden.call import Decisions, LinearOperands, RequiresGrad
+from gspo_kernels.hidden.call import Decisions, RequiresGrad
 from gspo_kernels.hidden.matmul import select_matmul
 from gspo_kernels.logits.logprobs import logprobs_backward, save_rows, saved_rows
 from gspo_kernels.logits.sequence_ratio import ratio_operands, sequence_ratio

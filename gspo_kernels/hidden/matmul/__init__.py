@@ -11,11 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.backends.cpp.products import multiplies, on_intel
 from gspo_kernels.core.types import RowOptions
-from gspo_kernels.hidden.matmul.batch_invariant import (
-    SEGMENT,
-    BatchInvariantMatmul,
-    batch_invariant_unavailable,
-)
+from gspo_kernels.hidden.matmul.batch_invariant import SEGMENT, BatchInvariantMatmul
 from gspo_kernels.hidden.matmul.cpp_blocks import CppMatmul, StreamedMatmul
 from gspo_kernels.hidden.matmul.exponentials import ExponentialMatmul, exponentials_unavailable
 from gspo_kernels.hidden.matmul.lora import LoRAMatmul
@@ -24,7 +20,6 @@ from gspo_kernels.hidden.matmul.pytorch import HeadMatmul, SlabMatmul
 __all__ = [
     "SEGMENT",
     "HeadMatmul",
-    "batch_invariant_unavailable",
     "fp32_library",
     "select_matmul",
 ]

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends import cpp
 from gspo_kernels.backends.cpp.products import multiply, values_in_step
-from gspo_kernels.core.torch_internals import constant_when_traced
 from gspo_kernels.hidden.matmul.cpp_blocks import CppMatmul
 
 SEGMENT = 128
@@ -82,27 +80,6 @@ def batch_invariant_mm(
     from gspo_kernels.backends.triton import batch_invariant_mm as on_gpu
 
     return on_gpu(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
-
-
-def batch_invariant_unavailable(weight: Tensor, trained: bool) -> str | None:
-    """Return None if ``batch_invariant_mm`` serves a weight, which may be ``trained``; otherwise why not."""
-    if weight.dtype == torch.float64:
-        return "products of fp64 have no fixed order of their sums"
-    if weight.is_cpu:
-        return _missing_on_the_cpu()
-    if not weight.is_cuda:
-        return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
-    if trained and weight.dtype == torch.float16:
-        return (
-            "the gradient of an fp16 weight is summed in a unit that depends on the other rows of the batch; "
-            "use bf16 or fp32"
-        )
-    return None
-
-
-@constant_when_traced
-def _missing_on_the_cpu() -> str | None:
-    return cpp.unavailable(torch.device("cpu"))
 
 
 SegmentedRows = tuple[tuple[Tensor, ...], Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor
 from gspo_kernels.backends.dispatch import load
 from gspo_kernels.backends.protocol import OnePassBackend
 from gspo_kernels.core.exact import largest, power_of_two
-from gspo_kernels.core.memory import used_memory
+from gspo_kernels.core.memory import MIN_SYNC_WORK, used_memory
 from gspo_kernels.core.torch_internals import onednn_multiplies
 from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, stats_dtype
 from gspo_kernels.distributed.shards import rows_of
@@ -25,11 +25,6 @@ LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
 """How many rows of the weight torch multiplies at a time on the CPU, for logits and, if the weight is 16-bit,
 for dHidden. So logits are written in columns that stay in cache, with the same bits. With MKL on two AVX2
 cores this is a twentieth faster, and a quarter where a product has only 16 rows."""
-
-MIN_SYNC_WORK = 1.75e12
-"""The least rows * V * H for which a host-device sync may save time. A sync costs about a millisecond, by
-which the host is otherwise ahead of the device. Skipping a tenth of the rows saves 0.4 * rows * V * H
-operations in two products, which take as long at 700 TFLOP/s. On the CPU a sync costs nothing."""
 
 
 class HeadMatmul:

@@ -10,18 +10,67 @@ from torch.autograd.function import once_differentiable
 
 from gspo_kernels.arguments.lengths import lengths_on_host
 from gspo_kernels.arguments.logit_options import check_scores
+from gspo_kernels.backends import cpp
 from gspo_kernels.core import checks
 from gspo_kernels.core.layout import queued
-from gspo_kernels.core.memory import LEAST_BYTES
+from gspo_kernels.core.memory import LEAST_BYTES, MIN_SYNC_WORK
 from gspo_kernels.core.operators import matrix_operator
-from gspo_kernels.core.torch_internals import tensors_to_save
-from gspo_kernels.core.types import LoRAHead, stats_dtype
+from gspo_kernels.core.torch_internals import constant_when_traced, tensors_to_save
+from gspo_kernels.core.types import LoRAHead, RowOptions, stats_dtype
 from gspo_kernels.distributed.groups import Parallel
-from gspo_kernels.hidden.call import Chunking
-from gspo_kernels.hidden.matmul import batch_invariant_unavailable, pytorch
-from gspo_kernels.hidden.plan import MEMORY
 
 LOGITS_DTYPES = ("float32", "input")
+MEMORY = ("auto", "least")
+
+
+class Chunking(NamedTuple):
+    """How a call over hidden states makes its logits.
+
+    Attributes:
+        logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
+        max_chunk_bytes: the most bytes of logits at a time; 0: the default.
+        compact: skip masked rows in every product; counting the other rows is a host-device sync.
+        reduce_hidden_grad: sum dHidden over the ranks that share the vocabulary.
+        scattered: each of these ranks has the hidden states of some tokens.
+        batch_invariant: no result depends on what is computed along with it, see ``batch_invariance``.
+        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None: they are on the device.
+        where: int64 [n], the rows that get logits, if a mask on the CPU says so; see ``arguments.from_host``.
+    """
+
+    logits_dtype: str
+    max_chunk_bytes: int
+    compact: bool
+    reduce_hidden_grad: bool = True
+    scattered: bool = False
+    batch_invariant: bool = False
+    lengths: Tensor | None = None
+    where: Tensor | None = None
+
+
+class LinearOperands(NamedTuple):
+    """The arguments of every operator over hidden states: hidden [B, T, H] (packed: [1, N, H]), weight
+    [V, H], bias [V] or None, labels [B, T], and how logits are made. Scattered hidden has this rank's T.
+
+    With a low-rank adapter ``base`` is the frozen weight [V, H], and ``weight`` is the adapter's B [V, r].
+    Hidden states then have r more columns after the first H, and B multiplies these.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    options: RowOptions
+    chunking: Chunking
+    base: Tensor | None = None
+
+    def with_count(self) -> LinearOperands:
+        """Return the operands with the number of rows that count: one sync serves forward and backward."""
+        chunking = self.chunking
+        if not chunking.compact or chunking.lengths is not None or torch.compiler.is_compiling():
+            return self
+        count = int((self.labels != self.options.ignore_index).sum())
+        lengths = torch.tensor([[count], [0]], dtype=torch.int64, device="cpu")
+        return self._replace(chunking=chunking._replace(lengths=lengths))
 
 
 class HeadOptions(NamedTuple):
@@ -82,7 +131,7 @@ def from_host(
         return chunking
     if chunking.batch_invariant or parallel.tp_group is not None or torch.compiler.is_compiling():
         return chunking
-    few = tokens.numel() * head.numel() < pytorch.MIN_SYNC_WORK
+    few = tokens.numel() * head.numel() < MIN_SYNC_WORK
     if (offsets is not None and not offsets.is_cpu) or (chunking.compact and not masked and not few):
         return chunking
     lengths, where = lengths_on_host(tokens, mask if masked else None, offsets)
@@ -136,6 +185,27 @@ def check_inputs(
     if lora is None:
         return hidden, weight, bias, None
     return *_with_adapter(hidden, weight, lora, chunking), bias, weight
+
+
+def batch_invariant_unavailable(weight: Tensor, trained: bool) -> str | None:
+    """Return None if ``batch_invariant_mm`` serves a weight, which may be ``trained``; otherwise why not."""
+    if weight.dtype == torch.float64:
+        return "products of fp64 have no fixed order of their sums"
+    if weight.is_cpu:
+        return _missing_on_the_cpu()
+    if not weight.is_cuda:
+        return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
+    if trained and weight.dtype == torch.float16:
+        return (
+            "the gradient of an fp16 weight is summed in a unit that depends on the other rows of the batch; "
+            "use bf16 or fp32"
+        )
+    return None
+
+
+@constant_when_traced
+def _missing_on_the_cpu() -> str | None:
+    return cpp.unavailable(torch.device("cpu"))
 
 
 def _with_adapter(
