@@ -136,7 +136,7 @@ def policy_loss(
     if centered is not None:
         scored, centred = centered
         centred = centred.weighted(rows.detach(), terms)
-        loss = loss + centering_loss(scored, centred, terms.cp_group).to(loss.dtype)
+        loss = loss + centering_loss(scored, centred, terms.objective, terms.cp_group).to(loss.dtype)
     return output_of(loss, metrics, rows, entropy, terms)
 
 
@@ -411,7 +411,7 @@ def _of_selected_rows(
     """Return the loss of log-probs of labels and of the ids to centre."""
     labels = (scored[0][..., 0], entropy)
     out = _of_scored_rows(labels, entropy is not None, terms, backend, ratio_clip)
-    centred = centering_loss(scored, centering, terms.cp_group)
+    centred = centering_loss(scored, centering, terms.objective, terms.cp_group)
     return out._replace(loss=out.loss + centred.to(out.loss.dtype))
 
 

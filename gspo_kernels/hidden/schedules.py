@@ -212,7 +212,7 @@ def known_with_centering(call: Call, part: Part, out: LossAccumulators) -> None:
         step = evaluate(logprobs.t(), None, terms, want_metrics=False)
         with inner_autograd():
             leaves = [each.to(out.centered.dtype, copy=True).requires_grad_() for each in scored[:2]]
-            centered = centering_loss((leaves[0], leaves[1]), centering, "")
+            centered = centering_loss((leaves[0], leaves[1]), centering, part.terms.objective, "")
             grads = SelectedGradients(*torch.autograd.grad(centered, leaves))
         out.centered = out.centered + centered.detach()
         grads.logprobs[..., 0] += step.grad_logprobs.flatten()

@@ -22,13 +22,14 @@ from gspo_kernels.core import bits, checks
 from gspo_kernels.core.exact import exact, exact_dtype, exact_sum
 from gspo_kernels.core.layout import as_rows
 from gspo_kernels.core.operators import operator
+from gspo_kernels.core.torch_internals import constant_when_traced
 from gspo_kernels.core.types import LogitTransform, RatioWeight, RowOptions, SelectedLogprobs
 from gspo_kernels.distributed.groups import sum_
 from gspo_kernels.logits.logprobs import check_rows
 from gspo_kernels.logits.selected import checked_ids, first_places
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.aggregation import Aggregation
-from gspo_kernels.objectives.base import Objective
+from gspo_kernels.objectives.base import Objective, from_spec
 
 NO_OPTIONS = RowOptions(LogitTransform(), bits.NO_ID, "")
 """In the place of options where there are no logits."""
@@ -45,8 +46,9 @@ class ScoreCentering:
 
     with the objective's aggregation and mask, but no ``rollout_weights``. ``alpha = (1 - Q_H) / (1 - P_H)``:
     the other ids count in the proportions of p; they add 0 where there are none. ``docs/off_policy.md`` says
-    which objectives have such an f: 1, TIS and MIS are the paper's. Others are refused, as a ratio of a
-    sequence (GSPO) gives an id no weight. Unless f is 1, ``old_logprobs`` must be the sampler's.
+    which objectives have such an f: 1, TIS and MIS are the paper's. The clip of PPO has one for each sign of
+    A, the ratio where the gradient passes and 0 elsewhere. Objectives without f are refused, as the ratio of
+    a sequence (GSPO) gives an id no weight. Unless f is 1, ``old_logprobs`` must be the sampler's.
 
     Args:
         ids: [B, T, K], or [N, K] with ``cu_seqlens``; int64 or int32: the sampler's most likely ids, or all
@@ -54,12 +56,12 @@ class ScoreCentering:
             without ids is not centred.
         logprobs: the shape of ``ids``, nats, at the sampler's temperature, over all that it could have drawn;
             pass the loss a ``kept_mask`` where that is not the vocabulary.
-        weight: f; another one than the objective's is refused. None: the objective's.
+        weight: f, or a pair of f for A >= 0 and A < 0; it must be the objective's. None: the objective's.
     """
 
     ids: Tensor
     logprobs: Tensor
-    weight: RatioWeight | None = None
+    weight: RatioWeight | tuple[RatioWeight, RatioWeight] | None = None
 
 
 class CenteringRows(NamedTuple):
@@ -70,18 +72,16 @@ class CenteringRows(NamedTuple):
         logprobs: the sampler's log-probs of these K ids, [B, T, K], in ``exact_dtype``; -inf without an id.
         factors: [B, T]: each token's advantage times d loss / d its value, in ``exact_dtype``; zeros before
             ``weighted``.
-        weight: f.
     """
 
     ids: Tensor
     logprobs: Tensor
     factors: Tensor
-    weight: RatioWeight
 
     def at(self, where: slice | Tensor) -> CenteringRows:
         """Return some of the rows as [1, n]."""
         ids, logprobs, factors = (x.flatten(0, 1)[where].unsqueeze(0) for x in self[:3])
-        return CenteringRows(ids, logprobs, factors, self.weight)
+        return CenteringRows(ids, logprobs, factors)
 
     def weighted(
         self, tokens: Tensor, terms: Terms, options: RowOptions = NO_OPTIONS, width: int = 0
@@ -90,18 +90,18 @@ class CenteringRows(NamedTuple):
         return self._replace(factors=centering_factors(tokens, terms, options, width))
 
 
-def require_weight(objective: Objective) -> RatioWeight:
-    """Return f of an objective; refuse those that can't be centred."""
+def require_weight(objective: Objective) -> tuple[RatioWeight, RatioWeight]:
+    """Return f of an objective for advantages A >= 0 and A < 0; refuse objectives that have none."""
     name, weight = type(objective).__name__, objective.ratio_weight()
     if weight is not None:
-        return weight
-    why = "its weight of a token is no function f(p / p_old) that is the same for every advantage"
+        return (weight, weight) if isinstance(weight, RatioWeight) else weight
+    why = "its weight of a token is not a function of p / p_old and of the advantage's sign alone"
     if objective.coefficient_scope not in ("nothing", "token"):
-        why = f"its weight depends on the {objective.coefficient_scope}, so an id has none of its own"
+        why = f"its weight depends on the {objective.coefficient_scope}, so an id has no weight"
     raise ValueError(
         f"centering: {name} can't be centred: {why}; expected GPG (f = 1), CISPO (truncated ratios), ABCGRPO "
-        "with the same bounds for both signs (masked ratios), PrimeIPO without kl_tau, or an objective that "
-        "declares its ratio_weight"
+        "(masked ratios), GRPO, DAPO, DrGRPO or BNPO (clipped ratios), PrimeIPO without kl_tau, or an "
+        "objective that declares its ratio_weight"
     )
 
 
@@ -125,10 +125,11 @@ def normalize(
     """
     if not isinstance(centering, ScoreCentering):
         raise TypeError(f"centering: got {type(centering).__name__}, expected a ScoreCentering or None")
-    name, weight = type(objective).__name__, require_weight(objective)
-    if centering.weight not in (None, weight):
+    name, weights = type(objective).__name__, require_weight(objective)
+    weight = weights[0] if weights[0] == weights[1] else weights
+    if centering.weight not in (None, weight, weights):
         raise ValueError(f"centering: weight is {centering.weight}, expected {weight}, the weight of {name}")
-    if terms.old_logprobs is None and weight.low != weight.high:
+    if terms.old_logprobs is None and any(each.low != each.high for each in weights):
         raise ValueError(
             f"old_logprobs: got None, expected the sampler's: centering needs {name}'s ratio to it"
         )
@@ -152,7 +153,7 @@ def normalize(
     if width:
         label = labels.masked_fill(labels == options.ignore_index, bits.NO_ID)
     chosen = torch.cat([label.unsqueeze(-1), torch.where(present, ids, bits.NO_ID)], -1)
-    return CenteringRows(chosen, torch.where(present, exact(q), -torch.inf), torch.zeros_like(labels), weight)
+    return CenteringRows(chosen, torch.where(present, exact(q), -torch.inf), torch.zeros_like(labels))
 
 
 @operator
@@ -176,16 +177,24 @@ def _(tokens: Tensor, *_: Any) -> Tensor:
     return tokens.new_empty(tokens.shape, dtype=exact_dtype(tokens.device))
 
 
-def centering_loss(scored: tuple[Tensor, Tensor], centering: CenteringRows, cp_group: str) -> Tensor:
+@constant_when_traced
+def _weights(objective: str) -> tuple[RatioWeight, RatioWeight]:
+    return require_weight(from_spec(objective))
+
+
+def centering_loss(
+    scored: tuple[Tensor, Tensor], centering: CenteringRows, objective: str, cp_group: str
+) -> Tensor:
     """Return what centering adds to the loss, 0-d in ``exact_dtype``, over the rows of all ranks;
     differentiable. Log-probs without a coefficient may be anything.
 
     Args:
         scored: log-probs of ``centering.ids`` [B, T, K + 1], and the log of the mass that they leave, [B, T].
         centering: the rows, with factors.
+        objective: the spec of the objective, which has an f.
         cp_group: the process group whose ranks share sequences, or "".
     """
-    label, ids, weight = centering.ids[..., :1], centering.ids[..., 1:], centering.weight
+    label, ids = centering.ids[..., :1], centering.ids[..., 1:]
     logprobs, tail, present = exact(scored[0]), exact(scored[1]).unsqueeze(-1), ids != bits.NO_ID
     log_p = torch.where(present, logprobs[..., 1:], -torch.inf)
     # a label that is not among the ids belongs to the mass that they leave
@@ -195,10 +204,16 @@ def centering_loss(scored: tuple[Tensor, Tensor], centering: CenteringRows, cp_g
     with torch.no_grad():
         log_q, factors = centering.logprobs, centering.factors.unsqueeze(-1)
         log_left_q = torch.log(-torch.expm1(log_q.logsumexp(-1, keepdim=True).clamp(max=0.0)))
-        of_left = weight._replace(eps=math.inf).times_q(log_left_p, log_left_q)
         nothing = (log_left_p == -torch.inf) | (log_left_q == -torch.inf) | ~present.any(-1, keepdim=True)
-        of_left = torch.where(nothing, 0.0, of_left)
-        coefficients = torch.cat([weight.times_q(log_p, log_q), of_left], -1)
+
+        def coefficients_of(weight: RatioWeight) -> Tensor:
+            of_left = weight._replace(eps=math.inf).times_q(log_left_p, log_left_q)
+            return torch.cat([weight.times_q(log_p, log_q), torch.where(nothing, 0.0, of_left)], -1)
+
+        positive, negative = _weights(objective)
+        coefficients = coefficients_of(positive)
+        if positive != negative:
+            coefficients = torch.where(factors < 0, coefficients_of(negative), coefficients)
         coefficients = torch.where(factors != 0, factors * coefficients, 0.0)
     terms = torch.where(coefficients != 0, coefficients * torch.cat([log_p, log_left_p], -1), 0.0)
     total = exact_sum(terms.flatten())

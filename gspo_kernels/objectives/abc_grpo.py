@@ -49,9 +49,9 @@ class ABCGRPO(Objective):
         bounded = torch.where(low, log_low, torch.where(high, log_high, log_ratio))
         return surrogate(batch, finite.exp(bounded), log_ratio, low, high)
 
-    def ratio_weight(self) -> RatioWeight | None:
-        """Return the masked ratio if both signs of the advantage have the same bounds."""
-        bounds = self.positive_low, self.positive_high
-        if bounds != (self.negative_low, self.negative_high):
-            return None
-        return RatioWeight(1.0 - bounds[0], 1.0 + bounds[1], "zero")
+    def ratio_weight(self) -> tuple[RatioWeight, RatioWeight]:
+        """Return the ratio inside of the bounds of each sign."""
+        return (
+            RatioWeight(1.0 - self.positive_low, 1.0 + self.positive_high, "zero"),
+            RatioWeight(1.0 - self.negative_low, 1.0 + self.negative_high, "zero"),
+        )

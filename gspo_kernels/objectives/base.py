@@ -326,9 +326,9 @@ class Objective(_Frozen, ABC):
         """Return the parameters under which a fused clipped ratio equals this objective, or None."""
         return None
 
-    def ratio_weight(self) -> RatioWeight | None:
-        """Return f where a token's gradient is ``-A f(r)`` with its own ratio r, whatever the sign of the
-        advantage A; otherwise None. ``ScoreCentering`` needs it.
+    def ratio_weight(self) -> RatioWeight | tuple[RatioWeight, RatioWeight] | None:
+        """Return f where a token's gradient is ``-A f(r)`` with the token's ratio r, or a pair: f for an
+        advantage A >= 0 and for A < 0. None if there is no such f. ``ScoreCentering`` needs it.
         """
         return None
 

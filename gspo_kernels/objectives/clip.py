@@ -1,12 +1,13 @@
 """Parts that objectives are made of: a clipped ratio at some level, and a weighted policy gradient."""
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.core.types import RatioClip
+from gspo_kernels.core.types import RatioClip, RatioWeight
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import (
     Objective,
@@ -57,6 +58,14 @@ class ClippedRatio(Objective):
     def ratio_form(self) -> RatioClip | None:
         """Return the clipped ratio per token; None for longer segments, or if a subclass has another loss."""
         return self.ratio_clip_of(ClippedRatio) if self.ratio_level == "token" else None
+
+    def ratio_weight(self) -> tuple[RatioWeight, RatioWeight] | None:
+        """Return the ratio where PPO's clip lets the gradient pass; None for ratios of longer segments."""
+        if self.ratio_level != "token" or type(self).evaluate is not ClippedRatio.evaluate:
+            return None
+        positive = RatioWeight(0.0, 1.0 + self.clip_high, "zero")
+        highest = math.inf if self.dual_clip is None else self.dual_clip
+        return positive, RatioWeight(max(0.0, 1.0 - self.clip_low), highest, "zero")
 
     def ratio_clip_of(self, cls: type[Objective]) -> RatioClip | None:
         """Return the clipped ratio at this level, with this aggregation, if ``evaluate`` is ``cls``'s."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.core.layout import layout_of
+from gspo_kernels.core.types import RatioWeight
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import (
     Objective,
@@ -146,10 +147,11 @@ def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Ite
         yield "coefficients change if sequences are packed: combine tokens through batch.layout alone"
     weight = objective.ratio_weight()
     if weight is not None:
-        log_q = values["old_logprobs"]
-        expected = -weight.times_q(values["logprobs"], log_q) / log_q.exp()
-        if not _equal(torch.where(mask, expected * values["advantages"].unsqueeze(1), 0.0), plain):
-            yield "ratio_weight is another f than that of the coefficients -A f(r)"
+        log_p, log_q, A = values["logprobs"], values["old_logprobs"], values["advantages"].unsqueeze(1)
+        pair = (weight, weight) if isinstance(weight, RatioWeight) else weight
+        positive, negative = (f.times_q(log_p, log_q) / log_q.exp() for f in pair)
+        if not _equal(torch.where(mask, -A * torch.where(A >= 0, positive, negative), 0.0), plain):
+            yield "ratio_weight is a different f than that of the coefficients -A f(r)"
     ratio_clip = objective.ratio_form()
     if ratio_clip is not None:
         aggregation = objective.aggregation != "sequence_mean", *objective.outer_divisor(), objective.level

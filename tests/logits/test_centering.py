@@ -12,22 +12,37 @@ from tests.accuracy import assert_draws_as_exact
 from tests.cases import device_of, generator, scores_of
 
 WEIGHTS = {
-    "GPG": lambda o, p, q: torch.ones_like(p),
-    "CISPO": lambda o, p, q: (p / q).clamp(o.min_ratio, o.max_ratio),
-    "ABCGRPO": lambda o, p, q: torch.where(
-        (p >= (1 - o.positive_low) * q) & (p <= (1 + o.positive_high) * q), p / q, 0.0
-    ),
-    "PrimeIPO": lambda o, p, q: torch.where((p - q).abs() <= o.eps, (p / q).clamp(max=o.max_ratio), 0.0),
+    "GPG": lambda o, A, p, q: torch.ones_like(p),
+    "CISPO": lambda o, A, p, q: (p / q).clamp(o.min_ratio, o.max_ratio),
+    "ABCGRPO": lambda o, A, p, q: inside(p / q, *bounds(o, A)),
+    "GRPO": lambda o, A, p, q: inside(p / q, *bounds(o, A)),
+    "PrimeIPO": lambda o, A, p, q: torch.where((p - q).abs() <= o.eps, (p / q).clamp(max=o.max_ratio), 0.0),
 }
-"""f(p / q) of an objective, as its source writes it."""
+"""f(p / q) of an objective for the advantage A, as its source writes it."""
+
+
+def bounds(o, A):
+    """Return the lowest and highest ratio that the clip lets pass."""
+    if isinstance(o, gk.ABCGRPO) and A > 0:
+        return 1 - o.positive_low, 1 + o.positive_high
+    if isinstance(o, gk.ABCGRPO):
+        return 1 - o.negative_low, 1 + o.negative_high
+    return (0.0, 1 + o.clip_high) if A > 0 else (1 - o.clip_low, o.dual_clip or math.inf)
+
+
+def inside(ratio, low, high):
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
 OBJECTIVES = [
     gk.GPG(),
     gk.CISPO(0.7, 1.3, aggregation="sequence_mean"),
     gk.CISPO(0.0, 1e30, aggregation="sum"),  # the ratio itself
     gk.ABCGRPO(
-        positive_low=0.5, positive_high=1.0, negative_low=0.5, negative_high=1.0,
+        positive_low=0.5, positive_high=1.0, negative_low=0.3, negative_high=2.0,
         aggregation="constant", aggregation_constant=7.0,
     ),
+    gk.GRPO(0.2, 0.28, dual_clip=3.0),
     gk.PrimeIPO(eps=0.02, max_ratio=1.5),
     gk.CISPO(0.6, 1.2, aggregation="prompt_mean"),
 ]  # fmt: skip
@@ -36,11 +51,11 @@ by_objective = pytest.mark.parametrize(
 )
 
 
-def weight_of_tail(objective, p, q):
+def weight_of_tail(objective, A, p, q):
     """Return f of the mass that is left, of which no id is large."""
     bounded = isinstance(objective, gk.PrimeIPO)
     each = dataclasses.replace(objective, eps=1e9) if bounded else objective
-    return WEIGHTS[type(objective).__name__](each, p, q)
+    return WEIGHTS[type(objective).__name__](each, A, p, q)
 
 
 class Problem:
@@ -86,7 +101,7 @@ class Problem:
     def formulas(self, dtype):
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
         log_p, o = scores_of(leaves).log_softmax(-1), self.objective
-        f, loss, end = functools.partial(WEIGHTS[type(o).__name__], o), log_p.new_zeros(()), 0
+        loss, end = log_p.new_zeros(()), 0
         counts = [int(part.sum()) for part in self.mask.split(self.lengths)]
         prompts = {group: sum(torch.tensor(counts)[self.groups == group]) for group in self.groups.tolist()}
         outer = {
@@ -104,8 +119,9 @@ class Problem:
                 advantage = self.advantages[t if self.packed else i].to(dtype)
                 logp, old = log_p[t, self.labels[t]], self.old[t].to(dtype)
                 p_label, q_label = logp.detach().exp(), old.exp()
-                if isinstance(o, gk.ABCGRPO):
-                    value = (p_label / q_label).clamp(1 - o.positive_low, 1 + o.positive_high)
+                f = functools.partial(WEIGHTS[type(o).__name__], o, advantage)
+                if isinstance(o, gk.ABCGRPO | gk.GRPO):
+                    value = (p_label / q_label).clamp(*bounds(o, advantage))
                     policy = value + f(p_label, q_label) * (logp - logp.detach())
                 elif isinstance(o, gk.PrimeIPO):
                     policy = f(p_label, q_label) * (1 + logp - logp.detach())
@@ -120,7 +136,7 @@ class Problem:
                 rest = torch.ones_like(log_p[t], dtype=torch.bool).index_fill(0, ids, False)
                 left = (self.q[t, list(first.values())].exp().sum() - 1).neg().to(dtype)
                 tail = log_p[t, rest].logsumexp(-1)
-                of_tail = left * weight_of_tail(o, tail.detach().exp(), left)
+                of_tail = left * weight_of_tail(o, advantage, tail.detach().exp(), left)
                 loss = loss + share * advantage * ((q * f(p, q) * log_p[t, ids]).sum() + of_tail * tail)
         grads = torch.autograd.grad(loss, list(leaves.values()))
         named = {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
@@ -242,7 +258,7 @@ def mean_score(objective, z, q, ids, kept=None, centred=True, backend="auto"):
 
 BY_TOKEN = [
     gk.GPG(), gk.CISPO(0.6, 1.4), gk.CISPO(0.0, 1e300), gk.PrimeIPO(eps=0.05, max_ratio=1.2),
-    gk.ABCGRPO(positive_low=0.3, positive_high=0.5, negative_low=0.3, negative_high=0.5),
+    gk.ABCGRPO(positive_low=0.3, positive_high=0.5), gk.GRPO(0.2, 0.3),
 ]  # fmt: skip
 
 
@@ -268,6 +284,12 @@ def test_the_mean_score_under_the_sampler_is_zero(objective, support, backend):
     drift = mean_score(objective, z, q, ids, kept, centred=False, backend=backend)
     assert centred.abs().max() < 1e-14
     assert not isinstance(objective, gk.GPG) or drift.abs().max() > 1e-3
+
+
+def test_a_clip_without_bounds_is_the_ratio():
+    problems = [Problem(o) for o in (gk.GRPO(1.0, 1e30), gk.CISPO(0.0, 1e30, aggregation="sequence_mean"))]
+    clipped, ratio = (problem.ours("auto")["grad logits"] for problem in problems)
+    torch.testing.assert_close(clipped, ratio, rtol=1e-6, atol=1e-9)
 
 
 def test_nothing_is_left_beside_the_whole_support(backend):
@@ -402,10 +424,20 @@ HIDDEN = Problem(OBJECTIVES[1], linear=True, packed=True)
 LABELS, TERMS, _ = HIDDEN.arguments("cpu")
 IDS, LOGPROBS, SOME = TERMS["centering"].ids, TERMS["centering"].logprobs, TERMS["centering"].ids[1, 3]
 center, given = gk.ScoreCentering, gk.SelectedLogprobs
+
+
+class Steeper(gk.GRPO):
+    """Has a different loss than PPO's clip."""
+
+    def evaluate(self, batch):
+        loss = super().evaluate(batch)
+        return loss._replace(loss=2.0 * loss.loss)
+
+
 REFUSED = [
     ("centering: GSPO", {"objective": gk.GSPO(), "advantages": torch.ones(4), "rollout_weights": None}),
-    ("GRPO can't be centred", {"objective": gk.GRPO()}),
-    ("ABCGRPO can't", {"objective": gk.ABCGRPO(positive_high=0.3)}),
+    ("SAPO can't be centred", {"objective": gk.SAPO()}),
+    ("Steeper can't be centred", {"objective": Steeper()}),
     ("PrimeIPO can't", {"objective": gk.PrimeIPO(kl_tau=0.1)}),
     ("centering: .*high=1.3", {"centering": center(IDS, LOGPROBS, gk.RatioWeight(high=2.0))}),
     ("old_logprobs: got None", {"old_logprobs": None}),
