@@ -24,8 +24,7 @@ from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.validate import agree_across_ranks
 from gspo_kernels.hidden.call import Decisions, RequiresGrad, call_of
 from gspo_kernels.hidden.logprobs import LinearSelectedLogprobsFunction, LinearTokenLogprobsFunction
-from gspo_kernels.hidden.loss import LinearPolicyFunction
-from gspo_kernels.hidden.parts import plan_of
+from gspo_kernels.hidden.loss import LinearPolicyFunction, plan_of
 from gspo_kernels.hidden.plan import SUM_ROWS, SchedulePlan, choose, explain, unsupported
 from gspo_kernels.hidden.small import SmallLossFunction, small_loss
 from gspo_kernels.logits.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given

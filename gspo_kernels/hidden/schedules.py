@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ from gspo_kernels.core.types import NO_RATIO, RowStats
 from gspo_kernels.hidden.call import Call, Decisions
 from gspo_kernels.hidden.chunk import Chunk, Projected, as_index, rows_at
 from gspo_kernels.hidden.gradients import Accumulators, HeadSums, block_width, is_active
-from gspo_kernels.hidden.parts import Part
-from gspo_kernels.hidden.plan import Plan
+from gspo_kernels.hidden.plan import Plan, Step
 from gspo_kernels.logits.centering import CenteringRows, centering_loss
 from gspo_kernels.logits.policy_step import evaluate_objective, known_coefficients
 from gspo_kernels.logits.selected import SelectedGradients, score
@@ -46,6 +45,23 @@ from gspo_kernels.objectives.aggregation import Aggregation
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.evaluate import PolicyStep, evaluate
 from gspo_kernels.objectives.linear import Linear
+
+
+class Part(NamedTuple):
+    """What a step works on.
+
+    Attributes:
+        step: of the plan.
+        where: the positions of its rows among the flattened rows of the call.
+        labels: [n].
+        terms: of its rows, with the call's outer divisor: as a packed batch, or padded where whole padded
+            sequences stay in place. Where the plan has ``one_evaluation``: the call's terms.
+    """
+
+    step: Step
+    where: slice | Tensor
+    labels: Tensor
+    terms: Terms
 
 
 class LossAccumulators(Accumulators):
