@@ -216,7 +216,7 @@ class DeviceBroken(RuntimeError):
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return the device and the versions, for the record."""
+    """Return the device, the versions and the commit, for the record."""
     found = {"gspo_kernels": gk.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -232,7 +232,11 @@ def machine(device: torch.device) -> dict[str, Any]:
         name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads, {capability}"
         if multiplies(torch.bfloat16) and best_instructions(torch.bfloat16) == "amx":
             name += " and AMX"
-    return {"device": name, "type": device.type, "versions": found}
+    commit = "unknown"
+    with suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return {"device": name, "type": device.type, "versions": found, "commit": commit}
 
 
 def synchronize(device: torch.device) -> None:

@@ -249,22 +249,19 @@ def replaced(path: Path, text: str) -> str:
 OURS = ("ours, auto", "ours, triton", "ours, cpp")
 """The contestants that run what a call without options runs, by task and device."""
 README_ROWS = (
-    ("from logits", "logits", "fp32, all active", "ms"),
-    ("from logits", "logits", "bf16, all active", "ms"),
-    ("from hidden states", "hidden", "all active", "ms"),
-    ("half of the sequences without gradient", "hidden", "half inactive", "ms"),
-    ("from hidden states, V=151,936", "large", "all active, V=151,936", "ms"),
-    ("from hidden states", "hidden", "bf16, large vocabulary", "ms"),
-    ("a padded batch with inactive sequences", "realistic", "realistic", "ms"),
-    ("a tiny batch", "hidden", "tiny", "ms"),
-    ("a training step of a small model", "step", "step", "ms"),
-    ("peak memory from hidden states", "memory", "from hidden states", "MiB"),
+    ("from hidden states: ms", "hidden", "all active"),
+    ("from logits: ms", "logits", "bf16, all active"),
+    ("from hidden states, half of the sequences without gradient: ms", "hidden", "half inactive"),
+    ("from hidden states, peak memory: MiB", "memory", "from hidden states"),
+    ("a small model's training step: ms", "step", "step"),
 )
-"""The rows of the README's table: words, suite, case, unit."""
+"""The rows of the README's table: words that end with the unit, suite, case."""
+README_FOLDERS = ("nvidia_h200", "cpu_two_cores_avx512")
+"""The columns of the README's table."""
 
 
 def readme_cell(case: Record, unit: str) -> str:
-    """Return the values of ours, plain PyTorch and the best of the others by name; the least is bold."""
+    """Return ours, plain PyTorch and the best peer by name, then the dtype; the least value is bold."""
 
     def value(result: Record) -> float:
         if unit == "MiB":
@@ -282,27 +279,27 @@ def readme_cell(case: Record, unit: str) -> str:
         "-" if each is None else f"**{number(each)}**" if each == least else number(each) for each in shown
     ]
     who = "naive, packed" if best.startswith("naive") else best.partition(" ")[0].rstrip(",")
-    return " / ".join(parts) + (f" ({who})" if best else "")
+    return " / ".join(parts) + (f" ({who})" if best else "") + f", {case['shape']['dtype']}"
 
 
 def readme() -> str:
-    """Return the README with the table of today's results: a column per machine, a row per case and dtype."""
-    columns = [load(folder) for folder in folders()]
-    lines: dict[str, list[str]] = {}
-    for words, suite, name, unit in README_ROWS:
-        for column, records in enumerate(columns):
-            for case in records.get(suite, {}).get("cases", []):
-                if case["name"] == name:
-                    dtype = "" if case["shape"]["dtype"] == "fp32" else f", {case['shape']['dtype']}"
-                    cells = lines.setdefault(f"{words}{dtype}: {unit}", [""] * len(columns))
-                    cells[column] = readme_cell(case, unit)
-    titles = [next(iter(records.values()))["device"] for records in columns]
+    """Return the README with the table of today's results: a column per machine, a row per case."""
+    columns = [load(RESULTS / name) for name in README_FOLDERS]
+    rows: list[Row] = [["forward and backward"]]
+    for each in columns:
+        record = next(iter(each.values()))
+        rows[0].append(f"{record['device']}{', commit ' * ('commit' in record)}{record.get('commit', '')}")
+    for words, suite, name in README_ROWS:
+        found = [
+            [case for case in each.get(suite, {}).get("cases", []) if case["name"] == name]
+            for each in columns
+        ]
+        rows.append([words, *(readme_cell(case, words[-3:].strip(": ")) for (case,) in found)])
     legend = (
-        "Cells: ours / naive PyTorch / the best of the others, by name. An empty cell was not run. "
-        "[The page](docs/benchmarks.md) has the sizes."
+        "Cells: ours / plain PyTorch / the best of the others, by name. [Benchmarks](docs/benchmarks.md) has "
+        "sizes, spreads and all other cases."
     )
-    table = markdown([["", *titles], *([label, *cells] for label, cells in lines.items())])
-    return replaced(README, f"{legend}\n\n{table}\n")
+    return replaced(README, f"{markdown(rows)}\n\n{legend}\n")
 
 
 # --- plots

@@ -38,10 +38,12 @@ def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def run(page):
-    """Run a page's Python, top to bottom; return its names."""
-    namespace = {"__name__": page}
+def run(page, replace=(), **given):
+    """Run a page's Python, top to bottom, with ``given`` names and some texts replaced; return its names."""
+    namespace = {"__name__": page} | given
     for block in re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL):
+        for old, new in replace:
+            block = block.replace(old, new)
         exec(compile(block, page, "exec"), namespace)
     return namespace
 
@@ -49,9 +51,19 @@ def run(page):
 # --- pages
 
 
-def test_the_readme_does_what_it_says():
-    """The three lines and the plain code have the same loss and the same gradients."""
-    names = run("README.md")
+def test_the_readme_does_what_it_says(tmp_path):
+    """The fused call and the plain code have the same loss and gradients; TRL takes our trainer."""
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl", reason="needs Python 3.11")
+    tokenizer = make_tokenizer()
+    tiny_qwen3(tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = f'"{tmp_path / "run"}", use_cpu=True, report_to="none"'
+    places = (("Qwen/Qwen3-0.6B", str(tmp_path)), ('"runs/trl"', config))
+    prompts = datasets.Dataset.from_dict({"prompt": ["ab", "cd"]})
+    names = run(
+        "README.md", places, prompts=prompts, reward=lambda completions, **_: [0.0] * len(completions)
+    )
+    assert isinstance(names["trainer"], trl.GRPOTrainer)
     inputs = (names["hidden"], names["lm_head"].weight)
     torch.testing.assert_close(names["out"].loss, names["naive"])
     expected = torch.autograd.grad(names["naive"], inputs)
