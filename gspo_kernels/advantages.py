@@ -1,7 +1,8 @@
 """Rewards to advantages.
 
-Rewards that are NaN are left out of every mean and std, and their advantage is 0. A group with one reward, or
-with all rewards equal, gets advantages of exactly 0. Everything is computed in fp64 and carries no gradient.
+Rewards that are NaN are excluded from every mean and std, and their advantage is 0. A group with one reward,
+or with all rewards equal, gets advantages of exactly 0. Everything is computed in fp64 and carries no
+gradient.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def group_normalized(
 ) -> Tensor:
     """``A_i = (R_i - mean_group) / (std + eps)``, GSPO's Eq. 6 (arXiv 2507.18071) with TRL's eps.
 
-    The std is the unbiased one. Rewards that are NaN are left out of every mean and std, and their advantage
-    is 0. A group with one reward, or with all rewards equal, gets advantages of exactly 0.
+    The std is the unbiased one. Rewards that are NaN are excluded from every mean and std, and their
+    advantage is 0. A group with one reward, or with all rewards equal, gets advantages of exactly 0.
 
     Args:
         rewards: [B], floating point.
@@ -113,7 +114,8 @@ def gdpo(
     2601.05242).
 
     ``A_i = sum_n w_n (R_in - mean_group,n) / (std_group,n + eps)``, then whitened over the batch:
-    ``(A_i - mean) / (std + eps)``. A sequence whose rewards are all NaN gets 0 and is left out of both steps.
+    ``(A_i - mean) / (std + eps)``. A sequence whose rewards are all NaN gets 0 and is excluded from both
+    steps.
 
     verl whitens over tokens instead and adds 1e-8 to the variance: ``(A_i - mean) / sqrt(var + 1e-8)``, where
     a sequence counts as often as it has tokens. ``lengths`` does that. With ``eps=1e-6`` the result is that
@@ -277,8 +279,8 @@ def reverse_kl(
     Args:
         logprobs: [B, T] or [N], floating point, nats: the sampled tokens under the student that sampled them.
         teacher_logprobs: the same shape and device: the same tokens under the teacher.
-        loss_mask: the same shape, bool or 0/1: tokens that count; others get 0, whatever their log-probs are.
-            It may lie on the CPU.
+        loss_mask: the same shape, bool or 0/1: tokens that count; others get 0, regardless of their
+            log-probs. It may be on the CPU.
         coef: factor, positive.
 
     Returns:
@@ -352,7 +354,7 @@ class _Groups:
         if weights is not None:
             share = torch.where(present, weights, 0.0)
         mean = self.mean(kept, share)
-        # equal rewards have no advantage, whatever their mean rounds to
+        # equal rewards have no advantage, regardless of how their mean is rounded
         high = self.reduce(torch.where(present, values, -torch.inf), "max")
         low = self.reduce(torch.where(present, values, torch.inf), "min")
         return torch.nan_to_num(torch.where(present & (high > low), kept - mean, 0.0), nan=0.0)

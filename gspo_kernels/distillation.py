@@ -118,11 +118,11 @@ class TeacherArguments(NamedTuple):
             backend=student.backend,
         )
         try:
-            theirs = teacher_options.normalize(tokens, cu_seqlens, dtype, width, Parallel())
+            of_teacher = teacher_options.normalize(tokens, cu_seqlens, dtype, width, Parallel())
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
         if self.ids is None:
-            return TeacherRows(None, None, None, theirs.transform)
+            return TeacherRows(None, None, None, of_teacher.transform)
         device, packed = tokens.device, cu_seqlens is not None
         ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", device, checks.INTEGERS)
         if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
@@ -133,7 +133,7 @@ class TeacherArguments(NamedTuple):
         logprobs = checks.floats("teacher_logprobs", scores, shape, "the shape of ids", device).detach()
         logprobs = as_rows(logprobs, packed)
         ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed)
-        return TeacherRows(None, ids, logprobs, theirs.transform)
+        return TeacherRows(None, ids, logprobs, of_teacher.transform)
 
 
 class DistillationRows(NamedTuple):
@@ -386,7 +386,7 @@ def fused_linear_distillation_loss(
         temperature, logit_scale, softcap: as in ``distillation_loss``.
         teacher_temperature, teacher_logit_scale, teacher_softcap: as in ``distillation_loss``.
         logits_dtype, batch_invariant, backend: as in ``linear_token_logprobs``.
-        max_chunk_bytes: bytes of logits that exist at once, of both models together; None: chosen by the
+        max_chunk_bytes: bytes of logits that exist at a time, of both models together; None: chosen by the
             device's memory.
         parallel: ``tp_group``, ``vocab_range`` and ``reduce_hidden_grad`` of ``Parallel``; both weights and
             both biases are cut in the same places.

@@ -48,16 +48,16 @@ def token_logprobs(
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides. On a GPU they are copied unless
             the vocabulary stride is 1.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
-        loss_mask: the labels' shape, bool or 0/1, or None: positions with 0 are left out, as with
-            ``ignore_index``, whatever their label.
+        loss_mask: the labels' shape, bool or 0/1, or None: positions with 0 are masked, as with
+            ``ignore_index``, regardless of their label.
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed logits: one per token).
         logit_scale: factor on the logits.
         softcap: bound of the tanh soft-capping, or None.
         kept_mask: the ids that the sampler could have drawn, as a bitmask, int32 [B, T, ceil(V / 32)] or
             [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v. ``kept_mask`` makes it of ids,
             ``sampling_mask`` of logits. Log-prob and entropy are those of the softmax over these ids alone.
-            All other logits have no effect, whatever they hold, and a gradient of exactly 0. None: all ids.
-        ignore_index: positions with this label are left out: their log-prob and entropy are 0.0, they have no
+            All other logits have no effect and a gradient of exactly 0. None: all ids.
+        ignore_index: positions with this label are masked: their log-prob and entropy are 0.0, they have no
             gradient, and their logits are never read.
         return_entropy: also return the differentiable entropy.
         inplace_backward: the backward overwrites the logits with their gradient instead of allocating it.
@@ -139,18 +139,18 @@ def linear_token_logprobs(
         logit_scale: factor on the logits, bias included.
         softcap: bound of the tanh soft-capping, or None.
         kept_mask: as in ``token_logprobs``.
-        ignore_index: positions with this label are left out: their log-prob and entropy are 0.0, they have no
+        ignore_index: positions with this label are masked: their log-prob and entropy are 0.0, they have no
             gradient, and they are never projected.
         return_entropy: also return the differentiable entropy.
         logits_dtype: "float32": matrix products of 16-bit inputs give fp32 logits. "input": logits are
             rounded to the inputs' dtype, as other trainers do.
-        max_chunk_bytes: bytes of logits that exist at once; a chunk has at least one row. The default is
+        max_chunk_bytes: bytes of logits that exist at a time; a chunk has at least one row. The default is
             4,096 rows on a GPU, and on the CPU 1,024 to 2,048 rows, as many as fit 256 MiB; but at least
             64 MiB and at most 1/16 of the memory. The backend "cpp" writes no logits at all, except for
             rounded 16-bit logits, with a ``LoRAHead`` and with a ``tp_group``; its results have the bits that
             written logits give.
-        memory: "auto", or "least" for 256 MiB of logits at once; not along with ``max_chunk_bytes``.
-        batch_invariant: whether results keep their bits whatever is computed along with them; None: as set by
+        memory: "auto", or "least" for 256 MiB of logits at a time; not along with ``max_chunk_bytes``.
+        batch_invariant: whether results are bitwise identical in any batch; None: as set by
             ``set_batch_invariant``, whose documentation says what the mode promises.
         backend: "auto", "triton", "cpp" or "reference".
         parallel: see ``Parallel``; all fields but ``cp_group``, which log-probs don't need.
@@ -235,7 +235,7 @@ def selected_logprobs(
 ) -> SelectedLogprobs:
     """Log-probabilities of K ids per token, and the log of the mass that these leave; both differentiable.
 
-    Each logit is read once in the forward, and read and written once in the backward, whatever K. The
+    Each logit is read once in the forward, and read and written once in the backward, for any K. The
     log-probs are equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in
     ``token_logprobs``. The tail is equivalent to ``log(1 - sum of the different ids' probabilities)``, but
     without its cancellation: a remaining mass of 1e-8 or 1e-100 is as exact as one of 1/2.
@@ -244,7 +244,7 @@ def selected_logprobs(
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
         ids: [B, T, K] or [N, K], int64 or int32, -1 or -100 where a token has fewer. An id may occur several
             times: each place has its own log-prob, the gradients of its places add, and its mass counts once.
-        loss_mask: [B, T] or [N], bool or 0/1, or None: a token with 0 has no ids, whatever ``ids`` holds.
+        loss_mask: [B, T] or [N], bool or 0/1, or None: a token with 0 has no ids, regardless of ``ids``.
         normalize_within: the log-probs are those of a softmax over each token's ids alone; only the logits of
             these ids are read, and there is no tail.
         temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.

@@ -79,8 +79,8 @@ def policy_loss(
         advantages: [B], or per token in the labels' shape where the objective takes them (packed with N == B:
             [B]).
         loss_mask: labels' shape, bool or 0/1: tokens that count, holes allowed. None: all.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences. Mask and offsets may lie on the CPU
-            beside tensors on a GPU, which saves the host a wait, see ``docs/losses.md``.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences. Mask and offsets may be on
+            the CPU while other tensors are on a GPU, which saves a sync, see ``docs/losses.md``.
         ref_logprobs: labels' shape: log-probs under the reference policy, for the KL term and its metric.
         kl_beta: weight of the KL term; a number, or a tensor that broadcasts to the labels.
         kl_estimator: "k1", "k2" or "k3", of d = logp - ref: d, d^2/2, exp(-d) + d - 1.
@@ -167,7 +167,7 @@ def policy_coefficients(
     Args:
         logprobs, old_logprobs, advantages, objective, parallel, and all terms from loss_mask to normalizer:
             as in ``policy_loss``.
-        entropy: the shape of ``logprobs``; only for objectives that look at the entropy.
+        entropy: the shape of ``logprobs``; only for objectives that depend on the entropy.
 
     Returns:
         The shape of ``logprobs``, fp32 (fp64 for fp64 log-probs), exactly 0.0 where there is no gradient.
@@ -261,7 +261,7 @@ def fused_policy_loss(
         logits: [B, T, V], or [N, V] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
-            ``policy_loss``; a token is also left out where its label is ``ignore_index``.
+            ``policy_loss``; a token is also masked where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
         kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalised over the
@@ -482,8 +482,8 @@ def fused_linear_policy_loss(
         schedule: how the batch is cut into chunks and products; all schedules give the same result. See
             ``explain_schedule``.
         skip_inactive: which rows without gradient stay out of products; see ``explain_schedule``.
-        centering: as in ``fused_policy_loss``; served by the schedules "known" ("auto") and, but for the
-            entropy, "two_pass".
+        centering: as in ``fused_policy_loss``; served by the schedules "known" ("auto") and, without
+            the entropy, "two_pass".
         parallel: see ``Parallel``.
 
     Returns:
@@ -504,7 +504,7 @@ def fused_linear_policy_loss(
         parallel, return_entropy, schedule, skip_inactive, centering,
     )  # fmt: skip
     with_entropy = decisions.entropy
-    # "all" leaves out tokens that these lengths count
+    # "all" skips tokens that these lengths count
     if labels.is_cuda and skip_inactive == "backward":
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
         if on_host is not None:
@@ -565,12 +565,13 @@ def explain_schedule(
     """Return the plan of a ``fused_linear_policy_loss`` call with these arguments, without running the call.
 
     Print the plan to read it: the schedule and the reason for it, matrix products, memory. Arguments of the
-    loss that can't change the plan are left out here. The plan depends on which inputs need a gradient, so
+    loss that can't change the plan are not taken here. The plan depends on which inputs need a gradient, so
     call this function in the grad mode of the loss. Sequence lengths are read from the device.
 
     Args:
         memory: "auto", or "least": "frozen" if that is exact, otherwise "two_pass", with at most 256 MiB of
-            logits at once. Not along with ``schedule`` or ``max_chunk_bytes``, which say the same in numbers.
+            logits at a time. Not along with ``schedule`` or ``max_chunk_bytes``, which set the same in
+            numbers.
         schedule: how the batch is cut into chunks and products. All schedules give the same result; one that
             would not is refused with the reason. "auto" takes the first that is exact for the call: "known"
             if a token's coefficient is known beforehand or depends on that token alone, "frozen" if the
@@ -581,9 +582,9 @@ def explain_schedule(
         skip_inactive: "backward": rows without gradient enter no gradient product if the schedule knows them
             in time ("deferred" and "frozen" know only those with zero advantage). "all": sequences whose
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
-            at all; their log-probs are NaN, and metrics cover the other sequences. "none": nothing is left
-            out, and nothing is read from the device, except that "aligned", "deferred" and "frozen", chosen
-            by name, read the lengths of packed sequences whose offsets aren't on the CPU.
+            at all; their log-probs are NaN, and metrics cover the other sequences. "none": nothing is
+            skipped, and nothing is read from the device, except that "aligned", "deferred" and "frozen",
+            chosen by name, read the lengths of packed sequences whose offsets aren't on the CPU.
 
     Raises:
         TypeError, ValueError: as the loss itself.
@@ -655,7 +656,7 @@ def _normalize_linear(
     if centering is not None:
         centered = normalize_centering(centering, row_labels, terms, objective, row_options, len(weight))
     known = chunking
-    if not labels.is_cpu and skip_inactive != "all":  # which leaves out tokens that a mask counts
+    if not labels.is_cpu and skip_inactive != "all":  # which skips tokens that a mask counts
         head = weight if base is None else base
         known = from_host(chunking, passed.loss_mask, passed.cu_seqlens, labels, head, parallel)
     if decided is None:

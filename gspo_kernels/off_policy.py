@@ -41,18 +41,18 @@ def rollout_weights(
     Let ``l_t = old_t - rollout_t`` and ``r_t = exp(l_t)``. A sequence's ratio is ``exp(mean_t l_t)``, the
     geometric mean of its tokens' ratios (``reduce="mean"``), or ``exp(sum_t l_t)``, its likelihood ratio
     ("sum"). The mean does not depend on the length, and GSPO's own ratio is such a mean. Importance sampling
-    asks for the sum, but that ratio falls to 0 with the length whatever the mismatch: at thousands of tokens
+    asks for the sum, but that ratio falls to 0 with the length for any mismatch: at thousands of tokens
     it weakens whole batches (docs/off_policy.md). Trainers disagree about it. The modes, by the names in use:
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. Known as TIS.
-    - "mask": the same ratio where it lies in [low, high], else 0. Known as MIS, with a sequence's sum as
+    - "mask": the same ratio where it is in [low, high], else 0. Known as MIS, with a sequence's sum as
       Seq-MIS.
     - "icepop": "mask" for tokens, bounded on both sides. This is IcePop of Ring-1T's report (arXiv
       2510.18855), known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
-    - "sequence_mask": every token's own ratio, but 0 for all tokens of a sequence whose ratio lies outside
+    - "sequence_mask": every token's own ratio, but 0 for all tokens of a sequence whose ratio is outside
       [low, high]. This is sequence-masked importance sampling, "seq-mask-tis" in NeMo-RL and OpenRLHF, which
       take the mean.
-    - "k1", "k2", "k3": a rejection instead of a ratio, 1 where an estimate of KL(mu, pi_old) lies in
+    - "k1", "k2", "k3": a rejection instead of a ratio, 1 where an estimate of KL(mu, pi_old) is in
       [low, high] and 0 elsewhere: ``k1 = -l``, ``k2 = l^2 / 2``, ``k3 = r - 1 - l``. The estimate is that of
       a token, or of a sequence: the mean, the sum or the largest over its tokens. verl calls this
       ``rollout_rs``: its "token_k3" is ``mode="k3"``, its "seq_max_k2" is ``level="sequence", reduce="max",
@@ -71,7 +71,7 @@ def rollout_weights(
         rollout_logprobs: the same shape: log-probs by the engine that sampled.
         loss_mask: the same shape: tokens that count; None: all.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; like the mask
-            it may lie on the CPU, whatever the other tensors' device.
+            it may be on the CPU, regardless of the other tensors' device.
         level: "token": one weight per token. "sequence": one per sequence. The modes "icepop" and
             "sequence_mask" need "token".
         reduce: how the tokens of a sequence become one number: "mean", "sum" or "max". Only for
@@ -94,7 +94,7 @@ def rollout_weights(
     by_token, divergence = level == "token", mode in _DIVERGENCES
     # from log(mu / pi_old) of tokens that mu sampled: estimates of KL(mu, pi_old)
     weights = kl_penalty(-log_ratio, mode) if divergence else log_ratio.exp()
-    measured = weights  # what must lie between the bounds
+    measured = weights  # what must be between the bounds
     if not by_token or mode == "sequence_mask":
         if divergence:
             measured = _reduced(layout, measured, counted, reduce)
@@ -222,7 +222,7 @@ def off_policy_mask(
         delta: how far off policy a sequence may be, in nats per token.
         loss_mask: the shape of ``logprobs``: tokens that count; None: all.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; like the mask
-            it may lie on the CPU, whatever the other tensors' device.
+            it may be on the CPU, regardless of the other tensors' device.
 
     Returns:
         The shape of ``advantages``, 0.0 or 1.0 in fp32 (fp64 for fp64 log-probs), without gradient; 1.0 where
@@ -348,9 +348,9 @@ def _per_token(values: Tensor, layout: Layout) -> Tensor:
 
 ENGINES = ("transformers", "vllm")
 _CANDIDATES = 1024
-"""How many of the most likely tokens top-p looks at first."""
+"""How many of the most likely tokens top-p reads first."""
 _GROWTH = 16
-"""Top-p looks at this many times more tokens where the first ones do not reach its share."""
+"""Top-p reads this many times more tokens where the first ones do not reach its share."""
 _ELEMENTS = 2**24
 """How many logits are looked at in one chunk of rows."""
 
@@ -412,7 +412,7 @@ def kept_mask(ids: Tensor, vocabulary_size: int) -> Tensor:
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
-            GSPO_KERNELS_VALIDATE=1, also an id outside of the vocabulary; unchecked, it is left out.
+            GSPO_KERNELS_VALIDATE=1, also an id outside of the vocabulary; unchecked, it is ignored.
     """
     checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None, checks.INTEGERS)
     if ids.ndim not in (2, 3):
@@ -454,7 +454,7 @@ def sampling_mask(
         top_k: how many ids are kept; 0: all.
         top_p: the share of probability that is kept, in (0, 1]; 1: all.
         min_p: the least probability, relative to the most likely id's, in [0, 1); 0: none.
-        labels: [B, T] or [N], int64 or int32, or None: ids that are kept whatever the rules say; -100 where
+        labels: [B, T] or [N], int64 or int32, or None: ids that are always kept; -100 where
             no id was drawn. Logits of rows with label -100 may hold anything.
         engine: "transformers" or "vllm".
 
@@ -547,7 +547,7 @@ def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) ->
     V, mass = z.shape[-1], rules.top_p * left
     count = rules.top_k or min(_CANDIDATES, V)
     lowest, decided = _last_within(z.topk(count, sorted=True).values, highest, mass)
-    # with top-k, logits beyond the first k lie below the bound or tie with the last of the k
+    # with top-k, logits beyond the first k are below the bound or tie with the last of the k
     while not rules.top_k and count < V and not bool(decided.all()):
         count = _GROWTH * count if 4 * _GROWTH * count <= V else V
         rows = (~decided).nonzero().squeeze(1)

@@ -35,7 +35,7 @@ def signature(
     arguments: Iterable[Any],
     options: Iterable[Any] = (),
 ) -> Signature | None:
-    """Return all that the checks and choices of a call look at, or None where they look at more than this.
+    """Return everything that the checks and decisions of a call read, or None where they read more than this.
 
     The number of tokens is no part of it, because packed calls seldom have the same one twice. A size is
     compared with it, which is all that checks do. Two kinds of sizes make it a part of the signature: one

@@ -74,7 +74,9 @@ class LinearOperands(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """How hidden states become logits, as the caller passed it, but for ``batch_invariance.or_current``."""
+    """How hidden states become logits, as the caller passed it; ``batch_invariant`` is already a bool, see
+    ``or_current``.
+    """
 
     logits_dtype: str = "float32"
     max_chunk_bytes: int | None = None
@@ -91,7 +93,7 @@ class HeadOptions(NamedTuple):
         if self.memory == "least":
             if budget is not None:
                 raise ValueError(
-                    f"max_chunk_bytes: got {budget}, expected None beside memory='least', which chooses"
+                    f"max_chunk_bytes: got {budget}, expected None with memory='least', which chooses"
                 )
             budget = LEAST_BYTES
         reduces, scattered = parallel.reduce_hidden_grad, parallel.sequence_parallel
@@ -212,14 +214,14 @@ def _with_adapter(
     hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
 ) -> tuple[Tensor, Tensor]:
     """Return hidden states with the columns ``scale * hidden @ A.T`` appended, and B. dA follows from these
-    columns. Both have the dtype of statistics: beside a 16-bit weight an fp32 adapter is not rounded.
+    columns. Both have the dtype of statistics, so that an fp32 adapter of a 16-bit weight is not rounded.
     """
     A, (V, H) = checks.tensor("weight.A", lora.A, None, "[r, H]", hidden.device, checks.FLOATS), weight.shape
     checks.tensor("weight.A", A, (len(A) if A.ndim else 0, H), "[r, H]", hidden.device, checks.FLOATS)
     checks.tensor("weight.B", lora.B, (V, len(A)), "[V, r]", hidden.device, checks.FLOATS)
     scale = checks.number("weight.scale", lora.scale)
     if torch.is_grad_enabled() and lora.weight.requires_grad:
-        raise ValueError("weight.weight: needs a gradient, expected a frozen weight beside A and B")
+        raise ValueError("weight.weight: needs a gradient, expected a frozen weight with A and B")
     if any(hasattr(each, "device_mesh") for each in lora[:3]):
         raise ValueError("weight: got a LoRAHead of DTensors, expected plain tensors")
     if chunking.scattered or not chunking.reduce_hidden_grad:
@@ -303,7 +305,7 @@ def check_teachers_head(
     if weight is None:
         raise ValueError("teacher_weight: got None, expected [V, H] along with teacher_hidden")
     checks.tensor(
-        "teacher_hidden", hidden, None, "like hidden but for the width", tokens.device, checks.FLOATS
+        "teacher_hidden", hidden, None, "like hidden except for the width", tokens.device, checks.FLOATS
     )
     if hidden.shape[:-1] != tokens.shape:
         raise ValueError(

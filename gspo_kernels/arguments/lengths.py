@@ -63,8 +63,8 @@ def prefetch(
     few numbers per sequence starts, and the loss finds it finished. The result of the loss is the same.
 
     The very tensors are remembered, weakly and as they are now: pass the same ones to the loss. A loss of
-    others, or of changed ones, looks at the device as it does without this call. A prefetched copy serves one
-    call. On the CPU nothing is done.
+    others, or of changed ones, syncs with the device as it does without this call. A prefetched copy serves
+    one call. On the CPU nothing is done.
 
     Args:
         labels, loss_mask, advantages, cu_seqlens, ignore_index: as the loss takes them;

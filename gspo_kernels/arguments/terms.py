@@ -44,7 +44,7 @@ class ArgSpec:
         shape: "tokens" (the labels' shape), "sequences" ([B]), "either", "broadcast" (a number, or what
             broadcasts to the labels), "number" (or a 0-d tensor) or "offsets" ([B + 1]).
         dtypes: allowed dtypes; None: any but complex.
-        host: whether the tensor may lie on the CPU, whatever the labels' device.
+        host: whether the tensor may be on the CPU, regardless of the labels' device.
     """
 
     shape: Literal["tokens", "sequences", "either", "broadcast", "number", "offsets"]
@@ -168,7 +168,7 @@ class TermsForm(NamedTuple):
 
     Attributes:
         changes: what happens to which fields.
-        on_host: whether mask or offsets lie on the CPU, and the tokens don't.
+        on_host: whether mask or offsets are on the CPU, and the tokens are not.
         cp_group, objective: fields of ``Terms``.
     """
 
@@ -253,7 +253,7 @@ def _row(tokens: Tensor) -> Tensor:
 
 
 def _from_host(terms: Terms, tokens: Tensor) -> Terms:
-    """Check a mask and offsets that lie on the CPU there, and move them to the tokens' device."""
+    """Check a mask and offsets that are on the CPU, and copy them to the tokens' device."""
     mask, offsets, checked = terms.loss_mask, terms.cu_seqlens, not torch.compiler.is_compiling()
     if offsets is not None and offsets.is_cpu:
         if checked:
@@ -300,9 +300,9 @@ def validate_terms(
             raise ValueError(f"{label}: got a tensor, expected None: {name} does not use them")
     if objective.coefficient_scope == "batch" and terms.normalizer is not None:
         raise ValueError(
-            f"normalizer: got {terms.normalizer.tolist()}, but {name} looks at the whole batch and can't be "
-            "called on a part of it, expected None; take policy_coefficients of the whole batch and give "
-            "each part's to objective=Linear() as token_weights"
+            f"normalizer: got {terms.normalizer.tolist()}, but {name} depends on the whole batch and "
+            "can't be called on a part of it, expected None; take policy_coefficients of the whole batch and "
+            "give each part's to objective=Linear() as token_weights"
         )
     if terms.kl_beta is not None and terms.ref_logprobs is None:
         raise ValueError("ref_logprobs: got None, but kl_beta asks for a KL term")
@@ -424,7 +424,7 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
 def may_have_gradient(tokens: Tensor, terms: Terms) -> Tensor:
     """Return which counted tokens may have a gradient, as bool tokens.
 
-    The gradient of all others is zero whatever the log-probs are, even NaN: their advantage or rollout weight
+    The gradient of all others is zero for any log-probs, even NaN: their advantage or rollout weight
     is zero, and there is neither a KL term nor an entropy bonus.
     """
     possible, objective = terms.counted(tokens), from_spec(terms.objective)
@@ -486,11 +486,11 @@ def mask_rows(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Te
 
 
 _OTHER_GRADIENTS = ("kl_beta", "entropy_coef")
-"""Terms that give gradients of their own."""
+"""Terms that add a gradient to that of the objective."""
 
 
 def shows_inactive(terms: Terms) -> bool:
-    """Return whether advantages tell which sequences have a zero gradient whatever the forward gives."""
+    """Return whether advantages alone tell which sequences have a zero gradient."""
     if terms.advantages is None or any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
         return False
     elsewhere = bool(terms.cp_group) and terms.advantages.ndim == 2
@@ -498,7 +498,7 @@ def shows_inactive(terms: Terms) -> bool:
 
 
 def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
-    """Return which sequences have a zero gradient whatever the forward gives, [B] bool; None if unknown.
+    """Return which sequences are known to have a zero gradient before the forward, [B] bool; None if unknown.
 
     All counted tokens of such a sequence have a zero advantage, which gives a zero gradient in the objective,
     and there is neither a KL term nor an entropy bonus. With a ``cp_group`` advantages per token don't tell:

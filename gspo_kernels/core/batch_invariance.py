@@ -22,7 +22,7 @@ _thread = _Thread()
 
 
 class set_batch_invariant:
-    """Switch batch-invariant mode: results of a token keep their bits, whatever is computed along with it.
+    """Switch batch-invariant mode: a token's results are bitwise identical in any batch.
 
     The mode holds from this call on, in all threads of the process; as a context manager, until the context
     ends. Contexts of several threads may overlap: a thread inside contexts of its own has the mode of the
@@ -35,14 +35,14 @@ class set_batch_invariant:
 
     - log-probs, entropies, log-probs and tails of selected ids;
     - gradients of logits and of hidden states, row by row;
-    - coefficients dLoss/dlogprobs, and so clip decisions, of objectives that look at no more than a sequence,
+    - coefficients dLoss/dlogprobs, and so clip decisions, of objectives that depend on one sequence at most,
       given the same outer divisor (the same ``normalizer``, or as many sequences or tokens).
 
     Gradients of weight and bias are sums over rows. Counted tokens are cut into segments of 128 in their
     order, and segments are added up from the first to the last. So these gradients keep their bits for any
     chunk size, schedule and number of threads, padded or packed. They round differently if rows come in
     another order, if the batch is split into micro-batches, whose gradients autograd adds up, or if
-    ``skip_inactive="all"`` leaves out sequences.
+    ``skip_inactive="all"`` skips sequences.
 
     These may change their bits: the loss and metrics, which are sums over the batch; coefficients of
     objectives over groups or the batch, with another order of sequences; on a GPU, coefficients of objectives

@@ -37,7 +37,7 @@ def tensor(
     """Check that a value is a dense tensor; check shape, device and dtype, unless None allows any; return it.
 
     Dtypes of None allow all dtypes of plain numbers: neither complex nor quantized ones. With ``host`` the
-    value may lie on the CPU, too, whatever the device.
+    value may also be on the CPU, regardless of the device.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {meaning}")
@@ -107,7 +107,7 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets.
 
-    Offsets may lie on the CPU, whatever the tokens' device. Offsets as ``tokens`` are checked alone.
+    Offsets may be on the CPU, regardless of the tokens' device. Offsets as ``tokens`` are checked alone.
     """
     if cu_seqlens is None:
         if tokens.ndim != 2:

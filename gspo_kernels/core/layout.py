@@ -103,7 +103,7 @@ class Packed(Layout):
 def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
     """Return the layout of a token tensor: [B, T] without ``cu_seqlens``, [1, N] with it.
 
-    Offsets may lie on the CPU, whatever the tokens' device.
+    Offsets may be on the CPU, regardless of the tokens' device.
     """
     if cu_seqlens is None:
         return Padded(tokens.shape[0], tokens.shape[1])
@@ -126,7 +126,7 @@ def from_rows(tokens: Tensor, packed: bool) -> Tensor:
 
 def queued(values: Tensor, device: torch.device, name: str = "values") -> Tensor:
     """Return values on a device. Where they come from the CPU, the host doesn't wait for what the device has
-    still to do, and may change its own values at once.
+    still to do, and may change its own values immediately.
     """
     if device.type != "cuda" or not values.is_cpu or torch.compiler.is_compiling():
         return values.to(device)

@@ -270,7 +270,7 @@ class _ExactMatmul:
             self._precisions = []
             for backend in ("cuda", "mkldnn"):
                 precision = _get_precision(backend, "matmul")
-                # "none" inherits what is set for all operations, and has to go on doing so
+                # "none" inherits the setting for all operations, and must still inherit it afterwards
                 _set_precision(backend, "matmul", "none")
                 self._precisions.append(
                     (backend, "none" if _get_precision(backend, "matmul") == precision else precision)

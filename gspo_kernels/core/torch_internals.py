@@ -33,7 +33,7 @@ def constant_when_traced(function: F) -> F:
 
 def plain_constant(value: Any) -> Any:
     """Return the value; when traced, turn a number that has become a symbol into a guarded constant again."""
-    # groupby is traceable, and looks at values and guards them instead of passing symbols on
+    # groupby is traceable, and guards values instead of passing symbols on
     (constant,) = [key for key, _ in itertools.groupby([value])]
     return constant
 

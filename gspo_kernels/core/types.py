@@ -37,8 +37,8 @@ MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.int32, torch.int6
 class LoRAHead(NamedTuple):
     """An lm_head with a low-rank adapter, to be passed as ``weight``: ``weight + scale * B @ A``.
 
-    ``weight`` has no gradient; A and B have. B gets a matrix product of its own, so that nothing of the size
-    of ``weight`` is allocated. The adapter's products and their gradients are in fp32 beside a 16-bit weight.
+    ``weight`` has no gradient; A and B have. B has a separate matrix product, so that nothing of the
+    size of ``weight`` is allocated. With a 16-bit weight the adapter's products and gradients are in fp32.
 
     Attributes:
         weight: [V, H], frozen; hidden's dtype, or any under autocast.
@@ -166,7 +166,7 @@ class LogitTransform(NamedTuple):
         row_temperature: [B, T] in the statistics' dtype, any strides, or None.
         kept: the sampling mask, int32 [B, T, ceil(V / 32)] with a vocabulary stride of 1, or None: bit v % 32
             of word v // 32 says whether column v is in the softmax. A column that is cut has no effect,
-            whatever its logit holds, and a gradient of exactly 0.
+            regardless of its logit, and a gradient of exactly 0.
     """
 
     logit_scale: float = 1.0
@@ -181,7 +181,9 @@ class LogitTransform(NamedTuple):
         return self._replace(row_temperature=temperature, kept=kept)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return z of raw logits [B, T, columns] in their dtype, whatever ``kept`` says; differentiable."""
+        """Return z of raw logits [B, T, columns] in their dtype, without applying ``kept``;
+        differentiable.
+        """
         z = x * self.logit_scale
         if self.softcap:
             z = self.softcap * torch.tanh(z / self.softcap)
@@ -269,7 +271,7 @@ class RowOptions(NamedTuple):
 
     Attributes:
         transform: from raw logits to z.
-        ignore_index: the label of rows that are left out.
+        ignore_index: the label of rows that are skipped.
         backend: the name of a backend that can serve the tensors' device.
         shard: which columns this process has; labels are ids of the whole vocabulary.
     """

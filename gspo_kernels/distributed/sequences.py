@@ -1,4 +1,4 @@
-"""Sequences whose tokens lie on several ranks (context parallelism): sums over them, with their gradient.
+"""Sums over sequences whose tokens are on several ranks (context parallelism), with their gradient.
 
 A sequence's values and the loss are the same on all ranks, and so are their gradients. Each rank has other
 tokens, with other gradients. So a sum over ranks passes its gradient on unchanged, and the gradient of a

@@ -93,7 +93,7 @@ class ShardedRows:
         return False
 
     def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
-        """See ``protocol.RowBackend.logprobs_and_grad``; the gather stands between its two halves."""
+        """See ``protocol.RowBackend.logprobs_and_grad``; the gather is between its two halves."""
         stats = self.logprobs_forward(rows, False)
         self.logprobs_backward(rows, stats, RowGradients(coefficients), out)
         return stats
@@ -107,8 +107,8 @@ class ShardedRows:
         of_shard = self._local(rows)
         if known is None:
             student = LogitRows(rows.logits, rows.labels, rows.transform, rows.ignore_index)
-            theirs = rows.teacher_transform._replace(kept=rows.transform.kept)
-            teacher = student._replace(logits=rows.teacher_logits, transform=theirs)
+            of_teacher = rows.teacher_transform._replace(kept=rows.transform.kept)
+            teacher = student._replace(logits=rows.teacher_logits, transform=of_teacher)
             known = Normalizers(*(self.logprobs_forward(side, False).lse for side in (student, teacher)))
         if not isinstance(known, PairStats):
             local = self._inner.divergence(of_shard, known, None, None)
@@ -178,7 +178,7 @@ def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k:
     ids = torch.nn.functional.pad(columns + first_column(shard, width), short, value=-1)
     every = gathered(shard.group, torch.stack([padded, ids.to(torch.float64)]))
     values, ids = (each.movedim(0, -2).flatten(-2) for each in every.unbind(1))
-    # the padding of a small shard comes after all logits, whatever their values
+    # the padding of a small shard comes after all logits, regardless of their values
     values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LOWEST))
     leading = ids.gather(-1, values.topk(k).indices).to(torch.int64)
     return leading.masked_fill(leading < 0, bits.NO_ID)

@@ -132,18 +132,18 @@ class Call:
         """
         first = where.start if isinstance(where, slice) else 0
         labels = rows_at(self.labels, where)
-        begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
+        started: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
             span = slice(first + start, first + end)
             positions = span if isinstance(where, slice) else where[span]
             if self.tokens is None:
                 yield self.chunk(positions, labels[start:end])
                 continue
-            begun.append((positions, labels[start:end], self.tokens.begin_gather(self.hidden, positions)))
-            if len(begun) > 1:
-                positions, chunk_labels, gather = begun.pop(0)
+            started.append((positions, labels[start:end], self.tokens.begin_gather(self.hidden, positions)))
+            if len(started) > 1:
+                positions, chunk_labels, gather = started.pop(0)
                 yield self.chunk(positions, chunk_labels, gather())
-        for positions, chunk_labels, gather in begun:
+        for positions, chunk_labels, gather in started:
             yield self.chunk(positions, chunk_labels, gather())
 
     def chunk(

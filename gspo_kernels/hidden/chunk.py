@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
 
     def columns(self, first: int, last: int, label: int) -> Chunk:
         """Return the chunk for some columns of its logits; ``label`` is the token id of the first. Labels
-        count from there, and those of other columns lie outside.
+        count from there, and those of other columns are outside.
         """
         transform, ignore_index = self.options.transform, self.options.ignore_index - label
         if transform.kept is not None:

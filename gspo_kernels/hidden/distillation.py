@@ -51,7 +51,7 @@ def linear_distillation(
     spec: DivergenceSpec,
     shares: Tensor,
 ) -> LinearDistilled:
-    """Return loss, divergences and gradients. Rows that are left out have negative labels.
+    """Return loss, divergences and gradients. Skipped rows have negative labels.
 
     The teacher is a head (hidden [B, T, H of the teacher], weight and bias), or log-probs of some ids in
     ``teacher``, whose logits are None. ``shares`` [B, T], fp64, weigh the divergences in the loss.

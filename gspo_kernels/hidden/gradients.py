@@ -98,7 +98,9 @@ class HeadSums:
     """
 
     def __init__(self, matmul: HeadMatmul, needs: RequiresGrad, backend: str, once: bool = False):
-        """``once``: each column is added once, with all rows, so that dWeight has its own dtype at once."""
+        """``once``: each column is added once, with all rows, so that dWeight has its final dtype from the
+        start.
+        """
         weight = matmul.trained
         self.segments = None if matmul.any_order else matmul.segments()
         self._dtype, device = stats_dtype(weight.dtype), weight.device
@@ -115,7 +117,7 @@ class HeadSums:
         self._empty = True
 
     def clear(self) -> None:
-        """Start both sums anew."""
+        """Reset both sums."""
         self._empty, self._power = True, None
         if self._bias is not None:
             self._bias.zero_()
@@ -262,7 +264,7 @@ class Accumulators:
         hidden: [B, T, H] in hidden's dtype; None until rows are stored, so that other memory is allocated
             before.
         scales: None, or a factor per row in the statistics' dtype: dHidden is ``scales * hidden``. Rows of
-            ``hidden`` are then normalised by powers of two, so that fp16 loses nothing whatever the
+            ``hidden`` are then normalised by powers of two, so that fp16 loses nothing for any
             coefficients.
         sums: the sums of dWeight and dBias.
         dtype: the dtype of sums and scales, which is the statistics'.
@@ -495,7 +497,7 @@ class Accumulators:
     def add_by_columns(
         self, chunk: Chunk, stats: RowStats, grad: Tensor, grad_entropy: Tensor | None, width: int
     ) -> None:
-        """Add the gradients of all rows of a call at once, some columns at a time.
+        """Add the gradients of all rows of a call, some columns at a time.
 
         With p = exp(z - lse) and a, b = dLoss/dlogprob, dLoss/dentropy, no column v needs another one:
 

@@ -119,7 +119,7 @@ def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms
 
 
 def _lengths(call: Call, terms: Terms, decisions: Decisions) -> tuple[list[int], list[int], list[int] | None]:
-    """Return by sequence: its rows; 1 if it has no gradient, whatever the forward gives, and is skipped; and
+    """Return by sequence: its rows; 1 if it is skipped because it has no gradient; and
     its group, or None where each sequence is a group.
     """
     grouped = decisions.depends_on == "group" and terms.group_ids is not None

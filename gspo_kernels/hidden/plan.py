@@ -37,8 +37,8 @@ in bf16, and 0.81, 0.87, 0.93, 1.06 and 1.14 times in fp32.
 Beside two_pass over a bf16 weight, fewer rows of groups that fit in a chunk are projected twice, too. By
 themselves they would need the sum in fp32: two_pass writes it (4VH bytes), their chunk adds to it (8VH), and
 it is rounded (6VH), where one product writes 2VH. These 16VH bytes take as long as a product of 1,600 rows.
-Measured as above, beside 300 rows, they take 1.10 (32 rows), 1.07 (64), 1.03 (128) and 0.95 (256) times as
-long by themselves."""
+Measured as above, in addition to 300 rows, they take 1.10 (32 rows), 1.07 (64), 1.03 (128) and 0.95 (256)
+times as long by themselves."""
 SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
@@ -78,10 +78,10 @@ def unsupported(objective: Objective, terms: Terms, decisions: Decisions, invari
                 "known", "batch-invariant mode takes coefficients from whole sequences, as other schedules do"
             )
         if depends_on in ("group", "batch"):
-            why = f"batch-invariant mode evaluates coefficients that depend on the {depends_on} all at once"
+            why = f"batch-invariant mode evaluates coefficients of the {depends_on} for the whole batch"
             reasons |= dict.fromkeys(("aligned", "frozen"), why)
     if terms.skipped is not None and depends_on in ("group", "batch"):
-        why = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"
+        why = f"skip_inactive='all' skips sequences on which {name}'s coefficients depend"
         reasons |= dict.fromkeys(("aligned", "frozen"), why)
     return reasons
 
@@ -92,7 +92,7 @@ def choose(
     """Return the schedule of a call, and the reason for it, without looking at any value.
 
     "two_pass" projects again in the backward; all others compute the gradient along with the loss. "auto"
-    stands for parts: groups that fit in a chunk, and longer ones.
+    is decided for each group by its length.
 
     Args:
         schedule: "auto" or a name.
@@ -102,14 +102,15 @@ def choose(
         memory: "auto" or "least".
 
     Raises:
-        ValueError: unknown name, a schedule that is not exact for the call, or a schedule beside "least".
+        ValueError: unknown name, a schedule that is not exact for the call, or a schedule with
+            memory="least".
     """
     if not isinstance(schedule, str) or schedule not in ("auto", *SCHEDULES):
         raise ValueError(
             f"schedule: got {schedule!r}, expected 'auto' or one of {', '.join(map(repr, SCHEDULES))}"
         )
     if memory == "least" and schedule != "auto":
-        raise ValueError(f"schedule: got {schedule!r}, expected 'auto' beside memory='least', which chooses")
+        raise ValueError(f"schedule: got {schedule!r}, expected 'auto' with memory='least', which chooses")
     if schedule in reasons:
         raise ValueError(f"schedule: {schedule!r} is not exact here: {reasons[schedule]}; use 'auto'")
     if not learns:
@@ -162,7 +163,7 @@ class Plan:
 
     Attributes:
         steps: in the order in which they run.
-        sequences: all sequences with rows in the order of the steps; those of a group are neighbors.
+        sequences: all sequences with rows in the order of the steps; those of a group are adjacent.
         lengths: the number of rows of every sequence of the call, in the call's order.
         in_order: whether the sequences with rows have the order of the call.
         chunk_rows: the rows of logits that fit the budget.
@@ -207,7 +208,7 @@ def make_plan(
     Args:
         schedule: "auto", a name of ``SCHEDULES``, or "forward": nothing needs a gradient.
         lengths: the number of rows of each sequence.
-        inactive: 1 for sequences that have no gradient, whatever the forward gives.
+        inactive: 1 for sequences that are known to have no gradient before the forward.
         groups: the group of each sequence, where coefficients depend on a whole group; None: each sequence
             is a group.
         chunk_rows: the rows of logits that fit the budget.
@@ -357,8 +358,9 @@ class SchedulePlan:
 
 
 CENTERING_BYTES = {"known": (51, 16, 146, 31), "two_pass": (75, 16, 119, 5)}
-"""Bytes for each id of centering: of all rows before there is a chunk, and kept beside chunks; of a chunk's
-rows while their gradient is written, and while it is multiplied. Measured peaks are held against the sums.
+"""Bytes for each id of centering: of all rows before there is a chunk, and kept in addition to chunks; of a
+chunk's rows while their gradient is written, and while it is multiplied. Measured peaks are held against the
+sums.
 """
 
 
@@ -389,13 +391,13 @@ def memory_of(call: Call, plan: Plan, decisions: Decisions, ids: int) -> tuple[i
     of_weight = trained * matmul.trained.element_size()
     rows, count = plan.max_rows, sum(plan.lengths)
     all_rows = count == call.labels.numel() and plan.in_order
-    scores, beside, with_row = matmul.statistics_bytes(rows), 0, 0
+    scores, kept_bytes, with_row = matmul.statistics_bytes(rows), 0, 0
     if ids:
-        before, beside, written, with_row = (ids * each for each in CENTERING_BYTES[decisions.schedule])
-        copied, beside = 0 if all_rows else 16 * ids, beside * call.labels.numel()
+        before, kept_bytes, written, with_row = (ids * each for each in CENTERING_BYTES[decisions.schedule])
+        copied, kept_bytes = 0 if all_rows else 16 * ids, kept_bytes * call.labels.numel()
         with_row += copied
         # a row's other ids are cut by a mask
-        writing = beside + rows * (matmul.row_bytes + written + copied + matmul.vocabulary // 8)
+        writing = kept_bytes + rows * (matmul.row_bytes + written + copied + matmul.vocabulary // 8)
         scores = max(before * call.labels.numel(), writing)
     if not any(needs):
         return scores, 0
@@ -433,4 +435,4 @@ def memory_of(call: Call, plan: Plan, decisions: Decisions, ids: int) -> tuple[i
     if hidden.is_cpu:
         # pages that stay mapped
         at_the_end += sum(size for size in (chunk, *kept) if size >= HUGE_PAGES_FROM)
-    return max(scores, at_work + beside, at_the_end + beside), of_hidden + of_weight
+    return max(scores, at_work + kept_bytes, at_the_end + kept_bytes), of_hidden + of_weight

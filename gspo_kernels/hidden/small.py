@@ -32,7 +32,7 @@ def small_loss(
 
     Where the logits fit a cache, planning, chunks and normalised coefficients would take longer than the
     products that they save or protect. The schedules serve calls that plain arithmetic could spoil: with
-    tokens that are left out, whose hidden states may be anything; with coefficients that need normalised
+    masked tokens, whose hidden states may be anything; with coefficients that need normalised
     arithmetic; with ranks that share a vocabulary; with products in a fixed order, or with an adapter. They
     also serve calls that must pass torch's dispatcher.
     """

@@ -1,4 +1,4 @@
-"""Operators over logits: per-token log-probs and entropy, their gradient, and both at once.
+"""Operators over logits: per-token log-probs and entropy, their gradient, and both in one pass.
 
 Rows are [B, T] (packed: [1, N]); see ``protocol.RowBackend`` for what each row operation promises.
 """

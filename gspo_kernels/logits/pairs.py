@@ -54,7 +54,7 @@ class TeacherRows(NamedTuple):
     transform: LogitTransform
 
     def at(self, index: slice | Tensor, logits: Tensor | None) -> TeacherRows:
-        """Return some of the rows as [1, n]; ``logits`` are theirs, [n, V], or None."""
+        """Return some of the rows as [1, n], with their logits [n, V] or None."""
 
         def select(values: Tensor) -> Tensor:
             return values.flatten(0, 1)[index].unsqueeze(0)

@@ -102,7 +102,7 @@ def policy_step(
     # where only the launch reads the mask, it takes the mask in the dtype that the caller passed
     mask_only = launch and entropy is None and terms.lengths is None and terms.skipped is None
     reads_mask = mask_only and mask is not None and mask.dtype in MASK_DTYPES
-    # a launch looks at values as it reads them, and calls ``recheck`` if some look wrong
+    # a launch checks values as it reads them, and calls ``recheck`` if some seem wrong
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
     if launch and checked_values(logprobs.device):
         recheck = functools.partial(check_values, logprobs, terms, logprobs=logprobs)

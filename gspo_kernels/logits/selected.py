@@ -9,7 +9,7 @@ so a remaining mass of 1e-8 keeps its relative accuracy. Outside of the set, wit
 
     d/dz_j = (g_tail - G exp(tail)) exp(z_j - U),
 
-which is the gradient of a row whose log-sum-exp is U and whose label lies elsewhere; the columns of the set
+which is the gradient of a row whose log-sum-exp is U and whose label is elsewhere; the columns of the set
 get g_k - G p_k. All arithmetic on the K numbers is in fp64.
 """
 

@@ -158,8 +158,8 @@ def test_memory_chooses_schedule_and_chunks():
     frozen = replace(case, frozen=("weight", "bias"))
     assert explain(frozen, memory="least").schedule == "frozen"
     for option, message in (
-        ({"schedule": "aligned"}, "schedule: got 'aligned', expected 'auto' beside memory='least'"),
-        ({"max_chunk_bytes": 5}, "max_chunk_bytes: got 5, expected None beside memory='least'"),
+        ({"schedule": "aligned"}, "schedule: got 'aligned', expected 'auto' with memory='least'"),
+        ({"max_chunk_bytes": 5}, "max_chunk_bytes: got 5, expected None with memory='least'"),
     ):
         with pytest.raises(ValueError, match=message):
             run(case, ENTRY, GSPO, memory="least", **option)

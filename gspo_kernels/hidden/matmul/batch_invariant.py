@@ -1,4 +1,4 @@
-"""Products whose sums have one order, whatever is computed along with a row: for batch-invariant calls.
+"""Products for batch-invariant calls: a row's sums have the same order in any batch.
 
 Logits and dHidden are summed along H and V in an order that depends on nothing else. dWeight and dBias are
 sums over the counted tokens in their order, ``SEGMENT`` of them at a time.

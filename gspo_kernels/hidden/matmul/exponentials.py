@@ -2,7 +2,7 @@
 
 Statistics need no pass over logits then, and the exponentials are the rows of the gradient products already,
 up to a factor for each row (``triton.exponentials``). dHidden and dWeight are PyTorch's products. A row's
-statistics have the same bits whatever is computed along with it, so ratios of equal weights are exactly 1.
+statistics are bitwise identical in any batch, so that ratios of equal weights are exactly 1.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ExponentialMatmul(HeadMatmul):
     def column_rows(
         self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
     ) -> Tensor:
-        """Return exponentials, which a pass follows only beside the entropy's gradient."""
+        """Return exponentials; only the entropy's gradient needs another pass."""
         known.exponentials(memory, self._first)
         if grads.grad_entropy is not None:
             self._add_entropy(memory, known.head, chunk, grads)

@@ -1,4 +1,6 @@
-"""A frozen weight with a low-rank adapter, whose products are as exact as sums also beside 16-bit weights."""
+"""A frozen weight with a low-rank adapter, whose products have the precision of sums, also with 16-bit
+weights.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, stats_dt
 from gspo_kernels.distributed.shards import rows_of
 from gspo_kernels.hidden.chunk import Chunk, Projected
 
-if TYPE_CHECKING:  # a product of its own
+if TYPE_CHECKING:  # a subclass in another file
     from gspo_kernels.hidden.matmul.batch_invariant import Segments
 
 LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
@@ -62,7 +62,7 @@ class HeadMatmul:
 
     name = "torch.mm"
     any_order = True
-    """Whether sums may have any order, so that a row's last bits may depend on the rows beside it."""
+    """Whether sums may have any order, so that a row's last bits may depend on the other rows."""
     multiple = 1
     """Chunk sizes are rounded down to a multiple of this."""
     min_statistics_rows = 1
