@@ -61,7 +61,7 @@ class ClippedRatio(Objective):
 
     def ratio_weight(self) -> tuple[RatioWeight, RatioWeight] | None:
         """Return the ratio where PPO's clip lets the gradient pass; None for ratios of longer segments."""
-        if self.ratio_level != "token" or type(self).evaluate is not ClippedRatio.evaluate:
+        if self.ratio_level != "token":
             return None
         positive = RatioWeight(0.0, 1.0 + self.clip_high, "zero")
         highest = math.inf if self.dual_clip is None else self.dual_clip
