@@ -73,7 +73,17 @@ def name_of(objective: Any) -> str:
     return " ".join([type(objective).__name__, *changed])
 
 
+def declaring() -> list[gk.objectives.base.Objective]:
+    """Return an example of every set of declarations: others differ from it in the numbers of a formula."""
+    names = ("coefficient_scope", "ratio_only", "factorizes", "zero_advantage_is_inactive", "needs")
+    kinds = {
+        (type(one), one.ratio_form() is None, *(getattr(one, n) for n in names)): one for one in examples()
+    }
+    return list(kinds.values())
+
+
 every = pytest.mark.parametrize("objective", examples(), ids=name_of)
+every_declaration = pytest.mark.parametrize("objective", declaring(), ids=name_of)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,9 @@
 """Which formula runs: that of an objective's own class and options, and of nothing that looks like it."""
 
-import copy
 import dataclasses
 import functools
 import math
 import pickle
-import sys
-import types
 from dataclasses import InitVar, dataclass
 
 import numpy as np
@@ -79,13 +76,6 @@ def test_objectives_of_one_name(entry, base):
         assert float(way(objective)) == pytest.approx(each * want)
 
 
-def test_objectives_of_one_name_compiled():
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda objective: loss(objective) * 1, fullgraph=True, backend="aot_eager")
-    one, ten = made(1.0), made(10.0)
-    assert [factor(each, compiled) for each in (one, ten, made(3.0), one)] == [1, 10, 3, 1]
-
-
 @dataclass(frozen=True, eq=False)
 class ByIdentity(Scaled):
     scale: float = 1.0
@@ -122,31 +112,6 @@ def test_options_are_exact():
     for value in 2 * EXACT:
         objective = OfTypeAndSign(option=value)
         assert factor(objective) == objective.factor()
-
-
-SOURCE = """
-from tests.objectives.test_definitions import *
-@dataclass(frozen=True)
-class Own(Scaled):
-    scale: float = 1.0
-    def factor(self):
-        return self.{}
-"""
-
-
-def test_pickled_after_use():
-    """Another process, or a module that is loaded again, has another class of the same name."""
-    modules = []
-    for body in ("scale", "scale * 10"):
-        modules.append(types.ModuleType("own_objectives"))
-        exec(SOURCE.format(body), vars(modules[-1]))
-    sys.modules["own_objectives"], there = modules
-    objective = modules[0].Own(scale=2.0)
-    assert factor(objective) == 2
-    sent = pickle.dumps(objective)
-    sys.modules["own_objectives"] = there
-    assert factor(pickle.loads(sent)) == 20 and factor(objective) == factor(copy.deepcopy(objective)) == 2
-    del sys.modules["own_objectives"]
 
 
 class Undecorated(gk.GSPO):

@@ -9,7 +9,17 @@ import gspo_kernels as gk
 from tests import oracle
 from tests.cases import AGGREGATIONS, generator, run, scores_of
 from tests.judging import expect
-from tests.objectives.sample_batches import close, coefficients, every, from_hidden_states, make_batch
+from tests.objectives.sample_batches import (
+    close,
+    coefficients,
+    declaring,
+    every,
+    every_declaration,
+    examples,
+    from_hidden_states,
+    make_batch,
+    name_of,
+)
 
 
 def assert_equals_the_formula(objective, batch):
@@ -45,7 +55,7 @@ def test_from_log_probs(objective, kind):
         assert expected.any() and not got[expected == 0].any()  # what is clipped is exactly 0
 
 
-@every
+@every_declaration
 def test_any_aggregation(objective):
     batch = make_batch(objective)
     # each objective of single sequences has half of them
@@ -58,8 +68,11 @@ def test_any_aggregation(objective):
         assert_equals_the_formula(other, replace(batch, terms={**groups, **batch.terms}))
 
 
-@every
-@pytest.mark.parametrize("how", ["packed", "on-policy"])
+@pytest.mark.parametrize(
+    ("objective", "how"),
+    [(one, "packed") for one in examples()] + [(one, "on-policy") for one in declaring()],
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
+)
 def test_from_logits_and_hidden_states(objective, how):
     """Losses from log-probs, from logits and by every schedule equal the formula on plain log-probs."""
     batch = make_batch(objective)
