@@ -17,8 +17,8 @@ def test_gradcheck(name, backend):
     """Of several outputs, each has its own gradients while those of the others are undefined."""
     function, leaves, found = prepare(CALLS[name], backend)
     assert all(grad.any() for grad in torch.autograd.grad([value.sum() for value in found], leaves))
-    # the interpreter is slow
-    assert gradcheck(function, leaves, fast_mode=backend == "triton")
+    # one direction in place of every element, except where most users are without a GPU
+    assert gradcheck(function, leaves, fast_mode=backend != "cpp")
 
 
 @pytest.mark.parametrize("name", INPLACE)
@@ -83,13 +83,13 @@ def test_arguments_may_come_from_inference_mode(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_forward_and_backward_inside_inference_mode(name, backend):
-    function, leaves, found = prepare(CALLS[name], backend)
+def test_forward_and_backward_inside_inference_mode(name):
+    function, leaves, found = prepare(CALLS[name])
     sums = [value.sum() for value in found]
     expected = torch.autograd.grad(sums, leaves, retain_graph=True)
     with torch.inference_mode():
         grads = torch.autograd.grad(sums, leaves)
-        inside, leaves = CALLS[name](backend, torch.clone)
+        inside, leaves = CALLS[name]("auto", torch.clone)
         values = inside(*(leaf.clone() for leaf in leaves))
     assert all(map(torch.allclose, grads, expected))
     assert all(torch.equal(one, other) for one, other in zip(values, function(*leaves), strict=True))

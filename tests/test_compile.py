@@ -28,7 +28,12 @@ def assert_compiles(build, backend="auto", compiler="aot_eager", constant=lambda
     torch.testing.assert_close(*results[::-1], **{"rtol": 0.0, "atol": 0.0, **tolerance})
 
 
-@pytest.mark.parametrize("name", CALLS)
+# calls with the operators of others, with other terms
+SIMILAR = ("policy_loss, entropy", "tokens", "coefficient", "head alone", "known coefficients", "weights")
+COMPILED = [name for name in CALLS if not name.endswith(SIMILAR)]
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager(name):
     # an eager call may take the kernel of one pass, or plain products, where a compiled one does not
     other = name.startswith("fused_policy_loss") or name.endswith("small") or name == "distillation_loss"

@@ -45,12 +45,11 @@ def test_schedules(without_fp64, layout, schedule):
 
 
 @pytest.mark.parametrize("name", gk.objectives.__all__)
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_objectives(without_fp64, layout, name):
-    """Losses and gradients without fp64 are close to those in fp64."""
+def test_objectives(without_fp64, name):
+    """Losses and gradients without fp64 are close to those in fp64; half of the batches are packed."""
     objective = EVERY[name](**({"aggregation_constant": 8.0} if name in NO_DEFAULTS else {}))
     batch = make_batch(objective)
-    batch = batch.packed() if layout == "packed" else batch
+    batch = batch.packed() if len(name) % 2 else batch
     here = batch.each(lambda x: x.float() if x.is_floating_point() else x)
     there = here.each(lambda x: x.double() if x.is_floating_point() else x)
 
@@ -80,8 +79,8 @@ def test_the_rest(without_fp64):
 
 
 def test_compensated_sums():
-    """Errors are RMS over many sums of 65,537 tokens, against fp64 and relative to the mean size of a sum."""
-    values = torch.randn(200, 65_537, generator=generator(0))
+    """Errors are RMS over many sums of 16,385 tokens, against fp64 and relative to the mean size of a sum."""
+    values = torch.randn(200, 16_385, generator=generator(0))
     true = values.double().sum(-1)
     plain, compensated, rounded = (
         float((sums.double() - true).square().mean().sqrt() / true.abs().mean())

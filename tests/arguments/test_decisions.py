@@ -39,7 +39,7 @@ def calls(function, packed, B, T):
     for name, tensor in values.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        axes = itertools.product(range(tensor.ndim), range(1, 5))
+        axes = itertools.product(range(tensor.ndim), range(1, 4))
         shapes = {(*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]) for axis, size in axes}
         others = [tensor.new_zeros(shape) for shape in sorted(shapes)]
         others += [tensor.unsqueeze(0), tensor.sum(), tensor.half()]
@@ -63,7 +63,7 @@ def outcome(function, values):
 @pytest.mark.parametrize("name", LEAVES)
 def test_calls_that_look_alike_are_checked_anew(name):
     """In any order of calls, right and wrong ones, of sizes that often coincide."""
-    sizes = [(packed, B, T) for packed in (True, False) for B, T in ((2, 1), (1, 2), (2, 2), (3, 1))]
+    sizes = [(True, 2, 1), (True, 1, 2), (False, 2, 1), (False, 2, 2)]
     each = [call for size in sizes for call in calls(name, *size)]
     after_others = [outcome(name, call) for call in each]
     for call, got in zip(each, after_others, strict=True):
