@@ -331,29 +331,6 @@ def test_pages_are_up_to_date():
     assert text == SCALING.page(text), "run `python docs/generate_scaling.py`"
 
 
-def test_a_layer_keeps_the_memory_that_the_page_says():
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    T = 192
-    config = Qwen2Config(
-        vocab_size=64, hidden_size=256, intermediate_size=640, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model, kept = Qwen2ForCausalLM(config).bfloat16(), {}
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    hidden = torch.randn(1, T, 256, dtype=torch.bfloat16, requires_grad=True)
-    rotation = model.model.rotary_emb(hidden, torch.arange(T).unsqueeze(0))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model.layers[0](hidden, position_embeddings=rotation, attention_mask=None)
-    counted = sum(storage.nbytes() for place, storage in kept.items() if place not in own)
-    assert SCALING.recomputed_layer(SCALING.shape_of(config), T) == pytest.approx(counted, rel=0.01)
-
-
 # --- the site
 
 
@@ -365,25 +342,6 @@ def test_every_page_is_in_the_navigation_once():
     inside = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
     pages = inside | set(SITE.OUTSIDE) | {f"reference/{name}.md" for name in SITE.REFERENCE}
     assert sorted(leaves(yaml.safe_load(text_of("mkdocs.yml"))["nav"])) == sorted(pages)
-
-
-GSPO = "[GSPO](../gspo_kernels/objectives/gspo.py)", "[GSPO](reference/objectives.md#gspo_kernels.GSPO)"
-LINKS = [
-    ("index.md", "[a](docs/losses.md#terms)", "[a](losses.md#terms)"),
-    ("index.md", "[all pages](docs/README.md)", "[all pages](index.md)"),
-    ("index.md", "![a](docs/objectives.png)", "[![a](objectives.png)](objectives.png)"),
-    ("losses.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
-    ("objectives.md", *GSPO),
-    ("benchmarks.md", "in [`results`](../benchmarks/results).", "in `results`."),
-    ("objectives.md", r"| `-\|y\| s` | \|y\| |", r"| `-|y| s` | \|y\| |"),
-    ("index.md", "[a](https://arxiv.org) [b](#here)", "[a](https://arxiv.org) [b](#here)"),
-    ("index.md", "`y[a](docs/losses.md)`", "`y[a](docs/losses.md)`"),
-]
-
-
-@pytest.mark.parametrize(("place", "written", "shown"), LINKS)
-def test_links_are_turned_to_the_site(place, written, shown):
-    assert SITE.turned(written, place) == shown
 
 
 def test_the_reference_has_every_public_name():

@@ -117,17 +117,6 @@ def test_peak_memory_is_what_the_plan_says(
     assert plan.gradient_bytes == sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
-@pytest.mark.parametrize(("rows", "logits"), [(31, 16), (32, 32), (12, 11)])
-def test_memory_is_that_of_chunks_of_similar_size(gpu, rows, logits):
-    """32 rows, and one less than these fits: two chunks of 16."""
-    vocabulary = 8192
-    (hidden, weight), labels, *_ = problem(torch.bfloat16, 24, vocabulary, 4)
-    assert labels.numel() == 32
-    with gpu, torch.no_grad():
-        gk.linear_token_logprobs(hidden, weight, labels, max_chunk_bytes=rows * vocabulary * 4)
-    assert gpu.peak == pytest.approx(logits * vocabulary * 4, rel=0.02)
-
-
 @pytest.mark.parametrize("sizes", [(1.0, 2.0**-30), (2.0**-90, 2.0**20)])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
@@ -177,17 +166,6 @@ def test_losses_from_logits_never_sync(gpu, name):
         gk.fused_policy_loss(logits, labels, **terms, objective=objective).loss.backward()
         gk.token_logprobs(logits, labels).logprobs.sum().backward()
     assert not gpu.looks
-
-
-@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()])
-def test_a_weight_on_the_host_is_one_copy(gpu, objective):
-    *_, old, advantages = problem(torch.float32)
-    terms = {"old_logprobs": old, "advantages": advantages, "objective": objective} | REFERENCE
-    with gpu:
-        beta = torch.tensor(0.1, dtype=torch.float64)
-        out = gk.policy_loss(old + 0.1, **terms | {"kl_beta": beta})
-        assert gpu.looks == {"copy to the device": 1}
-        assert torch.equal(out.loss, gk.policy_loss(old + 0.1, **terms).loss)
 
 
 HOLES = torch.ones(B, 2).index_fill(1, torch.tensor([1]), 0.0)
@@ -402,30 +380,6 @@ def test_captured_launches_do_not_depend_on_values(gpu, kind, options, packed):
         options |= {"max_chunk_bytes": None} if "memory" in options else {}
     first, second = (inputs_of("cpu", STEP, kind, packed, seed) for seed in (0, 1))
     assert launched(gpu, kind, first, **options) == launched(gpu, kind, second, **options)
-
-
-@pytest.mark.parametrize(
-    "sync",
-    [
-        lambda values: values.sum().item(),
-        lambda values: values.cpu(),
-        lambda values: bool(values.sum() > 0),
-        lambda values: values[values > 0],
-        lambda values: torch.tensor(1.0, device=values.device),
-    ],
-    ids=["item", "cpu", "bool", "index by mask", "copy to the device"],
-)
-def test_a_sync_that_hinders_a_capture_is_found(gpu, sync):
-    class Syncing(gk.GRPO):
-        def evaluate(self, batch):
-            sync(batch.advantages)
-            return super().evaluate(batch)
-
-        def ratio_form(self):
-            return None
-
-    with pytest.raises(AssertionError, match="looks"):
-        launched(gpu, "logprobs", inputs_of("cpu", STEP, "logprobs", False, 0), objective=Syncing())
 
 
 # --- rows that stay on the chip, of vocabularies that come in 16-byte pieces

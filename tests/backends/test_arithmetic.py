@@ -13,7 +13,7 @@ from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.triton.launch import Tile, launch, typed_kernel
 from gspo_kernels.backends.triton.rows import narrowed
 from gspo_kernels.backends.triton.sequences import sum_sequence
-from gspo_kernels.core.exact import MAX_IN_SUMS, power_of_two, times
+from gspo_kernels.core.exact import power_of_two, times
 from gspo_kernels.core.types import stats_dtype
 from tests.backends.row_calls import DTYPES, same
 from tests.cases import device_of, generator
@@ -117,27 +117,6 @@ def rows_of(width, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("width", [16, 130])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP32])
-def test_operands_have_bounded_coefficients(dtype, width):
-    hidden, factors = rows_of(width, dtype)
-    unit, most = torch.tensor(2.0**-3), MAX_IN_SUMS[FP32]
-    shares = SIZES.clamp(-most, most)
-    want = torch.where((SIZES != 0).unsqueeze(1), hidden.float(), 0.0)
-    plain = kernels.product_operand(hidden, SIZES, None, None, None, most, dtype)
-    assert same([plain], [(want * shares.unsqueeze(1)).to(dtype)])
-    in_units = kernels.product_operand(hidden, SIZES, factors, None, unit, most, FP32)
-    assert same([in_units], [want * (times(factors, shares) / unit).unsqueeze(1)])
-    # hidden states of rows without gradient may be anything
-    hidden[0], hidden[3] = float("nan"), float("inf")
-    active = torch.ones(len(SIZES), dtype=torch.bool)
-    active[3] = False
-    got = kernels.product_operand(hidden, SIZES[2].expand(10), None, active, None, most, dtype)
-    assert got[3].eq(0).all() and got[0].isnan().all() and got[4:].isfinite().all()
-    assert kernels.product_operand(hidden, SIZES, None, None, None, most, dtype)[0].eq(0).all()
-
-
-@interpreted
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum warns of rows of NaN
 @pytest.mark.parametrize("width", [16, 130])
 @pytest.mark.parametrize("whole_last", [False, True])
@@ -164,27 +143,6 @@ def test_hidden_gradients_lose_nothing_to_rounding(dtype, whole_last, width):
     scale = SIZES if whole_last else power_of_two(SIZES)
     units = values if whole_last else times(values, (SIZES / scale).unsqueeze(1))
     assert same([hidden[3:13]], [times(units, scale.unsqueeze(1)).to(dtype)])
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_rows_are_scaled_by_the_upstream_gradient(dtype):
-    values, stats = rows_of(33, dtype)[0], stats_dtype(dtype)
-    scales, upstream = SIZES.to(stats), torch.tensor(-0.3, dtype=stats)
-    want = times(values.to(stats), (scales * upstream).unsqueeze(1)).to(dtype)
-    kernels.scale_rows_(values, scales, upstream)
-    assert same([values], [want])
-
-
-@interpreted
-def test_a_unit_is_the_largest_power_so_far():
-    factors, chosen, most = rows_of(16, FP32)[1], [1, 3], MAX_IN_SUMS[FP32]
-    assert kernels.sum_unit(SIZES[:7], None, None, most, FP32)[0] == power_of_two(SIZES[6])
-    assert kernels.sum_unit(SIZES, None, None, most, FP32)[0] == power_of_two(torch.tensor(most))
-    for before, expected in ((0.25, power_of_two(3.7 * factors[3])), (64.0, 64.0)):
-        given = SIZES[chosen], factors[chosen], torch.tensor(before)
-        unit, shrink = kernels.sum_unit(*given, most, FP32)
-        assert unit == expected and shrink == before / unit
 
 
 # --- the interpreter itself

@@ -151,26 +151,6 @@ def test_elements_depend_on_row_and_column_alone(way, monkeypatch):
                 torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("product", ["logits", "dHidden", "dWeight"])
-def test_products_of_a_head(way, product):
-    """Operands amid NaN that come in 16-byte pieces, along K or not; rows and columns end within tiles."""
-    shape = (72, 136, 200)
-    for dtype in way.dtypes:
-        a, b = way.draw(shape, dtype)
-        exact, plain = sums(shape, dtype)
-        spread = Spread.of([each.double() - exact for each in plain], by_row=False)
-        turned = (product == "dWeight", product == "logits")
-        left, right = (
-            next(itertools.islice(views(each, 16), int(turn), None))
-            for each, turn in zip((a, b), turned, strict=True)
-        )
-        got = way(left, right)
-        error = got.cpu().double() - exact
-        assert_as_exact(f"{dtype} {product}", [error], spread, [exact], torch.finfo(FP32).eps)
-        assert torch.equal(way(left[5:20], right), got[5:20])
-        assert torch.equal(way(left, right, got.new_empty(72, 139)[:, 3:]), got)
-
-
 def test_the_self_test_sees_one_wrong_sum(way, monkeypatch):
     if not tensor_maps_enabled():
         pytest.skip("only Triton's products take tensor maps")
@@ -286,16 +266,6 @@ def test_amx_takes_subnormal_numbers_for_zero():
         if has_instructions(name, BF16):
             assert Way(name)(a, b).flatten().tolist() == [smallest, 2.0**-26 - smallest, 2.0**-26]
             assert (Way(name)(a, halved) == 0).all()
-
-
-def test_amx_products_go_between_those_of_pytorch():
-    """PyTorch's oneDNN configures the same registers in the same threads."""
-    if not has_instructions("amx", BF16):
-        pytest.skip("this processor has no AMX")
-    a, b = draw((300, 500, 600), BF16)
-    ours, theirs = Way("amx")(a, b), a @ b
-    for _ in range(20):
-        assert torch.equal(Way("amx")(a, b), ours) and torch.equal(a @ b, theirs)
 
 
 @pytest.mark.slow

@@ -18,8 +18,6 @@ from gspo_kernels.backends.dispatch import hidden_kernels, load, unavailable_rea
 from gspo_kernels.core.types import (
     METRICS,
     NO_RATIO,
-    LogitRows,
-    LogitTransform,
     RatioClip,
     RatioOperands,
     stats_dtype,
@@ -278,25 +276,6 @@ def test_enormous_log_ratios(monkeypatch, launch, source, dual):
         assert out.loss.item() == pytest.approx(2e-20 * math.exp(100.0), rel=1e-2) and grad.isfinite().all()
 
 
-@both_sources
-def test_bounds_themselves_are_not_clipped(launch, source):
-    values = draw(source, (1, 1)) | {"advantages": torch.tensor([1.0, -1.0])}
-    values["old_logprobs"] -= 0.25
-    new, old = launch(values)[0].logprobs.cpu(), values["old_logprobs"]
-    # from logits, Triton decides in fp32 what is clipped
-    narrow = launch.backend == "triton" and source == "logits"
-    high, low = (new - old if narrow else new.double() - old.double()).flatten().tolist()
-    inside = RatioClip(low, high, math.inf, False, "one", 1.0)
-    for form, clipped in (
-        (inside, [0.0, 0.0]),
-        (inside._replace(log_high=high - 1e-6), [0.0, 0.5]),
-        (inside._replace(log_low=low + 1e-6), [0.5, 0.0]),
-    ):
-        out, grad = launch(values, form=form)
-        assert [out.metrics[f"clip_fraction/{end}"].item() for end in ("low", "high")] == clipped
-        assert (grad == 0).flatten().tolist() == [clipped[1] > 0, clipped[0] > 0]
-
-
 def test_small_log_ratios_keep_their_digits_in_a_kl(launch):
     """The gradient is 1 - exp(-d), about d for small d; computed like that it would cancel."""
     d = torch.tensor([[1e-3, -1e-6, 1e-9, -1e-12, 0.3, -0.49, 0.51, 40.0]], dtype=FP64)
@@ -443,36 +422,3 @@ def test_masks_of_numbers_are_read_and_checked(launch, length):
             if launch.device.type == "cpu":  # reading values would wait for a GPU
                 with pytest.raises(ValueError, match=r"loss_mask: got 2(\.0)?, expected only 0 and 1"):
                     launch(values | {"loss_mask": numbers} | more)
-
-
-@pytest.mark.parametrize("backend", ("triton", "cpp"))
-@pytest.mark.parametrize("is_packed", (False, True))
-@pytest.mark.parametrize("dtype", (torch.bool, FP32, torch.int64), ids=str)
-def test_a_mask_gives_the_bits_of_merged_labels(backend, is_packed, dtype):
-    """Any strides; sequences of which labels or mask, or both, leave tokens out, and one without any."""
-    values, served = draw("logits"), device_of(backend)
-    keep = torch.randint(4, (B, 2 * T), generator=generator(1))[:, ::2].clamp(max=1)
-    keep[1], keep[4] = 1, 0
-    merged = values["labels"].masked_fill(keep == 0, IGNORE)
-    given = {name: values[name] for name in ("logits", "labels", "old_logprobs")} | {
-        "mask": keep,
-        "merged": merged,
-    }
-    ends = None
-    if is_packed:
-        given = packed(given)
-        ends = given.pop("cu_seqlens").to(served)
-        given = {name: value.unsqueeze(0) for name, value in given.items()}
-    given = {name: value.to(served) for name, value in given.items()}
-    operands = RatioOperands(given["old_logprobs"], ADVANTAGES.to(served), cu_seqlens=ends)
-    form = gk.GSPO(**CLIP).ratio_form()
-
-    def run(labels, mask):
-        rows = LogitRows(given["logits"], labels, LogitTransform(), IGNORE)
-        return load(backend).sequence_ratio_forward(rows, mask, operands, form)
-
-    want, got = run(given["merged"], None), run(given["labels"], given["mask"].to(dtype))
-    assert torch.equal(got.labels, given["merged"]) and not want.labels.numel()
-    for one, other in zip(got[:-1], want[:-1], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-    assert int((want.coefficients != 0).sum()) >= 2

@@ -1,12 +1,10 @@
 """A campaign goes on when its stages fail, hang or break the device, and keeps to its time."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks import __main__ as command_line
@@ -62,35 +60,6 @@ def test_a_contestant_that_breaks_a_device_is_skipped(tmp_path, monkeypatch):
     campaign.run_stage(stage, "cpu", tmp_path, 30.0)
     assert asked == [{}, {"rough kernel": "broke the device: illegal access"}]
     assert stage.status == "done"
-
-
-def test_reports_of_tests_are_read(tmp_path):
-    tests, xml = tmp_path / "test_it.py", tmp_path / "report.xml"
-    tests.write_text("def test_a(): pass\ndef test_b(): assert 1 == 2, 'no'\ndef test_c(missing): pass")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={xml}", str(tests)]
-    subprocess.run([*command, "--rootdir", str(tmp_path)], capture_output=True, check=False)
-    stage = campaign.Stage("gpu tests", "tests", 1.0)
-    campaign.read_tests(stage, xml)
-    assert stage.tests == {"tests": 3, "failures": 1, "errors": 1, "skipped": 0}
-    (failed, broken) = stage.failures
-    assert "test_b" in failed and "no" in failed and "test_c" in broken
-    tests.write_text("import pytest\npytest.importorskip('no_such_package')")
-    subprocess.run([*command, "--rootdir", str(tmp_path)], capture_output=True, check=False)
-    campaign.read_tests(stage, xml)
-    assert stage.status == "skipped" and stage.reason.endswith("No module named 'no_such_package'")
-
-
-@pytest.mark.parametrize("minutes", (2.0, 9.0, 30.0))
-@pytest.mark.parametrize("hanging", (True, False))
-def test_stages_keep_to_the_time(minutes, hanging):
-    plan, left, less = campaign.stages(), 60 * minutes, min(1.0, minutes / 9)
-    for index, stage in enumerate(plan):
-        limit = campaign.limit_of(plan, index, left, minutes)
-        if not stage.seconds and limit < campaign.SPARE:
-            continue
-        assert limit >= 0.99 * less * (stage.seconds - campaign.STOPPING), stage.name
-        left -= limit + less * campaign.STOPPING if hanging else 0.5 * less
-    assert left > -1e-6
 
 
 def test_stages_name_suites_and_files():

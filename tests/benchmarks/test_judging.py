@@ -58,28 +58,6 @@ def test_exact_answers_are_autograds(task, situation, monkeypatch):
         assert (answer.gradients[name] - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
 
-def clipped(problem):
-    return (judging.coefficients(problem, problem.logprobs)[1] == 0).all(1)
-
-
-def test_problems_are_what_their_names_say():
-    assert not clipped(tiny_problem("hidden", dtype=torch.bfloat16)).any()
-    assert clipped(tiny_problem("hidden", "half inactive")).sum() == SHAPE[3] // 2
-    twenty = hidden.draw("hidden", 40, 50, 8, 20, torch.float32).situation("10% clipped")
-    assert clipped(twenty).nonzero().flatten().tolist() == [9, 19] and twenty.advantages.all()
-    with pytest.raises(ValueError, match="equal length"):
-        hidden.draw("hidden", 10, 20, 4, 3, torch.float32)
-    problem = hidden.realistic(64, 64, 50, 8, torch.float32)
-    assert 0.1 < problem.mask.mean() < 0.7
-    flat = problem.advantages == 0
-    assert flat.view(-1, 4).all(1).sum() == flat.sum() / 4 == round(0.4 * 16)
-    shares = [(problem.mask.sum(1) * some).sum() / problem.mask.sum() for some in (flat, clipped(problem))]
-    assert shares == [pytest.approx(0.4, abs=0.05), pytest.approx(0.55, abs=0.05)]
-    packed, counted = problem.layout("packed"), problem.mask.bool()
-    assert packed.cu_seqlens.tolist() == [0, *problem.mask.sum(1).cumsum(0).int().tolist()]
-    assert torch.equal(packed.inputs[0], problem.inputs[0][counted])
-
-
 # --- which contestants are timed
 
 

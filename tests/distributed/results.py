@@ -49,7 +49,7 @@ from tests.distributed.ranks import (
 )
 from tests.judging import assert_equals_oracle
 from tests.logits import test_centering
-from tests.objectives.sample_batches import examples, from_hidden_states, make_batch
+from tests.objectives.sample_batches import declaring, from_hidden_states, make_batch
 from tests.test_distillation import COUNTED, Problem
 
 PROMPTS = gk.GRPO(aggregation="prompt_mean")
@@ -126,7 +126,7 @@ def schedules():
 @of_ranks(2)
 def every_objective():
     """Loss, metrics, gradients and coefficients in fp64 are those of one process."""
-    for objective, everything in itertools.product(examples(), (False, True)):
+    for objective, everything in itertools.product(declaring(), (False, True)):
         batch = make_batch(objective, everything=everything)
         case = from_hidden_states(batch, objective, VOCABULARY)
         leaves = leaves_of(case)
@@ -475,7 +475,9 @@ def teachers():
 def normalizers():
     """Normalizers of data-parallel ranks make averaged losses and gradients those of the whole batch."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    for objective in examples(max_scope="group"):
+    for objective in declaring():
+        if objective.coefficient_scope == "batch":
+            continue
         batches = [make_batch(objective, seed=s, length=4 + s, everything=True) for s in range(size)]
         others = {"token_mean", "sum", "sequence_mean_token_sum"} - {objective.aggregation}
         others = set() if objective.aggregation == "constant" else others

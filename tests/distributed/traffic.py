@@ -1,14 +1,8 @@
 """What ranks send each other, when they do so, and how much memory that takes."""
 
-import pytest
-import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import gspo_kernels as gk
-from gspo_kernels.logits import policy_step
-from gspo_kernels.models.layouts import tokens_of_rank
 from tests.cases import call, make_case
 from tests.distributed.ranks import (
     ENTRIES,
@@ -88,40 +82,3 @@ def bytes_of_shared_sequences():
     wire, local = sent(case, "cp", gk.KLCov())
     assert wire.sent("all_gather") == 8 + 8 * len(LENGTHS) + 8 * max(every(len(local.labels))) * 4
     assert not wire.sent("all_reduce")
-
-
-class Largest(TorchDispatchMode):
-    """The size of the largest tensor that an operation has returned, in elements."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        returned = function(*args, **(kwargs or {}))
-        for value in tree_leaves(returned):
-            if isinstance(value, torch.Tensor):
-                self.elements = max(self.elements, value.numel())
-        return returned
-
-
-@of_ranks(4)
-def a_million_tokens():
-    """One sequence over all ranks: nothing that a rank has or sends is as long as the sequence."""
-    tokens, ranks, groups = 2**20, dist.get_world_size(), {"parallel": gk.Parallel(**place_of("cp").groups)}
-    whole = torch.tensor([0, tokens], dtype=torch.int32)
-    where, offsets = tokens_of_rank(whole, dist.get_rank(), ranks)
-    leaf = torch.full((len(where),), -1.0).requires_grad_()
-    old = leaf.detach() - (where - tokens / 2) / tokens * 1e-3  # differs from token to token; its mean is 0
-    largest, evaluate = Largest(), policy_step.evaluate
-
-    def watched(*arguments, **named):
-        with largest:
-            return evaluate(*arguments, **named)
-
-    with Wire() as wire, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_step, "evaluate", watched)  # a mode around the operator sees nothing inside it
-        out = gk.policy_loss(leaf, old, torch.ones(1), cu_seqlens=offsets, **groups)
-        out.loss.backward()
-    assert tokens // ranks <= largest.elements <= tokens // ranks + 16
-    assert wire.sent() <= 80
-    torch.testing.assert_close(out.metrics["ratio/mean"], torch.ones(()), rtol=0, atol=1e-8)
-    torch.testing.assert_close(leaf.grad, torch.full_like(leaf, -1 / tokens))

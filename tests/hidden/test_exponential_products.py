@@ -9,10 +9,8 @@ import gspo_kernels as gk
 from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.dispatch import unavailable_reason
 from gspo_kernels.backends.triton import exponentials as kernel_file
-from gspo_kernels.core.types import LogitTransform, RowOptions, Shard
 from gspo_kernels.hidden import gradients
-from gspo_kernels.hidden import matmul as products
-from gspo_kernels.hidden.matmul import exponentials, pytorch, select_matmul
+from gspo_kernels.hidden.matmul import exponentials
 from tests import test_infinities
 from tests.cases import generator, make_case, run
 from tests.fake_gpu import FakeGpu
@@ -38,36 +36,6 @@ def here(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", wide_mm)
     monkeypatch.setattr(torch, "addmm", wide_addmm)
-
-
-def options_of(**changes):
-    return RowOptions(LogitTransform(), -100, "triton")._replace(**changes)
-
-
-def test_who_is_served(here):
-    """Losses and log-probs of bf16; whoever sees logits, and all else, keeps the products of before."""
-    weight = torch.empty(50, 16, dtype=BF16)
-
-    def kind(weight=weight, base=None, logits_dtype="float32", invariant=False, whole=False, **changes):
-        options = options_of(**changes)
-        return type(select_matmul(weight, None, base, logits_dtype, invariant, options, whole))
-
-    assert kind() is exponentials.ExponentialMatmul
-    kept = LogitTransform(kept=torch.zeros(1, 1, 2, dtype=torch.int32))
-    others = [
-        kind(weight.float()),
-        kind(weight.half()),
-        kind(torch.empty(50, 17, dtype=BF16)[:, :16]),
-        kind(torch.empty(50, 16, dtype=BF16)[:, :12]),  # hidden states of this width begin elsewhere
-        kind(torch.empty(50, 4), base=weight),
-        kind(logits_dtype="input"),
-        kind(invariant=True),
-        kind(whole=True),
-        kind(transform=kept),
-        kind(shard=Shard("group")),
-        kind(backend="reference"),
-    ]
-    assert exponentials.ExponentialMatmul not in others
 
 
 @pytest.mark.parametrize(
@@ -182,43 +150,6 @@ def test_ratios_of_equal_weights_are_exactly_1(here):
     frozen = hidden.clone().requires_grad_()
     out = gk.fused_linear_policy_loss(frozen, weight, labels, old, advantages, backend="triton")
     assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1
-
-
-def test_gradients_are_no_less_exact_than_from_logits(here, monkeypatch):
-    """Over many draws with sampled labels errors are at most a tenth above those of fp32 logits that become
-    rows in bf16, as on other GPUs. Coefficients are no powers of two, which no product would round.
-    """
-    errors = {True: [], False: []}
-    for seed in range(6):
-        hidden, weight, _, advantages = drawn(seed=seed, T=16, V=256)
-        logp = (hidden.double() @ weight.double().t() * 1.5).log_softmax(-1)
-        labels = torch.multinomial(logp.exp().flatten(0, 1), 1, generator=generator(seed)).view(4, 16)
-        old = logp.gather(2, labels[..., None]).squeeze(2) - 1e-4
-        grads = {}
-        for served in (None, True, False):
-            dtype = torch.float64 if served is None else BF16
-            leaves = [each.to(dtype, copy=True).requires_grad_() for each in (hidden, weight)]
-            with monkeypatch.context() as patch:
-                if served is False:
-                    patch.setattr(exponentials, "unavailable_on", lambda device: "not now")
-                    for name in ("CppMatmul", "StreamedMatmul"):
-                        patch.setattr(
-                            products, name, lambda *given: pytorch.HeadMatmul(*given[:3], False, given[4])
-                        )
-                gk.fused_linear_policy_loss(
-                    *leaves,
-                    labels,
-                    old,
-                    1.37 * advantages,
-                    logit_scale=1.5,
-                    backend="triton",
-                    schedule="aligned",
-                ).loss.backward()
-            grads[served] = [leaf.grad.double() for leaf in leaves]
-        for served, found in errors.items():
-            found.append([(x - y).norm() for x, y in zip(grads[served], grads[None], strict=True)])
-    ours, theirs = (torch.tensor(errors[served]).square().sum(0).sqrt() for served in (True, False))
-    assert (ours <= 1.1 * theirs).all() and (theirs <= 1.5 * ours).all(), (ours, theirs)
 
 
 @pytest.mark.parametrize(("schedule", "rows"), [("aligned", 0), ("aligned", 16), ("two_pass", 16)])

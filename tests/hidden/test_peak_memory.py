@@ -20,8 +20,8 @@ from tests.cases import generator
 MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A chunk holds half of the tokens.
-TOKENS, VOCABULARY, WIDTH = 880, 151936, 128
-CHUNK = 440 * VOCABULARY * 4
+TOKENS, VOCABULARY, WIDTH = 440, 151936, 128
+CHUNK = 220 * VOCABULARY * 4
 # Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
 ALLOWANCE = 32 * MIB
 # Schedule, dtype, number of sequences, how many fp32 [V, H] sums it keeps besides dWeight, and how many times
@@ -37,9 +37,9 @@ CASES = {
 }
 # Schedule, dtype, tokens of a chunk, and how many ids of a token are centred.
 CENTRED = {
-    "known, bf16": ("known", "bf16", 88, 500),
-    "known, one chunk": ("known", "fp32", 880, 500),
-    "two_pass, bf16": ("two_pass", "bf16", 440, 8),
+    "known, bf16": ("known", "bf16", 44, 500),
+    "known, one chunk": ("known", "fp32", 440, 500),
+    "two_pass, bf16": ("two_pass", "bf16", 110, 8),
 }
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept on Linux")
 

@@ -54,14 +54,13 @@ NO_DEFAULTS = {"DrGRPO"}
 """Objectives that can't be made without options."""
 
 
-def examples(*, max_scope: str = "batch") -> list[gk.objectives.base.Objective]:
-    """Return each objective with its defaults and with its ``OPTIONS``, up to ``max_scope``."""
+def examples() -> list[gk.objectives.base.Objective]:
+    """Return each objective with its defaults and with its ``OPTIONS``."""
     made = []
     for name, cls in EVERY.items():
         options = OPTIONS.get(name, ())
         made += [cls(**given) for given in (options if name in NO_DEFAULTS else ({}, *options))]
-    scopes = ("nothing", "token", "turn", "sequence", "group", "batch")
-    return [one for one in made if scopes.index(one.coefficient_scope) <= scopes.index(max_scope)]
+    return made
 
 
 def name_of(objective: Any) -> str:
