@@ -111,8 +111,9 @@ def rows_of(head, out, labels):
     return rows * head.factors.cpu().double().unsqueeze(1)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["logprobs", "entropy too"])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("name", "mixed"), [*((name, False) for name in TRANSFORMS), ("plain", True), ("per row", True)]
+)
 def test_values(functions, name, mixed):
     """Statistics, rows of the gradient of log-probs, and those of log-probs and entropy, at once and from the
     statistics some columns at a time.

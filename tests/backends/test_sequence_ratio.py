@@ -77,9 +77,10 @@ TOKEN_TERMS = MORE_TERMS | {
 
 
 def cases(source, objectives, terms):
-    """Return cases of all terms, each with two of the objectives; objectives and dtypes take turns."""
+    """Return cases of all terms, and of all objectives; objectives and dtypes take turns."""
     some, dtypes = itertools.cycle(objectives), itertools.cycle((FP32, FP64, FP32, torch.bfloat16, FP32))
-    return [(source, next(some), term, next(dtypes)) for term in terms for _ in range(2)]
+    terms = list(terms) * (2 if len(terms) < len(objectives) else 1)
+    return [(source, next(some), term, next(dtypes)) for term in terms]
 
 
 CASES = [*cases("logits", SEQUENCES, TERMS), ("logits", "gspo", "plain", torch.float16)]
@@ -232,7 +233,7 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
     monkeypatch.setattr(terms, "checked_values", lambda device: False)
     monkeypatch.setattr(policy_step, "checked_values", lambda device: False)
     tokens = torch.stack([INFINITE, torch.full_like(INFINITE, -1.5)], 2)
-    kinds = [(2.0, "k1", 0.5), (2.0, "k3", 0.5), (-2.0, "k1", 0.0), (-2.0, "k2", 0.5), (0.0, "k3", 0.5)]
+    kinds = [(2.0, "k1", 0.5), (-2.0, "k1", 0.0), (-2.0, "k2", 0.5), (0.0, "k3", 0.5)]
     for one, (advantage, estimator, beta) in itertools.product(tokens.split(1), kinds):
         values = dict(zip(("logprobs", "old_logprobs", "ref_logprobs"), one.unbind(1), strict=True))
         values |= {"advantages": torch.tensor([advantage]), "objective": objective}

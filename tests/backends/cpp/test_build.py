@@ -45,7 +45,6 @@ def reported(cwd: Path) -> str:
 
 def test_a_build_without_the_extension_says_why(tmp_path):
     root = tree(tmp_path)
-    assert "no build has been tried" in reported(root)
     (root / "no_torch" / "torch").mkdir(parents=True)
     (root / "no_torch" / "torch" / "__init__.py").write_text("raise ImportError('not here')\n")
     built = run(root, "setup.py", "build_ext", "--inplace", PYTHONPATH="no_torch")
@@ -77,12 +76,6 @@ def test_a_wheels_tag_depends_on_the_extension(tmp_path):
     works, missing = (dict.fromkeys(("CXX", "CC"), path) for path in (f"{root}/compiler", "/nonexistent/cc"))
     for name, environment, tag, reason in (
         ("compiled", works, "cp310-abi3-", None),
-        (
-            "off",
-            {"GSPO_KERNELS_NO_EXT": "1"},
-            "py3-none-any",
-            "left out of this build by GSPO_KERNELS_NO_EXT",
-        ),
         ("broken", missing, "py3-none-any", "compiling it failed"),
     ):
         run(root, "setup.py", "bdist_wheel", "--dist-dir", name, **environment)
