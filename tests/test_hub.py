@@ -10,7 +10,6 @@ from torch import nn
 
 import gspo_kernels as gk
 from release import hub
-from release.__main__ import main
 from tests.cases import make_case
 from tests.draws import shifted_seed
 
@@ -109,13 +108,3 @@ def test_layers_take_the_place_of_a_model_s_own(folder, bias, compiled):
     assert type(got[0].grad_fn).__name__ != type(want[0].grad_fn).__name__
     got[0].sum().backward()
     assert first.weight.grad.any() and (not bias or first.bias.grad.any())
-
-
-def test_the_command_replaces_only_its_own_folder(folder, tmp_path, capsys):
-    (folder / "build" / "left_over").touch()
-    assert main(["hub", "--out", str(folder)]) == 0
-    assert not (folder / "build" / "left_over").exists()
-    (tmp_path / "mine").touch()
-    with pytest.raises(SystemExit):
-        main(["hub", "--out", str(tmp_path)])
-    assert "name another folder" in capsys.readouterr().err and (tmp_path / "mine").exists()

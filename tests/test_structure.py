@@ -1,13 +1,8 @@
 """The public signatures, and light imports."""
 
-import inspect
-import operator
-import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import gspo_kernels as gk
 
@@ -15,38 +10,11 @@ ROOT = Path(__file__).parent.parent
 
 # --- signatures
 
-FUNCTIONS = [name for name in gk.__all__ if inspect.isfunction(getattr(gk, name))]
-FUNCTIONS += ["advantages.group_normalized"]
-TENSORS = {"teacher_logits", "teacher_hidden", "teacher_weight", "loss_mask", "advantages"}
-"""Optional arguments that some functions take by position, too."""
-
-
-def parameters_of(function):
-    return inspect.signature(function).parameters.values()
-
-
-def test_options_have_one_default_and_are_keywords():
-    defaults = {}
-    for name in FUNCTIONS:
-        for each in parameters_of(operator.attrgetter(name)(gk)):
-            assert each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY), f"{name} takes {each}"
-            if each.default is not each.empty:
-                assert each.kind is each.KEYWORD_ONLY or each.name in TENSORS, f"{name} takes {each}"
-                assert defaults.setdefault(each.name, each.default) == each.default, f"{name} takes {each}"
-    assert defaults["objective"] == gk.GSPO() and defaults["schedule"] == defaults["backend"] == "auto"
-
 
 def test_public_names_have_docstrings():
     assert set(gk.__all__) == set(dir(gk)) and set(gk.objectives.__all__) < set(gk.__all__)
     for name in gk.__all__:
         assert getattr(gk, name).__doc__, name
-
-
-@pytest.mark.parametrize("name", gk.objectives.__all__)
-def test_objectives_take_only_clip_bounds_by_position(name):
-    parameters = parameters_of(getattr(gk, name))
-    positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    assert re.fullmatch(r"(|((log_)?clip|bound)_low \2_high|min_ratio max_ratio)", " ".join(positional))
 
 
 # --- imports

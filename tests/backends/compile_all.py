@@ -13,7 +13,6 @@ import math
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -285,31 +284,6 @@ def resources(kernel: Any) -> dict[str, int]:
     return {key: int(re.findall(rf"\.{name}: +(\d+)", found)[0]) for key, name in names.items()}
 
 
-def accesses(code: str) -> dict[str, Any]:
-    """Return how many loads and stores of global memory in PTX move how many bits, and the barriers."""
-    found: dict[str, Any] = {}
-    for word in ("ld", "st"):
-        words = re.findall(rf"\b{word}\.\S*global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", code)
-        found[word] = Counter(int(count or 1) * int(bits) for count, bits in words)
-    return found | {"barriers": len(re.findall(r"\bbar(?:rier)?\.sync", code))}
-
-
-def loops(ptx: str) -> list[dict[str, Any]]:
-    """Return the accesses of the innermost loops that access global memory, in order."""
-    lines, labels, ends = ptx.splitlines(), {}, {}
-    for place, line in enumerate(lines):
-        if label := re.match(r"(\$L__BB\w+):", line):
-            labels[label[1]] = place
-        elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)", line)) and jump[1] in labels:
-            ends[labels[jump[1]]] = place
-    found = [
-        accesses("\n".join(lines[start:end]))
-        for start, end in ends.items()
-        if not any(start < other and last < end for other, last in ends.items())
-    ]
-    return [loop for loop in found if loop["ld"] or loop["st"]]
-
-
 def order_of_cluster(kernel: Any) -> list[str]:
     """Return the accesses to global and shared memory and the barriers of a cluster, in the PTX's order."""
     return re.findall(r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))", kernel.asm["ptx"])
@@ -347,10 +321,6 @@ def compile_calls(calls: list[Call], target: str) -> list[dict[str, Any]]:
             entry["matrix_instructions"] = matrix_instructions(kernel)
         if entry["blocks"] > 1:
             entry["cluster"] = order_of_cluster(kernel)
-        if "ptx" in kernel.asm:
-            entry |= {"all": accesses(kernel.asm["ptx"]), "loops": loops(kernel.asm["ptx"])}
-        else:
-            entry["wide_loads"] = len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", kernel.asm["amdgcn"]))
         report.append(entry)
     return report
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gspo_kernels.backends.dispatch import load, unavailable_reason
-from gspo_kernels.core.types import LogitRows, LogitTransform, RowGradients
+from gspo_kernels.backends.dispatch import unavailable_reason
+from gspo_kernels.core.types import LogitTransform
 from tests.accuracy import assert_draws_as_exact
-from tests.backends.row_calls import IGNORE, NEGATIVE, PLAIN, SOFT, WARM, same
+from tests.backends.row_calls import IGNORE, NEGATIVE, PLAIN, SOFT, WARM
 from tests.cases import device_of, generator
 
 BF16 = torch.bfloat16
@@ -180,27 +180,6 @@ def test_edges_of_tiles_and_rows_that_do_not_count(functions, n, V, H):
     torch.testing.assert_close(rows[counted], exact[counted], rtol=2.0**-8, atol=1e-7)
 
 
-def test_a_rows_bits_depend_on_the_row_alone(functions, monkeypatch):
-    """Not on what is stored or summed along, on other rows, their order and number, nor on the device's
-    size; neither do those of rows that are computed again.
-    """
-    _, device = functions
-    hidden, weight, bias, labels = draw(40, 150, 40)
-    hidden[::7] *= 40
-    outs = [memory(40, 150, device) for _ in range(2)]
-    whole = run(functions, hidden, weight, bias, labels, WARM, out=outs[0], entropy=True)
-    alone = run(functions, hidden, weight, bias, labels, WARM)
-    assert same(whole.stats._replace(entropy=None), alone.stats) and alone.factors is None
-    assert (whole.stats.logprobs < -100).any()
-    monkeypatch.setattr("gspo_kernels.backends.triton.tiles.multiprocessors", lambda device: 1)
-    order = torch.randperm(40, generator=generator(1))
-    for keep in (order, order[:23]):
-        out = outs[1][: len(keep)]
-        part = run(functions, hidden[keep], weight, bias, labels[:, keep], WARM, out=out, entropy=True)
-        assert same(part.stats, whole.stats.each(lambda stat: stat[:, keep]))  # noqa: B023
-        assert torch.equal(out, outs[0][keep]) and torch.equal(part.factors, whole.factors[keep])
-
-
 def extreme(nats, H=64, V=100):
     """Return a row, weight and label whose log-prob is near ``-nats``, or near 0 for a negative number: the
     other ids together have a probability of e^nats then.
@@ -238,29 +217,3 @@ def test_labels_far_from_the_other_logits(functions, nats):
     torch.testing.assert_close(rows, exact, rtol=slack, atol=1e-16)
     columns = columns_of(functions, hidden, weight, None, labels, PLAIN, head.stats)
     torch.testing.assert_close(columns, exact, rtol=slack, atol=1e-16)
-
-
-@pytest.mark.parametrize("at_label", [True, False])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_special_values_end_as_in_rows_of_logits(functions, value, at_label):
-    """NaN and infinities, at the label and elsewhere, give what the kernels over logits give."""
-    _, device = functions
-    labels = torch.full((1, 1), 3, device=device)
-    hidden, weight = torch.eye(8, dtype=BF16)[:1], torch.zeros(70, 8, dtype=BF16)
-    weight[:, 0] = torch.linspace(-3, 3, 70)
-    weight[3 if at_label else 40, 0] = value
-    out = memory(1, 70, device)
-    head = run(functions, hidden, weight, None, labels, PLAIN, out=out, entropy=True)
-    rows = LogitRows(weight[:, 0].float()[None, None].to(device), labels, PLAIN, IGNORE)
-    backend = load("triton")
-    want = backend.logprobs_forward(rows, True)
-    for got, right in zip(head.stats, want, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5, equal_nan=True)
-    exact = torch.empty(1, 1, 70, device=device)
-    backend.logprobs_backward(rows, want, RowGradients(torch.ones(1, 1, device=device)), exact)
-    got = rows_of(head, out, labels.cpu())
-    close = {"rtol": 2.0**-8, "atol": 1e-7, "equal_nan": True}
-    torch.testing.assert_close(got, exact[0].cpu().double(), **close)
-    given = (functions, hidden, weight, None, labels.cpu(), PLAIN, head.stats)
-    torch.testing.assert_close(columns_of(*given), exact[0].cpu().double(), **close)
-    assert (columns_of(*given, coefficient=0.0) == 0).all()

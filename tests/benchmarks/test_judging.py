@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks import contestants, hidden, judging, logits, measure, step
+from benchmarks import hidden, judging, logits, measure, step
 from benchmarks.judging import Judge
 
 SHAPE = (48, 130, 16, 8)  # tokens, vocabulary, width, sequences
@@ -118,20 +118,6 @@ def test_only_a_right_contestant_has_a_time(task, make, monkeypatch):
         assert why in found[name]["reason"]
 
 
-def test_absence_has_reasons(tmp_path, monkeypatch):
-    (tmp_path / "broken_package.py").write_text("raise RuntimeError('no toolkit')")
-    monkeypatch.syspath_prepend(tmp_path)
-    lost = measure.Contestant("lost", "hidden", lambda device: torch.no_such_name)
-    for call, reason in (
-        (lambda: contestants.package("no_such_package.module", CPU), "no_such_package is not installed"),
-        (lambda: contestants.package("torch", CPU, gpu_only=True), "need a GPU"),
-        (lambda: contestants.package("broken_package", CPU), "broken_package can't be imported: no toolkit"),
-        (lambda: lost.get(CPU), "no_such_name"),
-    ):
-        with pytest.raises(measure.Missing, match=reason):
-            call()
-
-
 @pytest.mark.parametrize("precision", ("float32", "input"))
 def test_scores_are_judged_by_their_own_precision(precision, monkeypatch):
     problem = tiny_problem("scoring", dtype=torch.bfloat16)
@@ -141,28 +127,6 @@ def test_scores_are_judged_by_their_own_precision(precision, monkeypatch):
 
     found = outcomes("scoring", {"16-bit logits": rounded}, monkeypatch, problem, precision=precision)
     assert found["16-bit logits"]["status"] == ("right" if precision == "input" else "wrong")
-
-
-def test_ratios_are_to_the_floor(monkeypatch):
-    monkeypatch.setattr(measure, "_LEAST", 0.0)
-    ticks = iter(range(10_000))
-
-    class Steady(measure.Clock):
-        """A clock that advances by one second per mark."""
-
-        def mark(self):
-            self.marks.append(next(ticks))
-
-    monkeypatch.setattr(measure, "Clock", Steady)
-    calls = {"a": hidden.naive, "b": hidden.naive}
-    found = outcomes("hidden", calls, monkeypatch, tiny_problem("hidden"), 3)
-    # Forward, backward and each of the floor's three products take one second.
-    for name in "ab":
-        assert found[name]["seconds"] == {"forward": [1] * 3, "backward": [1] * 3, "both": [2] * 3}
-        assert found[name]["x_floor"] == {phase: pytest.approx(2 / 3) for phase in ("median", "low", "high")}
-    # A contestant that takes longer than PATIENCE is timed once.
-    monkeypatch.setattr(measure, "PATIENCE", 0.0)
-    assert len(outcomes("hidden", calls, monkeypatch, tiny_problem("hidden"), 3)["a"]["seconds"]["both"]) == 1
 
 
 def test_peak_memory_is_measured_in_a_process():

@@ -1,6 +1,5 @@
 """The command line: running, comparing and reporting."""
 
-import copy
 import json
 import sys
 
@@ -64,18 +63,6 @@ def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
     found = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("slower", "faster"))]
     assert len(found) == bool(word)
     assert all(line.startswith("hidden, all active: ours, auto") and line.endswith(word) for line in found)
-
-
-def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
-    case = copy.deepcopy(hidden_of(folder)["cases"][0])
-    case["floor"]["probes"] = {}
-    found = report.ratios(case)
-    assert found["naive PyTorch"] == {"median": 1, "low": 1, "high": 1}
-    times = {one["contestant"]: one["seconds"]["both"] for one in case["results"] if "seconds" in one}
-    pairs = [a / b for a, b in zip(times["ours, auto"], times["naive PyTorch"], strict=True)]
-    assert (found["ours, auto"]["low"], found["ours, auto"]["high"]) == pytest.approx(
-        (min(pairs), max(pairs))
-    )
 
 
 # --- reporting

@@ -1,13 +1,9 @@
 """Products by tensor maps: a switch enables them, and a device's first use compares them."""
 
-from threading import Thread
-
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import doctor
-from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.core import self_test
 from gspo_kernels.core.self_test import VARIABLE, SelfTest
 from gspo_kernels.hidden.matmul import exponentials
@@ -117,35 +113,3 @@ def test_other_errors_are_raised_and_it_is_tried_again(error, monkeypatch):
                 patch.setattr(torch.cuda, asked, lambda *_, results=results: raised(results.pop()))
             first.unavailable_reason(GPU)
         assert first.unavailable_reason(GPU) is None
-
-
-def test_other_threads_wait_for_the_comparison(monkeypatch):
-    pretend(monkeypatch)
-    answers = []
-    other = Thread(target=lambda: answers.append(first.unavailable_reason(GPU)))
-
-    def excess(device):
-        other.start()
-        other.join(0.1)
-        assert not answers
-        return 2.0
-
-    first = SelfTest(excess)
-    reason = first.unavailable_reason(GPU)
-    other.join()
-    assert reason is not None and answers == [reason]
-
-
-def test_doctor_says_what_came_of_a_comparison(monkeypatch):
-    products = pytest.importorskip("gspo_kernels.backends.triton.batch_invariant_matmul")
-    monkeypatch.setattr(backends, "unavailable_reason", lambda *_: None)
-    assert all(f"{VARIABLE}=1 enables it" in line for line in doctor.own_products(GPU))
-    pretend(monkeypatch)
-    for result, said in (
-        (0.5, "roundings alone"),
-        (2.0, "off by 2 times"),
-        (torch.OutOfMemoryError("full"), "full"),
-    ):
-        for module, name in ((exponentials, "_SELF_TEST"), (products, "TENSOR_MAPS")):
-            monkeypatch.setattr(module, name, SelfTest(lambda _, result=result: raised(result)))
-        assert all(said in line for line in doctor.own_products(GPU))

@@ -60,17 +60,6 @@ def test_other_functions_take_it_too():
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-def test_memory_of_an_adapter():
-    case = make_case("linear", "padded", "plain", adapter=RANK, dtype=torch.bfloat16, vocabulary=4000)
-    hidden, weight, _, A, B = case.inputs.values()
-    rest = (case.labels, None, case.advantages)
-    frozen, adapted = (
-        gk.explain_schedule(hidden.requires_grad_(), head, *rest, schedule="aligned").peak_bytes
-        for head in (weight, gk.LoRAHead(weight, A.requires_grad_(), B.requires_grad_(), ADAPTER_SCALE))
-    )
-    assert 4 * B.numel() <= adapted - frozen <= 8 * B.numel() < 2 * weight.numel()
-
-
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -190,12 +179,3 @@ def test_every_adapter_learns_in_a_loop_or_is_refused(kind, options, refused):
         gradients = torch.autograd.grad((weights * logprobs).sum(), trained)
         found.append([logprobs.detach(), *gradients])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
-
-
-def test_mismatch_refuses_an_adapter_on_the_head():
-    from gspo_kernels.integrations.transformers import IntegrationError
-    from gspo_kernels.mismatch.scoring import Samples, Setting, score
-
-    samples = Samples([torch.arange(4)], [torch.arange(5)], torch.zeros(5))
-    with pytest.raises(IntegrationError, match="its lm_head carries LoRA"):
-        score(lambda dtype, attention: adapted_model().eval(), samples, Setting(), 64)

@@ -9,7 +9,6 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.hidden import gradients
-from gspo_kernels.hidden import gradients as linear_sums
 from gspo_kernels.hidden import plan as linear_schedule
 from gspo_kernels.hidden.gradients import Accumulators, HeadSums
 from gspo_kernels.hidden.matmul.cpp_blocks import StreamedMatmul
@@ -163,50 +162,6 @@ def test_memory_chooses_schedule_and_chunks():
     ):
         with pytest.raises(ValueError, match=message):
             run(case, ENTRY, GSPO, memory="least", **option)
-
-
-KL = {"terms": "kl_tensor"}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "schedule", "rows", "joins", "terms", "parts", "rounded"),
-    [
-        # 11 tokens, of which one has no advantage; with KL 9 have one, 5 of them in sequences of 1 or 2
-        ("bfloat16", "aligned", 11, 192, {}, {"aligned": 10, "forward": 1}, True),
-        ("float16", "aligned", 11, 192, {}, {"aligned": 10, "forward": 1}, False),
-        ("bfloat16", "aligned", 9, 192, {}, {"aligned": 10, "forward": 1}, False),
-        ("bfloat16", "known", 11, 192, {}, {"known": 11}, True),
-        ("bfloat16", "known", 10, 192, {}, {"known": 11}, False),
-        ("bfloat16", "deferred", 11, 192, {}, {"deferred": 10, "forward": 1}, False),
-        ("bfloat16", "auto", 2, 192, KL, {"two_pass": 9}, True),
-        ("bfloat16", "auto", 2, 6, KL, {"two_pass": 9}, True),
-        ("bfloat16", "auto", 2, 5, KL, {"two_pass": 4, "aligned": 5}, False),
-        ("float16", "auto", 2, 192, KL, {"two_pass": 4, "aligned": 5}, False),
-    ],
-)
-def test_dweight_of_one_product_has_no_sum_in_fp32(
-    dtype, schedule, rows, joins, terms, parts, rounded, monkeypatch
-):
-    """Few sequences that fit in a chunk join those that don't, where this spares the sum. fp16 keeps it, as
-    the upstream gradient comes later.
-    """
-    case = make_case("linear", "packed", dtype=getattr(torch, dtype), **terms)
-    options = {"schedule": schedule, "max_chunk_bytes": rows * ROW}
-    objective = GRPO if schedule == "known" else GSPO
-    monkeypatch.setitem(linear_schedule.SUM_ROWS, "cpu", joins)
-    monkeypatch.setattr(linear_sums, "ROUNDED_COLUMNS", 24)
-    dtypes, result = [], HeadSums.result
-
-    def seen(self):
-        sums = result(self)
-        dtypes.append(sums[0].dtype)
-        return sums
-
-    monkeypatch.setattr(HeadSums, "result", seen)
-    got = run(case, ENTRY, objective, **options)
-    assert_equals_oracle(got, case, objective)
-    assert set(dtypes) == {case.inputs["weight"].dtype if rounded else torch.float32}
-    assert explain(case, objective=objective, **options).parts == parts
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
