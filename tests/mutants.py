@@ -42,6 +42,7 @@ TESTS = {
     "gspo_kernels/": f"tests/test_structure.py {ERRORS} {CALLS} {MORE_CALLS}",
     "gspo_kernels/advantages.py": f"tests/test_advantages.py {ERRORS} {TEACHERS}",
     "gspo_kernels/cli.py": "tests/trainer/test_cli.py",
+    "gspo_kernels/core/operators.py": OPERATORS,
     "gspo_kernels/backends/cpp/": f"{ROWS} {CALLS} tests/backends/cpp",
     "gspo_kernels/demo.py": "tests/trainer/test_cli.py",
     "gspo_kernels/distillation.py": f"{TEACHERS} {ERRORS}",

@@ -285,25 +285,6 @@ def test_the_backward_may_overwrite_the_logits(backend):
 # --- how it is called
 
 
-def test_several_backwards_and_upstream_factors():
-    for linear in (False, True):
-        problem = Problem(linear=linear)
-        leaves = [value.clone().requires_grad_() for value in problem.inputs.values()]
-        given = dict(zip(problem.inputs, leaves, strict=True)) | problem.teacher
-        function = gk.fused_linear_distillation_loss if linear else gk.distillation_loss
-        out = function(**given)
-        first, second = (torch.autograd.grad(3.0 * out.loss, leaves, retain_graph=True) for _ in range(2))
-        (alone,) = torch.autograd.grad(function(**given).loss, leaves[:1])
-        torch.testing.assert_close(first[0], 3 * alone)
-        assert all(map(torch.equal, first, second))
-        with torch.no_grad():
-            assert torch.equal(function(**given).divergence, out.divergence)
-        only = {**given, **{name: value.detach() for name, value in given.items() if name != "bias"}}
-        if linear:
-            (grad,) = torch.autograd.grad(function(**only).loss, only["bias"])
-            torch.testing.assert_close(grad, first[2] / 3)
-
-
 def test_teachers_have_no_gradient_and_autocast_casts():
     problem = Problem(linear=True)
     leaves = {name: value.requires_grad_() for name, value in (problem.inputs | problem.teacher).items()}

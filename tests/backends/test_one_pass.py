@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from gspo_kernels.backends import triton as kernels
-from gspo_kernels.backends.triton import launch
+from gspo_kernels.backends.triton import launch, one_pass
 from gspo_kernels.backends.triton.one_pass import on_chip_tile
 from gspo_kernels.core.types import LogitTransform
 from tests.backends.accesses import backwards, without_races
@@ -26,7 +26,6 @@ from tests.backends.row_calls import (
 GPU = torch.cuda.is_available()
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROWS = Rows("triton")
-KEPT = PLAIN._replace(kept=torch.empty(1, 2, 128, dtype=torch.int32))
 
 
 def empty(V, dtype):
@@ -140,6 +139,23 @@ def test_overlapping_gradients_are_refused():
         ROWS.backward(there, labels, ROWS.forward(logits, labels), grad, out=out)
     with pytest.raises(ValueError, match="out: shares memory"):
         ROWS.and_grad(there, labels, grad, out=out)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "platform", "blocks"),
+    [
+        ("3.8.0", (9, 0), "cuda", 16),
+        ("4.0.0", (12, 0), "cuda", 8),
+        ("3.7.1", (9, 0), "cuda", 1),
+        ("3.9.0", (8, 0), "cuda", 1),
+        ("3.9.0", (9, 4), "hip", 1),
+    ],
+)
+def test_clusters_need_a_triton_and_a_gpu(monkeypatch, version, capability, platform, blocks):
+    monkeypatch.setattr(one_pass.triton, "__version__", version)
+    monkeypatch.setattr(one_pass, "platform", lambda: platform)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert one_pass.max_blocks(torch.device("cuda", 0)) == blocks
 
 
 def test_unavailable_says_why(monkeypatch):

@@ -404,22 +404,3 @@ def test_lengths_are_counted(backend, per_token, packed):
         None if per_token is None else advantages.to(served),
     )  # fmt: skip
     assert got.dtype == torch.int64 and got.t().tolist() == want
-
-
-@pytest.mark.parametrize("length", (5, 70_000))
-def test_masks_of_numbers_are_read_and_checked(launch, length):
-    """Masks are checked whoever reads them; C++ reads them itself where nothing else does."""
-    if launch.backend == "triton" and length > 5:
-        pytest.skip("C++ shares long masks among threads")
-    logprobs, mask, old, advantages = tokens(length, FP32, FP32)
-    values = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages}
-    want = launch(values | {"loss_mask": mask})
-    for dtype in (torch.float16, torch.int32, FP32):
-        numbers = mask.to(dtype)
-        got = launch(values | {"loss_mask": numbers})
-        assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
-        numbers[1, -1] = 2
-        for more in ({}, {"entropy": torch.ones(2, length)}, {"lengths": torch.full((2,), 3.0)}):
-            if launch.device.type == "cpu":  # reading values would wait for a GPU
-                with pytest.raises(ValueError, match=r"loss_mask: got 2(\.0)?, expected only 0 and 1"):
-                    launch(values | {"loss_mask": numbers} | more)

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks import __main__ as command_line
 from benchmarks import campaign, report
-from benchmarks.measure import SUITES
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -60,10 +59,3 @@ def test_a_contestant_that_breaks_a_device_is_skipped(tmp_path, monkeypatch):
     campaign.run_stage(stage, "cpu", tmp_path, 30.0)
     assert asked == [{}, {"rough kernel": "broke the device: illegal access"}]
     assert stage.status == "done"
-
-
-def test_stages_name_suites_and_files():
-    plan = campaign.stages()
-    assert {stage.name for stage in plan if stage.kind == "suite"} <= set(SUITES)
-    files = {word for stage in plan for word in stage.arguments if word.startswith("tests/")}
-    assert files and all((ROOT / path).exists() for path in files)

@@ -1,5 +1,7 @@
 """Products by tensor maps: a switch enables them, and a device's first use compares them."""
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -113,3 +115,20 @@ def test_other_errors_are_raised_and_it_is_tried_again(error, monkeypatch):
                 patch.setattr(torch.cuda, asked, lambda *_, results=results: raised(results.pop()))
             first.unavailable_reason(GPU)
         assert first.unavailable_reason(GPU) is None
+
+
+def test_other_threads_wait_for_the_comparison(monkeypatch):
+    pretend(monkeypatch)
+    answers = []
+    other = Thread(target=lambda: answers.append(first.unavailable_reason(GPU)))
+
+    def excess(device):
+        other.start()
+        other.join(0.1)
+        assert not answers
+        return 2.0
+
+    first = SelfTest(excess)
+    reason = first.unavailable_reason(GPU)
+    other.join()
+    assert reason is not None and answers == [reason]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -249,6 +250,29 @@ def test_the_mode_is_switched_like_gradients():
         gk.set_batch_invariant(False)
     with pytest.raises(TypeError, match="mode"):
         gk.set_batch_invariant(1)
+
+
+@pytest.mark.parametrize("modes", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("apart", "order"), [(True, (0, 1)), (False, (0, 1)), (False, (1, 0))])
+def test_contexts_may_overlap(modes, apart, order):
+    """Contexts of two threads, or of two coroutines of one: each has its own mode, and none outlives both."""
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        threads = (one, two) if apart else (one, one)
+
+        def seen():
+            here = [each.submit(gk.is_batch_invariant).result() for each in threads]
+            return [*here, gk.is_batch_invariant()]
+
+        contexts = [
+            each.submit(gk.set_batch_invariant, mode).result()
+            for each, mode in zip(threads, modes, strict=True)
+        ]
+        for thread, context in zip(threads, contexts, strict=True):
+            thread.submit(context.__enter__).result()
+        assert seen() == [modes[0] if apart else modes[1], modes[1], modes[1]]
+        for last, i in enumerate(order):
+            threads[i].submit(contexts[i].__exit__, None, None, None).result()
+            assert seen() == [False if last else modes[order[1]]] * 3
 
 
 def test_what_has_no_fixed_order_is_refused(group_of_one):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import pickle
 from dataclasses import InitVar, dataclass
 
 import numpy as np
@@ -184,28 +183,6 @@ def test_attributes_cannot_be_set_later():
     loss(objective := Scaled())
     with pytest.raises(dataclasses.FrozenInstanceError, match=r"scale: .*@dataclass"):
         objective.scale = 3.0
-
-
-@dataclass(frozen=True)
-class Derived(Scaled):
-    scale: float = 2.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "log_scale", math.log(self.scale))
-
-    @functools.cached_property
-    def table(self):
-        return torch.full((2,), self.log_scale)
-
-    def factor(self):
-        return self.table.exp().mean().item()
-
-
-def test_what_follows_from_options_is_kept():
-    first = Derived(scale=3.0)
-    assert first.factor() == pytest.approx(3.0) and factor(first) == 3
-    assert factor(first) == factor(pickle.loads(pickle.dumps(first))) == 3 and factor(Derived()) == 2
 
 
 def wrong_values(option):
