@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.compiler.compiler import CompiledKernel
@@ -93,19 +92,6 @@ def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
     bound, special, rest = binder(*args, **keywords)
     options, *source = kernel._pack_args(backend, keywords, bound, special, rest)
     return str(special) + str(rest), ASTSource(kernel, *source), options
-
-
-def described(call: Call) -> dict[str, Any]:
-    """Return a call's kernel, dtypes of the tensors that it got, and constants, as JSON takes them."""
-    kernel, _, _, args, constants = call
-    named = zip(kernel.signature.parameters, args, strict=False)
-    tensors = {name: getattr(arg, "base", arg) for name, arg in named}
-    dtypes = {name: str(it.dtype) for name, it in tensors.items() if isinstance(it, torch.Tensor)}
-    found = {"kernel": kernel.fn.__name__, "dtypes": dtypes}
-    for name, value in constants.items():
-        # of equal names the first counts: a pair of rows has two tuples of constants
-        found = (value._asdict() if hasattr(value, "_asdict") else {name: value}) | found
-    return {name: str(value) if isinstance(value, tl.dtype) else value for name, value in found.items()}
 
 
 def call_all(
@@ -312,7 +298,9 @@ def compile_calls(calls: list[Call], target: str) -> list[dict[str, Any]]:
     for call in asked.values():
         _, source, options = specialisation(call, TARGETS[target])
         kernel = triton.compile(source, target=TARGETS[target], options=options.__dict__)
-        entry = described(call) | {"target": target, "warps": call[2].warps, "blocks": call[2].blocks}
+        first = getattr(call[3][0], "base", call[3][0])  # a tensor, or the descriptor of one
+        entry = {"kernel": call[0].fn.__name__, "dtype": str(getattr(first, "dtype", "")), "target": target}
+        entry |= {"warps": call[2].warps, "blocks": call[2].blocks}
         entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
         entry |= resources(kernel)
         if entry["kernel"].startswith(("ratio_step", "sequence_ratio")):

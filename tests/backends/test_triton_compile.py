@@ -120,7 +120,7 @@ def test_products_of_fp32_are_products_of_fp32(report, target):
     """NVIDIA's matrix instructions would round fp32 to TF32, AMD's xf32 ones likewise."""
     for entry in entries(report, target, "fixed_product_kernel"):
         instructions = entry["matrix_instructions"]
-        if entry["dtypes"]["a"] == "torch.float32":
+        if entry["dtype"] == "torch.float32":
             assert all("xf32" not in one and target not in NVIDIA for one in instructions), entry
         else:  # the search can succeed
             assert instructions, entry

@@ -113,14 +113,6 @@ def schedules():
     for schedule, objective in itertools.product(("aligned", "deferred"), (GSPO, gk.GRPO())):
         with pytest.raises(ValueError, match="cp_group has tokens of the same sequences on other ranks"):
             run(case_of("linear"), "cp", objective, schedule=schedule)
-    local, place = share(case_of("linear"), place_of("cp")), place_of("cp")
-    for frozen, schedule, reason in ((HEAD, "frozen", "frozen"), ((), "two_pass", "cp_group")):
-        leaves = leaves_of(replace(local, frozen=frozen))
-        plan = gk.explain_schedule(
-            leaves["hidden"], leaves["weight"], local.labels, local.old_logprobs, local.advantages,
-            cu_seqlens=local.cu_seqlens, **over_ranks(place.groups),
-        )  # fmt: skip
-        assert plan.schedule == schedule and reason in plan.reason
 
 
 @of_ranks(2)
@@ -281,10 +273,6 @@ def dtensors():
             scores = scores[0] if split == "tp" else torch.cat(scores[:: 2 if four else 1])
             if dist.get_rank() == 0:
                 assert_equals_oracle(Result(out.loss.detach(), scores, grads), case, objective)
-        for name in ("cp_group", "tp_group") if "cp" in names else ():
-            said = f"{name}: expected None, as the DTensors logits determine it"
-            again = partial(call, local, leaves, LOSSES["logits"], GSPO, "cpp", **{name: mesh[names[0]]})
-            assert_all_raise(said, again)
     if four:
         twice = {"logits": distribute_tensor(case.inputs["logits"], mesh, [Shard(1), Shard(1)])}
         said = "logits: 2 dimensions of device meshes cut the vocabulary"

@@ -1,7 +1,7 @@
-"""Losses that frameworks give different names are calls of ours, as docs/integrations/coming_from.md says.
+"""Losses of frameworks that are several calls of ours, as docs/integrations/coming_from.md says.
 
-The formulas are those of Tinker's page of losses and of the sources of SkyRL (a956457), prime-rl (559b447;
-``icepop``, ``ppo`` and ``cispo`` are of its main branch in November 2026) and NeMo-RL (7ea279a).
+The formulas are those of the sources of prime-rl (559b447) and NeMo-RL (7ea279a). Losses that are a single
+objective are in test_formulas.py.
 """
 
 import pytest
@@ -46,11 +46,6 @@ def dppo_tv(ratio, advantages, logp, engine):
     return -torch.where(cut, 0.0, advantages * ratio) + 0.05 * (logp - engine) ** 2
 
 
-def prime_ipo(ratio, advantages, logp, engine):
-    cut = (logp.exp() - engine.exp()).abs() > 0.1
-    return -torch.where(cut, 0.0, advantages * ratio) + 0.05 * (logp - engine) ** 2
-
-
 def ref_kl(logp, engine, old, _):
     kept = logp.exp() - engine.exp() >= -0.2
     return -((old - logp).detach() * (logp - engine).exp() * (kept & MASK)).sum()
@@ -69,27 +64,7 @@ def icepop(logp, engine, old, advantages):
     return (weight * clipped((logp - old).exp(), advantages) * MASK).sum()
 
 
-BOUNDS = {"positive_low": 0.2, "positive_high": 0.3, "negative_low": 0.2, "negative_high": 0.3}
-RATIO_LOSSES = {
-    "Tinker, SkyRL `importance_sampling`": (
-        lambda ratio, advantages, *_: -ratio * advantages,
-        gk.GRPO(1.0, 1e6, aggregation="sum"),
-    ),
-    "Tinker, prime-rl `ppo`": (clipped, gk.GRPO(0.2, 0.3, aggregation="sum")),
-    "Tinker, prime-rl `cispo`": (
-        lambda ratio, advantages, logp, _: -ratio.clamp(0.9, 1.2).detach() * advantages * logp,
-        gk.CISPO(0.9, 1.2, aggregation="sum"),
-    ),
-    "prime-rl `ipo`": (prime_ipo, gk.PrimeIPO(eps=0.1, kl_tau=0.05, aggregation="sum")),
-    "prime-rl `icepop`, SkyRL `rollout_is`": (
-        lambda ratio, advantages, *_: -torch.where((ratio >= 0.8) & (ratio <= 1.3), ratio, 0.0) * advantages,
-        gk.ABCGRPO(**BOUNDS, aggregation="sum"),
-    ),
-}
 KNOWN_AS = {
-    name: (of_ratio(loss), lambda logp, engine, old, a, objective=objective: ours(logp, engine, a, objective))
-    for name, (loss, objective) in RATIO_LOSSES.items()
-} | {
     "prime-rl `default`": (
         of_ratio(dppo_tv),
         lambda logp, engine, old, a: ours(
@@ -106,9 +81,9 @@ KNOWN_AS = {
         ),
     ),
 }  # fmt: skip
-ONLY_GRADIENT = ("prime-rl `default`", "prime-rl `icepop`, SkyRL `rollout_is`", "prime-rl `ref_kl`")
+ONLY_GRADIENT = ("prime-rl `default`", "prime-rl `ref_kl`")
 """Their values are not ours: a ratio without gradient times the log-prob, where ours has the ratio, or the
-other way round; or 0 where ours has the bound."""
+other way round."""
 
 
 @pytest.mark.parametrize("name", KNOWN_AS)
