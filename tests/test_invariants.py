@@ -284,17 +284,15 @@ def test_fp16_with_a_loss_scale(entry, terms, options, backend):
 
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "frozen", "two_pass"])
 @pytest.mark.parametrize("upstream", [1.0, 2.0**16])
-def test_an_overflowed_coefficient_makes_no_nan(schedule, upstream):
+def test_an_overflowed_coefficient_makes_no_nan(schedule, upstream, backend):
     """Ratios of exp(500) overflow fp32: gradients are infinite for both signs, and zeros stay zeros."""
-    rng = generator(9)
-    hidden, weight = torch.randn(2, 3, 4, generator=rng), torch.randn(61, 4, generator=rng)
+    rng, device = generator(9), device_of(backend)
+    hidden, weight = (torch.randn(*size, generator=rng).to(device) for size in ((2, 3, 4), (61, 4)))
     hidden[..., 0], weight[:, 1] = 0.0, 0.0
     leaves = hidden.requires_grad_(), weight.requires_grad_(schedule != "frozen")
-    labels, old = torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), -500.0)
-    objective = gk.GSPO(clip_low=1.0, clip_high=1e300)
-    loss = gk.fused_linear_policy_loss(
-        *leaves, labels, old, torch.tensor([-1.0, 1.0]), objective=objective, schedule=schedule
-    ).loss
+    terms = torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), -500.0), torch.tensor([-1.0, 1.0])
+    options = {"objective": gk.GSPO(clip_low=1.0, clip_high=1e300), "schedule": schedule, "backend": backend}
+    loss = gk.fused_linear_policy_loss(*leaves, *(each.to(device) for each in terms), **options).loss
     (loss * upstream).backward()
     assert (hidden.grad[..., 1] == 0).all() and hidden.grad[..., [0, 2, 3]].isinf().all()
     if schedule != "frozen":
