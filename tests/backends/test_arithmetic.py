@@ -13,7 +13,7 @@ from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.triton.launch import Tile, launch, typed_kernel
 from gspo_kernels.backends.triton.rows import narrowed
 from gspo_kernels.backends.triton.sequences import sum_sequence
-from gspo_kernels.core.exact import power_of_two, times
+from gspo_kernels.core.exact import MAX_IN_SUMS, power_of_two, times
 from gspo_kernels.core.types import stats_dtype
 from tests.backends.row_calls import DTYPES, same
 from tests.cases import device_of, generator
@@ -146,3 +146,14 @@ def test_hidden_gradients_lose_nothing_to_rounding(dtype, whole_last, width):
 
 
 # --- the interpreter itself
+
+
+@interpreted
+def test_a_unit_is_the_largest_power_so_far():
+    factors, chosen, most = rows_of(16, FP32)[1], [1, 3], MAX_IN_SUMS[FP32]
+    assert kernels.sum_unit(SIZES[:7], None, None, most, FP32)[0] == power_of_two(SIZES[6])
+    assert kernels.sum_unit(SIZES, None, None, most, FP32)[0] == power_of_two(torch.tensor(most))
+    for before, expected in ((0.25, power_of_two(3.7 * factors[3])), (64.0, 64.0)):
+        given = SIZES[chosen], factors[chosen], torch.tensor(before)
+        unit, shrink = kernels.sum_unit(*given, most, FP32)
+        assert unit == expected and shrink == before / unit
