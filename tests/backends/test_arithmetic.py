@@ -150,7 +150,7 @@ def test_hidden_gradients_lose_nothing_to_rounding(dtype, whole_last, width):
 
 @interpreted
 def test_a_unit_is_the_largest_power_so_far():
-    factors, chosen, most = rows_of(16, FP32)[1], [1, 3], MAX_IN_SUMS[FP32]
+    factors, chosen, most = 8 * rows_of(16, FP32)[1], [1, 3], MAX_IN_SUMS[FP32]
     assert kernels.sum_unit(SIZES[:7], None, None, most, FP32)[0] == power_of_two(SIZES[6])
     assert kernels.sum_unit(SIZES, None, None, most, FP32)[0] == power_of_two(torch.tensor(most))
     for before, expected in ((0.25, power_of_two(3.7 * factors[3])), (64.0, 64.0)):
