@@ -5,6 +5,7 @@ write, and whether a GPU, which runs programs and their threads at once, could s
 import contextlib
 
 import numpy as np
+import torch
 
 
 @contextlib.contextmanager
@@ -256,3 +257,35 @@ def without_races():
     races = Races()
     with watched(races.begin, races.access, races.barrier, races.synchronise):
         yield
+
+
+class Traffic:
+    """How often each element of some tensors is loaded and stored; see ``counted``."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+        self.reads = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
+        self.writes = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
+
+    def access(self, program, kind, to):
+        """Count an access, which may cover several elements."""
+        counts = {"store": self.writes, "load": self.reads, "volatile load": self.reads}.get(kind, ())
+        for tensor, count in zip(self.tensors, counts, strict=False):
+            size = tensor.element_size()
+            each = (to.addresses[:, None] + np.arange(0, to.size, size)).ravel() - tensor.data_ptr()
+            inside = each[(each >= 0) & (each < tensor.numel() * size)] // size
+            count += torch.from_numpy(np.bincount(inside, minlength=tensor.numel()))
+
+    def per_row(self, counts, index):
+        """Return one count per row; all elements of a row must have the same count."""
+        rows = counts[index].view(-1, self.tensors[index].shape[-1])
+        assert (rows == rows[:, :1]).all()
+        return rows[:, 0].tolist()
+
+
+@contextlib.contextmanager
+def counted(*tensors):
+    """Count accesses to contiguous tensors inside the ``with`` block, only where masks let them through."""
+    traffic = Traffic(*tensors)
+    with watched(lambda tensors, programs: None, traffic.access):
+        yield traffic

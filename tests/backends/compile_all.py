@@ -13,11 +13,13 @@ import math
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.compiler.compiler import CompiledKernel
@@ -92,6 +94,19 @@ def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
     bound, special, rest = binder(*args, **keywords)
     options, *source = kernel._pack_args(backend, keywords, bound, special, rest)
     return str(special) + str(rest), ASTSource(kernel, *source), options
+
+
+def described(call: Call) -> dict[str, Any]:
+    """Return a call's kernel, dtypes of the tensors that it got, and constants, as JSON takes them."""
+    kernel, _, _, args, constants = call
+    named = zip(kernel.signature.parameters, args, strict=False)
+    tensors = {name: getattr(arg, "base", arg) for name, arg in named}
+    dtypes = {name: str(it.dtype) for name, it in tensors.items() if isinstance(it, torch.Tensor)}
+    found = {"kernel": kernel.fn.__name__, "dtypes": dtypes}
+    for name, value in constants.items():
+        # of equal names the first counts: a pair of rows has two tuples of constants
+        found = (value._asdict() if hasattr(value, "_asdict") else {name: value}) | found
+    return {name: str(value) if isinstance(value, tl.dtype) else value for name, value in found.items()}
 
 
 def call_all(
@@ -270,6 +285,31 @@ def resources(kernel: Any) -> dict[str, int]:
     return {key: int(re.findall(rf"\.{name}: +(\d+)", found)[0]) for key, name in names.items()}
 
 
+def accesses(code: str) -> dict[str, Any]:
+    """Return how many loads and stores of global memory in PTX move how many bits, and the barriers."""
+    found: dict[str, Any] = {}
+    for word in ("ld", "st"):
+        words = re.findall(rf"\b{word}\.\S*global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", code)
+        found[word] = Counter(int(count or 1) * int(bits) for count, bits in words)
+    return found | {"barriers": len(re.findall(r"\bbar(?:rier)?\.sync", code))}
+
+
+def loops(ptx: str) -> list[dict[str, Any]]:
+    """Return the accesses of the innermost loops that access global memory, in order."""
+    lines, labels, ends = ptx.splitlines(), {}, {}
+    for place, line in enumerate(lines):
+        if label := re.match(r"(\$L__BB\w+):", line):
+            labels[label[1]] = place
+        elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)", line)) and jump[1] in labels:
+            ends[labels[jump[1]]] = place
+    found = [
+        accesses("\n".join(lines[start:end]))
+        for start, end in ends.items()
+        if not any(start < other and last < end for other, last in ends.items())
+    ]
+    return [loop for loop in found if loop["ld"] or loop["st"]]
+
+
 def order_of_cluster(kernel: Any) -> list[str]:
     """Return the accesses to global and shared memory and the barriers of a cluster, in the PTX's order."""
     return re.findall(r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))", kernel.asm["ptx"])
@@ -298,9 +338,7 @@ def compile_calls(calls: list[Call], target: str) -> list[dict[str, Any]]:
     for call in asked.values():
         _, source, options = specialisation(call, TARGETS[target])
         kernel = triton.compile(source, target=TARGETS[target], options=options.__dict__)
-        first = getattr(call[3][0], "base", call[3][0])  # a tensor, or the descriptor of one
-        entry = {"kernel": call[0].fn.__name__, "dtype": str(getattr(first, "dtype", "")), "target": target}
-        entry |= {"warps": call[2].warps, "blocks": call[2].blocks}
+        entry = described(call) | {"target": target, "warps": call[2].warps, "blocks": call[2].blocks}
         entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
         entry |= resources(kernel)
         if entry["kernel"].startswith(("ratio_step", "sequence_ratio")):
@@ -309,6 +347,10 @@ def compile_calls(calls: list[Call], target: str) -> list[dict[str, Any]]:
             entry["matrix_instructions"] = matrix_instructions(kernel)
         if entry["blocks"] > 1:
             entry["cluster"] = order_of_cluster(kernel)
+        if "ptx" in kernel.asm:
+            entry |= {"all": accesses(kernel.asm["ptx"]), "loops": loops(kernel.asm["ptx"])}
+        else:
+            entry["wide_loads"] = len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", kernel.asm["amdgcn"]))
         report.append(entry)
     return report
 

@@ -1,10 +1,11 @@
-"""Memory accesses of kernels: none outside of their tensors, and no result that depends on which thread or
-program is first.
+"""Memory accesses of kernels: none outside of their tensors, no result that depends on which thread or
+program is first, and no more accesses than needed.
 
 ``tests/conftest.py`` checks the bounds of every launch of the suite under the interpreter. The tests here
-look for races, and plant faults that must be found.
+look for races, count how often rows are read and written, and plant faults that must be found.
 """
 
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -16,10 +17,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.triton import gradients
 from gspo_kernels.backends.triton.launch import Tile
-from tests.backends.accesses import backwards, rebuilt, without_races
-from tests.backends.row_calls import IGNORE, Rows, draw
+from gspo_kernels.core.types import LogitRows, RatioClip, RatioOperands, RowPair
+from tests.backends.accesses import backwards, counted, rebuilt, without_races
+from tests.backends.row_calls import IGNORE, PLAIN, Rows, draw
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 
@@ -34,7 +37,16 @@ def triton_from_log_probs(monkeypatch):
     monkeypatch.setattr("gspo_kernels.arguments.decisions._DECISIONS", {})
 
 
-LAUNCHES = {name: partial(call, torch.device("cpu"), Scale(8, 300, 32, 1)) for name, call in CALLS.items()}
+def scaled(factor=0.5):
+    values = torch.randn(20000)
+    with counted(values) as traffic:
+        kernels.scale_(values, torch.tensor(factor))
+    return values, traffic.reads[0], traffic.writes[0]
+
+
+LAUNCHES = {
+    name: partial(call, torch.device("cpu"), Scale(8, 300, 32, 1)) for name, call in CALLS.items()
+} | {"scale": scaled}
 
 
 @pytest.mark.parametrize("call", LAUNCHES.values(), ids=LAUNCHES)
@@ -78,6 +90,70 @@ def test_gradients_over_their_own_rows_have_no_race(in_one_pass):
     ):
         with without_races():
             gradients_of(*case, in_one_pass)
+
+
+# --- how often rows are read and written
+
+V = 4096 * 2 + 77
+COUNTED, MOVING, EACH = [1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1], [1] * 6
+"""Which of the six rows have a counted label; a counted label and a gradient; and all rows."""
+LABELS = torch.tensor([[0, V - 1, IGNORE], [5000, IGNORE, 4096]])
+GRAD = torch.tensor([[1.0, 0.0, 1.0], [-1.0, 0.0, 2.0]])
+KEPT = PLAIN._replace(kept=torch.full((2, 3, -(-V // 32)), -1, dtype=torch.int32))
+
+
+def walks(traffic, gradients=0):
+    """Return how often the log-sum-exp reads each row of logits; ``gradients`` counts other reads."""
+    return (torch.tensor(traffic.per_row(traffic.reads, 0)) - torch.tensor(gradients)).tolist()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_rows_are_read_once_and_written_once(dtype):
+    """Rows without gradient are written but not read, like masked ones. Log-probs and gradients in one launch
+    take two walks over a row, of which the second is meant to hit the cache.
+    """
+    logits = torch.randn(2, 3, V).to(dtype)
+    old, stats = torch.zeros(2, 3), ROWS.forward(logits, LABELS)
+    form = RatioClip(-1e-3, 1e-3, math.inf, False, "sequences", 1.0)
+    operands = LogitRows(logits, LABELS, PLAIN, IGNORE), None, RatioOperands(old, torch.ones(2)), form
+    for call, rows, old_rows in (
+        (lambda: ROWS.forward(logits, LABELS), COUNTED, [0] * 6),
+        (lambda: ROWS.forward(logits, LABELS, KEPT), COUNTED, [0] * 6),
+        (lambda: kernels.sequence_ratio_forward(*operands), COUNTED, COUNTED),
+    ):
+        with counted(logits, old) as traffic:
+            call()
+        assert walks(traffic) == rows and traffic.reads[1].tolist() == old_rows
+        assert traffic.per_row(traffic.writes, 0) == [0] * 6
+    for out in (torch.empty_like(logits), logits):
+        for transform in (PLAIN, KEPT):
+            with counted(logits, out) as traffic:
+                ROWS.backward(logits, LABELS, stats, GRAD, None, transform, out=out)
+            assert traffic.per_row(traffic.reads, 0) == MOVING and traffic.per_row(traffic.writes, 1) == EACH
+        with counted(logits, out) as traffic:
+            ROWS.and_grad(logits, LABELS, GRAD, out=out)
+        assert walks(traffic, MOVING) == COUNTED and traffic.per_row(traffic.writes, 1) == EACH
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
+def test_divergences_read_both_sides_once(beta):
+    """The forward reads each row twice; the second walk is meant to hit the cache."""
+    logits = torch.randn(2, 3, V).bfloat16()
+    teacher, out = logits.flip(0).clone(), torch.empty_like(logits)
+    pair = RowPair(logits, teacher, LABELS, PLAIN, PLAIN, beta, IGNORE)
+    with counted(logits, teacher) as traffic:
+        known = kernels.divergence(pair, None, None, None)
+    twice = [2 * row for row in COUNTED]
+    assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [twice, twice]
+    with counted(logits, teacher, out) as traffic:
+        kernels.divergence(pair, known, GRAD, out)
+    assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [MOVING] * 2
+    assert traffic.per_row(traffic.writes, 2) == EACH
+
+
+def test_scaling_by_one_touches_nothing():
+    for factor, touched in ((1.0, 0), (0.5, 1)):
+        assert all((count == touched).all() for count in scaled(factor)[1:])
 
 
 # --- planted faults

@@ -115,12 +115,39 @@ def test_clusters_order_what_their_blocks_exchange(report, target):
             assert any(read < place < after for place in meetings), "overwritten, or gone, before it is read"
 
 
+WALKS = ("logprobs_", "divergence", "product_operand", "store_hidden", "scale_rows", "sequence_ratio")
+"""Kernels whose loops walk over rows, the last one only with its first loop."""
+
+
+@ALL
+def test_rows_move_16_bytes_at_a_time(report, target):
+    """Loops over rows move 16 bytes at a time where rows consist of such pieces, else one element. Threads
+    exchange nothing, and only narrowing in place needs a barrier.
+    """
+    for entry in entries(report, target):
+        name = entry["kernel"]
+        if name == "on_chip_row_kernel":
+            loads = entry["all"]["ld"]["128"] if target in NVIDIA else entry["wide_loads"]
+            assert loads >= entry["PIECES"], entry
+        if target not in NVIDIA or not name.startswith(WALKS):
+            continue
+        loops = entry["loops"][: 1 if name.startswith("sequence_ratio") else None]
+        widths = {bits for loop in loops for bits in loop["ld"]}
+        if "kept_ptr" in entry["dtypes"]:
+            widths -= {"32"}  # words of masks
+        assert widths == {"128"} if entry["ALIGNED"] else "128" not in widths, entry
+        if name.startswith("logprobs_") and entry["ALIGNED"]:
+            assert {bits for loop in loops for bits in loop["st"]} <= {"128"}, entry
+        if name != "store_hidden_kernel":  # its rows' maxima are reduced
+            assert sum(loop["barriers"] for loop in loops) == entry.get("NARROWS_IN_PLACE", False), entry
+
+
 @ALL
 def test_products_of_fp32_are_products_of_fp32(report, target):
     """NVIDIA's matrix instructions would round fp32 to TF32, AMD's xf32 ones likewise."""
     for entry in entries(report, target, "fixed_product_kernel"):
         instructions = entry["matrix_instructions"]
-        if entry["dtype"] == "torch.float32":
+        if entry["dtypes"]["a"] == "torch.float32":
             assert all("xf32" not in one and target not in NVIDIA for one in instructions), entry
         else:  # the search can succeed
             assert instructions, entry
