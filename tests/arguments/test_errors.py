@@ -271,6 +271,8 @@ WRONG_OPTIONS = {
     gk.VESPO: {"lambda_negative": NAN},
     gk.DRO: {"beta": INF},
     gk.DPPO: {"divergence": "js"},
+    gk.CPPO: {"min_weight": 1.1, "bound": NAN, "prefix_bound_low": -0.1, "prefix_bound_high": 0.01},
+    gk.DRPO: {"eps": 0.0},
     gk.SSPO: {"gate": "none"},
     gk.DHPO: {"mix": 1.5},
     gk.ESPO: {"elbo_kl_beta": -1.0},

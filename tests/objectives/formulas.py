@@ -152,6 +152,24 @@ def prime_ipo(o, q):
     return -(keep * q.advantage * r) + o.kl_tau * q.log_r.square()
 
 
+def spo(o, q):
+    scale = q.old.exp() if type(o).__name__ == "DRPO" else 1.0
+    r = q.log_r.exp()
+    return -q.advantage * r + q.advantage.abs() * scale * (r - 1).square() / (2 * o.eps)
+
+
+def cppo(o, q):
+    d, t = (q.logp.exp() - q.old.exp()).abs().detach(), torch.arange(len(q.logp), dtype=torch.float64)
+    w = 1 - (1 - o.min_weight) * t / max(len(t) - 1, 1)
+    budget = d.quantile(0.9).clamp(o.prefix_bound_low, o.prefix_bound_high)
+    keep = [
+        q.advantage[i] * q.log_r[i] <= 0
+        or w[i] * d[i] <= min(o.bound, o.bound + budget * w[:i].sum() - (w * d)[:i].sum())
+        for i in range(len(t))
+    ]
+    return -torch.where(torch.tensor(keep), q.advantage * q.log_r.exp(), 0.0)
+
+
 def dro(o, q):
     return -(q.advantage * q.weight * q.logp - o.beta / 2 * q.log_r.square())
 
@@ -167,6 +185,12 @@ def policy_gradient(weight):
 
 def cispo_weight(o, q):
     return q.log_r.exp().clamp(o.min_ratio, o.max_ratio)
+
+
+def minpro_weight(o, q):
+    r = q.log_r.exp()
+    before = [r[:i].min() if i else torch.ones(()).to(r) for i in range(len(r))]
+    return (torch.stack(before) * r).clamp(o.min_ratio, o.max_ratio)
 
 
 def topr_weight(o, q):
@@ -207,10 +231,13 @@ OF_A_SEQUENCE = {
     "CTPO": ctpo,
     "FIPO": fipo,
     "PrimeIPO": prime_ipo,
+    **dict.fromkeys(("SPO", "DRPO"), spo),
+    "CPPO": cppo,
     "DRO": dro,
     "Linear": lambda o, q: q.weight * q.logp,
     "GPG": policy_gradient(lambda o, q: torch.ones_like(q.logp)),
     "CISPO": policy_gradient(cispo_weight),
+    "MinPRO": policy_gradient(minpro_weight),
     "TOPR": policy_gradient(topr_weight),
     "VESPO": policy_gradient(vespo_weight),
     "DPPO": policy_gradient(dppo_weight),

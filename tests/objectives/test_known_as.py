@@ -64,6 +64,11 @@ def icepop(logp, engine, old, advantages):
     return (weight * clipped((logp - old).exp(), advantages) * MASK).sum()
 
 
+def tinker_gspo(logp, engine, old, advantages):
+    mean = ((logp.detach() - engine) * MASK).sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
+    return (clipped((mean + logp - logp.detach()).exp(), advantages) * MASK).sum()
+
+
 KNOWN_AS = {
     "prime-rl `default`": (
         of_ratio(dppo_tv),
@@ -73,6 +78,10 @@ KNOWN_AS = {
         ),
     ),
     "prime-rl `ref_kl`": (ref_kl, ours_of_ref_kl),
+    "Tinker `gspo`": (
+        tinker_gspo,
+        lambda logp, engine, old, a: ours(logp, engine, a, gk.GSPOToken(0.2, 0.3, aggregation="sum")),
+    ),
     "NeMo-RL, OpenRLHF `icepop`": (
         icepop,
         lambda logp, engine, old, a: ours(
