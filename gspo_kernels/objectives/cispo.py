@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from gspo_kernels.core import checks
 from gspo_kernels.core.types import RatioWeight
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, Scope, require_numbers
 from gspo_kernels.objectives.clip import policy_gradient
 
 
@@ -31,7 +32,7 @@ class CISPO(Objective):
     _: KW_ONLY
     aggregation: str = "token_mean"
 
-    coefficient_scope = "token"
+    coefficient_scope: ClassVar[Scope] = "token"
     needs_token_order = False
     zero_advantage_is_inactive = True
     ratio_only = True
