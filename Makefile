@@ -73,12 +73,14 @@ $(SKYRL)/.ready: pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(SKYRL)/bin/python -m pip install --quiet --constraint $(SKYRL)/constraints.txt torch numpy
 	$(SKYRL)/bin/python -m pip install --quiet --constraint $(SKYRL)/constraints.txt --no-build-isolation --editable '.[train]' \
 	    'transformers<=5.8.0' peft==0.18.1 ray jaxtyping loguru omegaconf hydra-core tensordict s3fs func_timeout torchdata \
-	    polars cloudpathlib einops pytest pytest-xdist hypothesis
-	$(SKYRL)/bin/python -m pip install --quiet --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 torchtitan==0.3.0 spmd_types==0.2.3
+	    polars cloudpathlib einops tensorboard tyro pytest pytest-xdist hypothesis
+	$(SKYRL)/bin/python -m pip install --quiet --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 torchtitan==0.3.0 spmd_types==0.2.3 \
+	    torch_checkpointing
 	@touch $@
 
 skyrl: $(SKYRL)/.ready
-	$(SKYRL)/bin/python -m pytest tests/integrations/test_registries.py tests/integrations/test_backends.py
+	$(SKYRL)/bin/python -m pytest tests/integrations/test_registries.py tests/integrations/test_backends.py \
+	    tests/examples/frameworks/test_torchtitan.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

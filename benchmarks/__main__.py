@@ -18,7 +18,7 @@ import torch
 from benchmarks.campaign import DEVICE_BROKEN
 from benchmarks.measure import SUITES, DeviceBroken, Options, machine, print_peaks
 
-for _module in ("logits", "hidden", "step", "large", "memory", "fidelity", "profile", "products"):
+for _module in ("logits", "hidden", "step", "large", "fidelity", "profile", "products"):
     importlib.import_module(f"benchmarks.{_module}")  # these modules register contestants and suites
 
 

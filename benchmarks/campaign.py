@@ -77,7 +77,7 @@ _ON_DEVICE = (
     "tests/test_equivalence.py",
     "tests/hidden/test_batch_invariance.py",
 )
-_OURS = ("--contestants", "ours", "naive PyTorch")
+_OURS = ("--contestants", "ours", "naive PyTorch", "torch linear_cross_entropy")
 PARALLEL = "--numprocesses=8"
 """Tests spend most of their time on compiling kernels. Those of the trainer are timed, and run alone."""
 SPARE = 60.0

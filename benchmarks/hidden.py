@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -140,6 +142,23 @@ def _load_torch_linear(device: torch.device) -> Any:
     return lambda hidden, weight, labels: -function(hidden, weight, labels, reduction="none", options=chunks)
 
 
+@contestant("torch linear_cross_entropy, by sequence", "hidden")
+def _load_torch_sequences(device: torch.device) -> Any:
+    """Take a mean per sequence, which torch 2.15 computes by a CuTe kernel; on a GPU refuse its fallback."""
+    function, chunks = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
+    module = package("torch.nn.modules.linear_cross_entropy", device)
+    fell_back = RuntimeError("torch's CuTe kernel did not run")
+    plain = patch.object(module, "_linear_cross_entropy_batch_chunked_accumulator", side_effect=fell_back)
+
+    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
+        labels = problem.labels.masked_fill(problem.mask == 0, -100)
+        with plain if device.type == "cuda" else nullcontext():
+            means = [-function(h, weight, y, options=chunks) for h, y in zip(hidden, labels, strict=True)]
+        return losses(problem, torch.stack(means).float().unsqueeze(1).expand_as(labels)).mean()
+
+    return call
+
+
 @from_logprobs("TRL chunked log-probs", *FROM_HIDDEN)
 def _load_trl(device: torch.device) -> Any:
     """Call TRL's function as ``GRPOTrainer`` does: with its chunk size and with the entropy."""
@@ -178,17 +197,13 @@ def _load_liger_scaled(device: torch.device) -> Any:
     return lambda hidden, weight, labels: -function.apply(hidden, weight, labels)
 
 
-def _register_cce(name: str, filter_eps: str | None) -> None:
+for _name, _filter in {"CCE, filtered as by default": "high", "CCE, unfiltered": None}.items():
     # CCE sums dHidden and dWeight in 16 bits, with one rounding per block of 128 tokens or entries
-    @from_logprobs(name, *FROM_HIDDEN, roundings=chunks_of(128))
-    def load(device: torch.device) -> Any:
+    @from_logprobs(_name, *FROM_HIDDEN, roundings=chunks_of(128))
+    def _load_cce(device: torch.device, filter_eps: str | None = _filter) -> Any:
         function = package("cut_cross_entropy", device, gpu_only=True).linear_cross_entropy
         options = {"reduction": "none", "filter_eps": filter_eps, "impl": "cce"}
         return lambda hidden, weight, labels: -function(hidden, weight, labels, **options)
-
-
-_register_cce("CCE, filtered as by default", "high")
-_register_cce("CCE, unfiltered", None)
 
 
 @from_logprobs("QuACK linear_cross_entropy", *FROM_HIDDEN)
@@ -255,7 +270,7 @@ def hidden(options: Options) -> dict[str, Any]:
         from_hidden("half inactive", size, dtype, wanted(*SKIP), "half inactive"),
         from_hidden("10% clipped", of_20, dtype, wanted(r"ours, auto(, skip none)?", PLAIN), "10% clipped"),
         from_hidden("frozen head", size, dtype, frozen, "frozen head"),
-        from_hidden("on-policy", size, dtype, wanted(r"ours, (auto|known)", PLAIN), "on-policy"),
+        from_hidden("on-policy", size, dtype, wanted(r"ours, (auto|known)", PLAIN, "torch l.*"), "on-policy"),
     ]
     if dtype == "bf16" and not options.tiny:
         shapes = {"H=2048": (16, 151936, 2048), "H=1024": (8, 151936, 1024), "V=248,320": (16, 248320, 2048)}

@@ -124,23 +124,20 @@ class Answer:
     gradients: dict[str, Tensor]
 
 
-def gspo(log_s: Tensor, advantages: Tensor) -> Tensor:
-    """Return losses [B]: -min(s A, clip(s) A) with s = exp(mean_t(logp - logp_old)) (arXiv 2507.18071)."""
-    ratio = log_s.exp()
-    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
-
-
 def losses(problem: Problem, logprobs: Tensor) -> Tensor:
-    """Return the losses [B] of a problem from log-probs that may require a gradient."""
+    """Return GSPO's losses [B] from log-probs that may require a gradient: -min(s A, clip(s) A) with
+    s = exp(mean_t(logp - logp_old)) (arXiv 2507.18071).
+    """
     dtype = logprobs.dtype if logprobs.dtype == torch.float64 else torch.float32
     old = logprobs.detach() if problem.old_logprobs is None else problem.old_logprobs
     differences, advantages = (logprobs - old) * problem.mask, problem.advantages.to(dtype)
     if problem.cu_seqlens is None:
-        return gspo(differences.sum(-1) / problem.mask.sum(-1), advantages)
-    lengths = problem.cu_seqlens.diff()
-    sums = torch.segment_reduce(differences, "sum", lengths=lengths.long())
-    return gspo(sums / lengths, advantages)
+        ratio = (differences.sum(-1) / problem.mask.sum(-1)).exp()
+    else:
+        lengths = problem.cu_seqlens.diff()
+        ratio = (torch.segment_reduce(differences, "sum", lengths=lengths.long()) / lengths).exp()
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
 def coefficients(problem: Problem, logprobs: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The suite ``large``: problems of ``logits`` and ``hidden`` that take minutes on a CPU."""
+"""The suites ``large`` and ``memory``: problems of ``logits`` and ``hidden`` with many tokens or words."""
 
 from __future__ import annotations
 
@@ -24,4 +24,17 @@ def large(options: Options) -> dict[str, Any]:
         for name, wanted in situations.items():
             cases.append(from_hidden(f"{name}, {vocabulary}", size, "fp32", wanted, name, repeats=3))
     cases.append(from_hidden("all active, bf16", small, "bf16", (OTHERS, AUTO), repeats=3))
+    return {"cases": run_cases(cases, options)}
+
+
+@suite("memory", "Peak memory beyond inputs")
+def memory(options: Options) -> dict[str, Any]:
+    """A large vocabulary; nothing is timed."""
+    size = options.choose(cpu=(4, 64, 151936, 64), gpu=(8, 1024, 151936, 1024), tiny=(2, 8, 300, 16))
+    rows = options.choose(cpu=(2, 64, 151936), gpu=size[:3], tiny=size[:3])
+    every = (OTHERS, AUTO, r"ours, (deferred|two_pass|least memory)")
+    cases = [
+        from_hidden("from hidden states", size, options.dtype, every, repeats=0),
+        logits.case(3, "from logits", rows, options.dtype, repeats=0),
+    ]
     return {"cases": run_cases(cases, options)}

@@ -71,12 +71,6 @@ def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtyp
     return Step(model, optimizer, ids, inner)
 
 
-def plain_losses(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return losses [B] in plain PyTorch, whose errors against fp64 decide what is allowed."""
-    logits = project(hidden, weight, "input", native=False)
-    return losses(problem, picked(logits, problem.labels))
-
-
 class StepJudge:
     """Compares a step's loss and gradients with those of the same model in fp64."""
 
@@ -87,9 +81,13 @@ class StepJudge:
 
     @staticmethod
     def _run(step: Step) -> tuple[Tensor, ...]:
+        def plain(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
+            logits = project(hidden, weight, "input", native=False)
+            return losses(problem, picked(logits, problem.labels))
+
         leaves = step.leaves()
-        losses = step.call(plain_losses, leaves)
-        return (losses.detach(), *torch.autograd.grad(losses.mean(), leaves))
+        found = step.call(plain, leaves)  # in plain PyTorch, whose errors decide what is allowed
+        return (found.detach(), *torch.autograd.grad(found.mean(), leaves))
 
     def verdict(self, contestant: Contestant, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
         """Judge the loss, and the gradient of the parameter with the worst error."""

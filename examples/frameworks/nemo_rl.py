@@ -1,8 +1,9 @@
 """The policy loss of NeMo-RL, from log-probs.
 
-Read at NeMo-RL's main (7ea279a, 2026-08-22), after 0.7.0; 0.6 and 0.7 have no `MetricNormalizer`. Tested on
-a CPU against formulas in fp64, not run inside NeMo-RL. In your run script `setup(...)` returns a
-`loss_fn`. Replace it before it reaches the trainer, with the same section of the configuration:
+Read at NeMo-RL's main after 0.7.0 (7ea279a, 2026-08-22; the loss again at 006907a and c004980, the newest at
+hand; the source of 0.8.0 was not). 0.6 and 0.7 have no `MetricNormalizer`. Tested on a CPU against formulas
+in fp64, not run inside NeMo-RL. In your run script `setup(...)` returns a `loss_fn`. Replace it before it
+reaches the trainer, with the same section of the configuration:
 
     loss_fn = ClippedPGLossFn(master_config.loss_fn)
 
@@ -101,10 +102,13 @@ class ClippedPGLossFn:
         Args:
             next_token_logprobs: [B, S - 1].
             data: `token_mask`, `advantages`, `prev_logprobs`, `generation_logprobs` and
-                `reference_policy_logprobs` [B, S], `sample_mask` [B].
+                `reference_policy_logprobs` [B, S], `sample_mask` [B]; with top-k or top-p sampling also
+                `curr_logprobs_keep_mask` [B, S - 1], the tokens whose log-probs are not placeholders.
             global_valid_seqs, global_valid_toks: 0-d, counts of the global batch over all ranks, or 1.
         """
         logprobs, mask = next_token_logprobs, data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+        of_old, keep = mask, data.get("curr_logprobs_keep_mask")
+        mask = mask if keep is None else mask * keep
         old = logprobs.detach() if self.on_policy else data["prev_logprobs"][:, 1:]
         advantages = data["advantages"][:, 1:]
         terms: dict[str, Any] = {}
@@ -119,7 +123,8 @@ class ClippedPGLossFn:
             terms["kl_estimator"] = self.kl_estimator
         if self.correction is not None:
             rollout = data["generation_logprobs"][:, 1:]
-            terms["rollout_weights"] = gk.rollout_weights(old, rollout, loss_mask=mask, **self.correction)
+            of_old = mask if self.on_policy else of_old
+            terms["rollout_weights"] = gk.rollout_weights(old, rollout, loss_mask=of_old, **self.correction)
         out = gk.policy_loss(
             logprobs,
             old,

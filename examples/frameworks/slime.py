@@ -9,6 +9,13 @@ All other arguments stay: `--advantage-estimator gspo`, `cispo` or any other for
 `--eps-clip` and `--eps-clip-high` (GSPO's paper: 3e-4, 4e-4), `--eps-clip-c`, `--calculate-per-token-loss`,
 `--entropy-coef`, `--use-kl-loss`, `--use-tis`, `--use-rollout-logprobs`, tensor and context parallelism.
 Arguments in `REFUSED` are refused with the reason. Another objective goes into `objective_of`.
+
+slime's pull request #2383 (open; read at d88425a) scores tokens from hidden states, for slime's own losses:
+`--log-probs-backend triton`. Its head is verl's, so our kernels fit there, in a module that workers import:
+
+    import slime.backends.megatron_utils.triton_log_probs.megatron as megatron
+    from gspo_kernels.integrations.backends.verl import linear_cross_entropy
+    megatron.linear_cross_entropy = linear_cross_entropy
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from gspo_kernels.models.layouts import tokens_of_rank
 
 IGNORED = -100
 REFUSED: dict[str, tuple[Any, str]] = {
+    "log_probs_backend": ("torch", "with another one log-probs come in the place of logits"),
     "allgather_cp": (False, "logits and log-probs of a rank then belong to different tokens"),
     "rollout_top_p": (1.0, "this loss passes no mask of sampled tokens"),
     "use_opsm": (False, "off-policy sequence masking is not part of this loss"),

@@ -93,7 +93,9 @@ class GSPOLoss(ChunkedLossWrapper):
         """
         for name, value in {"pred": pred, "labels": labels}.items():
             if isinstance(value, DTensor):
-                raise ValueError(f"{name}: got a DTensor, expected a tensor; tensor parallelism is not served")
+                raise ValueError(
+                    f"{name}: got a DTensor, expected a tensor; tensor parallelism is not served"
+                )
         return self.lm_head(pred, labels, global_valid_tokens, generator_logprobs, advantages, loss_mask)
 
     def _loss(

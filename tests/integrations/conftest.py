@@ -1,5 +1,5 @@
 """Tests of adapters use one thread, because their models are tiny."""
 
-from tests.trainer.conftest import one_thread
+from tests.trainer.conftest import no_adapters_of_transformers, one_thread
 
-__all__ = ["one_thread"]
+__all__ = ["no_adapters_of_transformers", "one_thread"]

@@ -26,7 +26,7 @@ def _fused_linear_for_ppo(
     return linear_scores(hidden_states, vocab_weights, input_ids, **options)
 
 
-def _linear_cross_entropy(
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -34,6 +34,7 @@ def _linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs and entropies [N] with the arguments of verl's kernel for Megatron's head."""
     if reduction != "none":
         raise NotServedError(f"reduction is {reduction!r}")
     # as in verl, a rank gets its own part of dHidden: where Megatron gathers hidden states, it sums the parts
@@ -51,7 +52,7 @@ REPLACEMENTS = Replacements(
         "verl.utils.torch_functional:entropy_from_logits": entropy_of,
         "verl.utils.torch_functional:entropy_from_logits_with_chunking": entropy_of,
         "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": _fused_linear_for_ppo,
-        "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy": _linear_cross_entropy,
+        "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy": linear_cross_entropy,
     },
 )
 install, remove = REPLACEMENTS.install, REPLACEMENTS.remove

@@ -456,6 +456,7 @@ def test_any_split_adds_up_to_the_formula(name):
         ("prime-rl", {"kl_beta": 0.1}),
         ("prime-rl", {"objective": "policy_loss"}),
         ("slime", {"allgather_cp": True}),
+        ("slime", {"log_probs_backend": "triton"}),
         ("slime", {"rollout_top_p": 0.9}),
         ("slime", {"custom_tis_function_path": "a.b"}),
         ("slime", {"use_opsm": True}),
@@ -528,6 +529,20 @@ def test_nemo_rl_metrics_add_up():
     assert loss_fn.use_fused_linear_logprobs
     with raises("reference_policy_kl_penalty: got top-k or top-p"):
         loss_fn(given.logprobs, nemo_data(given) | {"curr_logprobs_unfiltered": given.logprobs}, one, one)
+
+
+def test_nemo_rl_filtered_tokens_are_left_out():
+    """Top-k or top-p sampling that drops a token leaves a placeholder; divisors count it."""
+    given = problem()
+    keep = torch.rand(given.mask.shape, generator=generator(4)) < 0.7
+    kept = problem()
+    kept.mask, logprobs = given.mask & keep, torch.where(keep, given.logprobs, 0.0)
+    totals = given.mask.any(1).sum(), given.mask.sum()
+    for options, terms in CASES["nemo-rl"][2][:3]:
+        loss_fn = nemo_rl.ClippedPGLossFn(Namespace(**NEMO | options))
+        got, _ = loss_fn(logprobs, nemo_data(given) | {"curr_logprobs_keep_mask": keep}, *totals)
+        want, _ = formula(kept, count=totals[1] if loss_fn.by_token else totals[0], **terms)
+        assert_same(got, want)
 
 
 def test_openrlhf_metrics():

@@ -24,13 +24,15 @@ VOCABULARY, CLIP = 2048, (0.02, 0.03)
 
 @pytest.fixture(scope="module")
 def recipe():
-    """Import the recipe beside a bare `torchtitan.experiments.rl`, which imports vLLM, and Monarch's actors."""
+    """Import the recipe with a bare `torchtitan.experiments.rl`, which imports vLLM, and stubs of Monarch."""
     with pytest.MonkeyPatch.context() as patch:
         root = importlib.util.find_spec("torchtitan").submodule_search_locations[0]
         package = ModuleType("torchtitan.experiments.rl")
         package.__path__ = [str(Path(root, "experiments", "rl"))]
         patch.setitem(sys.modules, package.__name__, package)
-        actors = SimpleNamespace(Actor=type("Actor", (), {}), concurrent_endpoint=lambda f: f, current_rank=None)
+        actors = SimpleNamespace(
+            Actor=type("Actor", (), {}), concurrent_endpoint=lambda f: f, current_rank=None
+        )
         for name, module in (("monarch", ModuleType("monarch")), ("monarch.actor", actors)):
             patch.setitem(sys.modules, name, module)
         patch.setitem(sys.modules, "torchstore", ModuleType("torchstore"))
@@ -169,5 +171,5 @@ def test_torchtitan_other_heads_are_refused(recipe):
             return 2 * super().forward(x)
 
     loss = recipe.GSPOLoss.Config().build()
-    with pytest.raises(ValueError, match="lm_head: got .*Scaled"):
+    with pytest.raises(ValueError, match=r"lm_head: got .*Scaled"):
         loss.set_lm_head(Scaled(4, 5))
