@@ -36,7 +36,8 @@ LENGTHS = (8, 3, 5, 6, 1, 4)
 MASK = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
 PROMPTS = torch.tensor([0, 0, 1, 2, 2, 2])
 STALE = ("ctpo", "fspo", "prime_ipo")  # their bounds are of other kinds
-NO_RANGE = {f"gk_{name}" for name in ("gpg", "topr", "vespo", "sapo", "sspo", "dro", *STALE)}
+OTHERS = ("gpg", "topr", "vespo", "sapo", "sspo", "dro", "spo", "drpo", "cppo")
+NO_RANGE = {f"gk_{name}" for name in (*OTHERS, *STALE)}
 """The names of objectives that take no clip range."""
 MODES = tuple(verl.AGGREGATIONS)
 INFO = {"dp_size": 2, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 6, "loss_scale_factor": 16}

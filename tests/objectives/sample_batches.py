@@ -26,7 +26,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "MinPRO": ({"min_ratio": 0.8, "max_ratio": 1.2},),
     "SPO": ({"eps": 0.15},),
     "DRPO": ({"eps": 0.1},),
-    "CPPO": ({"bound": 0.05, "prefix_bound_low": 0.01, "prefix_bound_high": 0.03, "min_weight": 0.6},),
+    "CPPO": (
+        {"bound": 0.05, "prefix_bound_low": 0.01, "prefix_bound_high": 0.03, "min_weight": 0.6},
+        {"bound": 0.05, "prefix_bound_low": 0.0, "prefix_bound_high": 1.0, "min_weight": 0.1},
+    ),
     "SSPO": ({"gate": "identity"},),
     "DHPO": ({"mix": 0.3, "sequence_clip_low": 0.1, "sequence_clip_high": 0.1}, {"mix": "entropy"}),
     "ESPO": ({"elbo_kl_beta": 0.0},),
