@@ -13,7 +13,7 @@ import math
 import warnings
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,7 @@ require_package("trl")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
-from gspo_kernels.integrations.transformers import bound_forward, fuse_lm_head, unrounded  # noqa: E402
+from gspo_kernels.integrations.transformers import fuse_lm_head, unrounded  # noqa: E402
 from gspo_kernels.models.lm_head import causal_lm_of  # noqa: E402
 
 _AGGREGATION = {
@@ -281,7 +281,7 @@ def _take_boxes(model: Any) -> None:
         return boxed.output
 
     model._gspo_unboxed = model.forward
-    model.forward = bound_forward(model, forward)
+    model.forward = MethodType(forward, model)
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,6 +15,13 @@ from torch import Tensor, nn
 
 from gspo_kernels.core.types import LoRAHead
 from gspo_kernels.models import IntegrationError
+from gspo_kernels.models.calls import own_call, replaced_calls, view_of
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names of the only child in modules that wrap a model: DDP, torch.compile, FSDP1, checkpointing."""
+
+_TRUSTED = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.")
+"""Packages whose hooks on a head gather, move or split tensors, and change no logits."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,9 @@ def lm_head_of(model: Any) -> LMHead:
     ``logits_scaling`` (Granite) divides them. The model may be inside adapters and data-parallel wrappers.
 
     Raises:
-        IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, or it is
-            quantized; or the model has PEFT's prompt learning.
+        IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, it is
+            quantized, or its module computes more than the product with its weight; or the model has PEFT's
+            prompt learning.
     """
     model = causal_lm_of(model)
     head = head_module(model)
@@ -64,13 +73,16 @@ def lm_head_of(model: Any) -> LMHead:
 
 
 def causal_lm_of(model: Any) -> Any:
-    """Return the transformers model inside PEFT and data-parallel wrappers.
+    """Return the transformers model inside PEFT, data-parallel wrappers and torch.compile's.
 
     Raises:
         IntegrationError: the model has PEFT's prompt learning, which puts virtual tokens before the prompt.
     """
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    while isinstance(model, nn.Module) and len(model._modules) == 1:
+        (name,) = model._modules
+        if name not in _WRAPPERS:
+            break
+        model = model._modules[name]
     if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
         return model
     for config in model.peft_config.values():
@@ -79,7 +91,7 @@ def causal_lm_of(model: Any) -> Any:
                 f"model: {type(config).__name__} is prompt learning, which is not supported, because virtual "
                 "tokens have no labels; expected LoRA, or another adapter without them"
             )
-    return model.get_base_model()
+    return causal_lm_of(model.get_base_model())
 
 
 def check_causal(model: Any) -> None:
@@ -110,10 +122,16 @@ def head_module(model: Any) -> Any:
     """Return the module that computes a model's logits; raise IntegrationError if it can't be used."""
     name = type(model).__name__
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    weight = getattr(head, "weight", None)
-    if weight is None or getattr(model.config, "is_encoder_decoder", False):
+    if getattr(head, "weight", None) is None or getattr(model.config, "is_encoder_decoder", False):
         raise IntegrationError(f"model: {name} is no causal language model with a linear lm_head")
-    weight_of(head)
+    weight = weight_of(head)
+    weight = weight.weight if isinstance(weight, LoRAHead) else weight
+    reason = unknown_part(head)
+    if reason:
+        raise IntegrationError(
+            f"model: the lm_head of {name} {reason}; expected an nn.Linear that multiplies by its weight and "
+            "does nothing else: leave it out of quantization and conversions, and remove what was put on it"
+        )
     if not weight.is_floating_point() or (weight.dim() != 2 and weight.numel()):
         raise IntegrationError(
             f"model: the lm_head of {name} holds a {weight.dtype} weight of shape {tuple(weight.shape)}, "
@@ -122,23 +140,98 @@ def head_module(model: Any) -> Any:
     return head
 
 
+def unknown_part(head: Any) -> str | None:
+    """Return what a head has that may give other logits than the product with its weight, or None."""
+    for module, cls in _parts(head):
+        kind, forward = type(module), vars(module).get("forward")
+        hooks = [*module._forward_hooks.values()]
+        if module is not head:  # only the outermost module is called, after its own hooks
+            hooks += module._forward_pre_hooks.values()
+        strange = [hook for hook in map(_function, hooks) if not _module_of(hook).startswith(_TRUSTED)]
+        if kind.forward is not cls.forward:
+            return f"is a {kind.__module__}.{kind.__qualname__}, whose forward is not that of {cls.__name__}"
+        if forward is not None and not (module is head and _is_known_forward(head)):
+            return f"has a forward of its own, {_module_of(forward)}.{_name_of(forward)}"
+        if strange:
+            return f"has a forward hook, {_module_of(strange[0])}.{_name_of(strange[0])}"
+        for name in ("weight", "bias") if cls is nn.Linear else ():
+            if not _is_plain(tensor := getattr(module, name, None)):
+                return f"holds a {name} of type {type(tensor).__name__}"
+    return None
+
+
+def _parts(head: Any) -> list[tuple[Any, Any]]:
+    """Return the modules that compute a head's product, each with the class whose forward it must have."""
+    if "peft" in sys.modules:
+        other, lora = sys.modules["peft.utils.other"], _lora_linear()
+        tokens = sys.modules.get("peft.tuners.trainable_tokens.layer")  # since PEFT 0.15
+        if isinstance(head, other.ModulesToSaveWrapper):
+            on = head.active_adapters and not head.disable_adapters
+            inner = head.modules_to_save[head.active_adapters[0]] if on else head.original_module
+            return [(head, other.ModulesToSaveWrapper), *_parts(inner)]
+        if tokens is not None and isinstance(head, other.TrainableTokensWrapper):
+            layer = head.token_adapter  # their weight is the one that is multiplied
+            inner = [(layer, tokens.TrainableTokensLayer), *_parts(layer.get_base_layer())]
+            return [(head, other.TrainableTokensWrapper), *inner]
+        if isinstance(head, lora):
+            adapters = [x[name] for x in (head.lora_A, head.lora_B) for name in _active_adapters(head)]
+            return [(head, lora), *((each, nn.Linear) for each in (head.get_base_layer(), *adapters))]
+    return [(head, nn.Linear)]
+
+
+def _is_plain(tensor: Any) -> bool:
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return tensor is None or type(tensor) in (Tensor, nn.Parameter)
+
+
+def _is_known_forward(head: Any) -> bool:
+    """Return whether a head's own forward is its class's, or one around it that casts or splits tensors.
+
+    That is accelerate's, which moves the weight, TRL's cast to fp32, and transformers' tensor parallelism.
+    """
+    forward = head._old_forward if hasattr(head, "_hf_hook") else vars(head)["forward"]
+    known = ("trl.", "transformers.distributed.")
+    return getattr(forward, "__func__", None) is type(head).forward or _module_of(forward).startswith(known)
+
+
+def _function(hook: Any) -> Any:
+    return hook.func if isinstance(hook, functools.partial) else hook
+
+
+def _module_of(function: Any) -> str:
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _lora_linear() -> Any:
+    return sys.modules["peft.tuners.lora"].Linear
+
+
+def _active_adapters(head: Any) -> list[str]:
+    """Return the adapters of a LoRA module that its forward adds to the product of its base layer."""
+    if head.disable_adapters or head.merged:
+        return []
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
 def weight_of(head: Any) -> Tensor | LoRAHead:
     """Return the weight of a head's module; a ``LoRAHead`` if PEFT's LoRA is active and not merged.
 
     Raises:
         IntegrationError: an adapter other than one plain LoRA without bias and dropout.
     """
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where PEFT was never imported there is no adapter
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # without PEFT there are no adapters
     if tuners is None or not isinstance(head, tuners.BaseTunerLayer):
         return head.weight  # type: ignore[no-any-return]
-    lora_linear, base = sys.modules["peft.tuners.lora"].Linear, head.get_base_layer()
-    active = [name for name in head.active_adapters if name in getattr(head, "lora_A", ())]
-    is_lora = isinstance(head, lora_linear)
-    if is_lora and (head.disable_adapters or head.merged or not active):
+    if not isinstance(head, _lora_linear()):
+        raise _refused_adapter(f"an adapter ({type(head).__name__}), whose product is not part of its weight")
+    active, base = _active_adapters(head), head.get_base_layer()
+    if not active:
         return base.weight  # type: ignore[no-any-return]
-    if not is_lora:
-        reason = f"an adapter ({type(head).__name__}), whose product is not part of its weight"
-    elif len(active) > 1:
+    if len(active) > 1:
         reason = f"{len(active)} active adapters"
     elif active[0] in head.lora_variant:
         reason = f"a variant of LoRA ({type(head.lora_variant[active[0]]).__name__})"
@@ -149,7 +242,11 @@ def weight_of(head: Any) -> Tensor | LoRAHead:
     else:
         (name,) = active
         return LoRAHead(base.weight, head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name])
-    raise IntegrationError(
+    raise _refused_adapter(reason)
+
+
+def _refused_adapter(reason: str) -> IntegrationError:
+    return IntegrationError(
         f"model: its lm_head carries {reason}; expected one plain LoRA without dropout, or leave lm_head out "
         "of target_modules and train it whole with modules_to_save=['lm_head']"
     )
@@ -157,42 +254,50 @@ def weight_of(head: Any) -> Tensor | LoRAHead:
 
 @contextmanager
 def replaced_product(
-    head: Any, product: Callable[[Tensor], Any], stand_in: Callable[[Any], Tensor]
+    head: Any, product: Callable[[Any, Tensor], Any], stand_in: Callable[[Any], Tensor]
 ) -> Iterator[list[Any]]:
-    """Let the head's module compute ``product(hidden)``, and give the model's forward ``stand_in`` of it.
+    """Let the head compute ``product(head, hidden)``, and give the model's forward ``stand_in`` of it.
 
-    The module's own hooks run. Hooks that gather its weight (FSDP2, ZeRO-3) also get the result of
-    ``product``, and attach to its gradient.
+    This holds for calls in the context's thread alone. The module's own hooks run. Hooks that gather its
+    weight (FSDP2, ZeRO-3, accelerate's offload) also get the result of ``product``, and attach to its
+    gradient. ``product`` gets a copy of the module that shares its parameters; hooks may put a weight there.
 
     Yields:
-        A list with one entry for each call of the head: ``product(hidden)``, as changed by the hooks.
+        A list with one entry for each call of the head: the product's result, as changed by the hooks.
     """
     outputs: list[Any] = []
 
-    def keep(module: Any, inputs: Any, output: Any) -> Tensor:
-        outputs.append(output)
-        return stand_in(output)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        copy = _with_product(head, product)
+        outputs.append(own_call(copy, *args, **kwargs))
+        for name in ("forward", "_old_forward"):  # they refer to the copy, and would keep the graph alive
+            vars(copy).pop(name, None)
+        return stand_in(outputs[-1])
 
-    def without_layouts(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
-        layouts = "torch.distributed.tensor"
-        return OrderedDict(
-            (key, hook) for key, hook in hooks.items() if not hook.__module__.startswith(layouts)
-        )
+    with replaced_calls({head: call}):
+        yield outputs
 
-    before, hooks = head.__dict__.get("forward"), (head._forward_pre_hooks, head._forward_hooks)
+
+def _with_product(head: Any, product: Callable[[Any, Tensor], Any]) -> Any:
+    """Return a copy of the head's module, with its hooks, whose forward is ``product``."""
+    copy = view_of(head, _compiled_call_impl=None)
+    attributes: dict[str, Any] = {"forward": functools.partial(product, copy)}
+    if hasattr(head, "_hf_hook"):  # accelerate's forward moves the weight, and calls _old_forward
+        attributes = {
+            "_old_forward": attributes["forward"],
+            "forward": functools.partial(head.forward.func, copy),
+        }
     if getattr(head, "_distribute_module_applied", False):
         # hooks of parallelize_module would make DTensors of a result that isn't logits
-        head._forward_pre_hooks, head._forward_hooks = map(without_layouts, hooks)
-    handle = head.register_forward_hook(keep)
-    head.forward = product
-    try:
-        yield outputs
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before
-        handle.remove()
-        head._forward_pre_hooks, head._forward_hooks = hooks
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = vars(head)[name].items()
+            attributes[name] = OrderedDict(
+                (key, hook)
+                for key, hook in hooks
+                if not _module_of(hook).startswith("torch.distributed.tensor")
+            )
+    vars(copy).update(attributes)
+    return copy
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:

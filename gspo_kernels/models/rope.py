@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.models.calls import own_call, replaced_calls, view_of
 from gspo_kernels.models.lm_head import causal_lm_of
 
 
@@ -32,10 +33,14 @@ class VaryingRope(NamedTuple):
         return 0 if length <= self.limit else length if self.kind == "dynamic" else self.limit + 1
 
     def rotate(self, positions: Tensor, **arguments: Any) -> Any:
-        """Call the module with ``positions``, as if it had never been called before."""
+        """Call a copy of the module with ``positions``, as if it had never been called before.
+
+        The module keeps its frequencies, which calls in other threads may need.
+        """
+        module = view_of(self.module, _buffers=dict(self.module._buffers))
         if self.kind == "dynamic":  # a position of 0 restores the original frequencies
-            self.module.forward(**arguments, position_ids=torch.zeros_like(positions[..., :1]))
-        return self.module.forward(**arguments, position_ids=positions)
+            module.forward(**arguments, position_ids=torch.zeros_like(positions[..., :1]))
+        return module.forward(**arguments, position_ids=positions)
 
 
 def varying_ropes(model: Any) -> list[VaryingRope]:
@@ -64,34 +69,34 @@ def own_frequencies(ropes: Sequence[VaryingRope], lengths: Tensor | None = None)
         lengths: integers like the calls' ``position_ids``, [B, T]: how long the sequence of each token is.
             None: the frequencies of a call depend on its largest position, and on no earlier call.
     """
-    with ExitStack() as stack:
-        for rope in ropes:
-            hook = partial(_rotated_alone, rope, lengths)
-            stack.callback(rope.module.register_forward_hook(hook, with_kwargs=True).remove)
+    functions = {}
+    for module in {rope.module for rope in ropes}:
+        of_module = [rope for rope in ropes if rope.module is module]
+        functions[module] = partial(_rotated_alone, of_module, lengths)
+    with replaced_calls(functions):
         yield
-    for rope in ropes:
-        x = next(rope.module.buffers()).new_zeros(1, 1)
-        rope.rotate(x.long(), x=x, **rope.layers)
 
 
-def _rotated_alone(
-    rope: VaryingRope, lengths: Tensor | None, module: Any, args: Any, kwargs: Any, output: Any
-) -> Any:
-    """Compute a rotary embedding's output, [B, T, D] each, anew: one call for each set of frequencies."""
+def _rotated_alone(ropes: Sequence[VaryingRope], lengths: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    """Return a rotary embedding's output, [B, T, D] each: one call for each set of frequencies."""
+    module = ropes[0].module
     passed = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    if passed.get("layer_type") != rope.layers.get("layer_type"):
-        return output
-    positions = passed.pop("position_ids")
+    of_layer = [rope for rope in ropes if rope.layers.get("layer_type") == passed.get("layer_type")]
+    if not of_layer:  # the frequencies of these layers do not depend on lengths
+        return own_call(module, *args, **kwargs)
+    rope, positions = of_layer[0], passed.pop("position_ids")
     if lengths is None:
         return rope.rotate(positions, **passed)
-    lengths = lengths.to(positions.device)
-    rotated = output if isinstance(output, tuple) else (output,)
+    lengths, rotated = lengths.to(positions.device), None
     for regime, equal in groupby(sorted({*lengths.flatten().tolist()}), rope.regime):
         chosen = torch.isin(lengths, lengths.new_tensor([*equal]))
         # positions of other sequences don't count, and the last one of a sequence does
         last = torch.full_like(positions[..., :1], max(regime - 1, 0))
-        updated = rope.rotate(torch.cat([torch.where(chosen, positions, 0), last], -1), **passed)
-        updated = updated if isinstance(updated, tuple) else (updated,)
-        pairs = zip(updated, rotated, strict=True)
-        rotated = tuple(torch.where(chosen.unsqueeze(-1), new[..., :-1, :], old) for new, old in pairs)
-    return rotated if isinstance(output, tuple) else rotated[0]
+        output = rope.rotate(torch.cat([torch.where(chosen, positions, 0), last], -1), **passed)
+        new = [each[..., :-1, :] for each in (output if isinstance(output, tuple) else (output,))]
+        if rotated is not None:
+            pairs = zip(new, rotated, strict=True)
+            new = [torch.where(chosen.unsqueeze(-1), each, old) for each, old in pairs]
+        rotated = new
+    assert rotated is not None
+    return tuple(rotated) if isinstance(output, tuple) else rotated[0]

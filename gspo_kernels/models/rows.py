@@ -160,7 +160,7 @@ def last_hidden_states(
     what is called in the model's place, a forward of its own.
     """
     captured = replaced_product(
-        head_module(causal_lm_of(model)), lambda hidden: hidden, lambda hidden: hidden
+        head_module(causal_lm_of(model)), lambda head, hidden: hidden, lambda hidden: hidden
     )
     with own_frequencies(varying_ropes(model), lengths), captured as calls:
         (call or model)(**inputs, use_cache=False)

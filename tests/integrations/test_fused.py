@@ -191,7 +191,8 @@ def test_calls_without_our_arguments_are_the_model_s():
     model(**inputs, labels=labels, return_logprobs=True)
     assert torch.equal(model(**inputs).logits, before.logits)  # a fused call leaves the head as it was
     unfuse_lm_head(unfuse_lm_head(model))
-    assert "forward" not in model.__dict__ and "forward" not in model.lm_head.__dict__
+    assert [type(each) for each in model.modules()] == [type(each) for each in tiny().modules()]
+    assert vars(model).keys() == vars(tiny()).keys()
 
 
 def test_copies_and_an_earlier_forward():
@@ -207,10 +208,6 @@ def test_copies_and_an_earlier_forward():
     model.forward = counted
     scores = fuse_lm_head(model)(**call).logprobs
     assert len(calls) == 1
-    fused, model.forward = model.forward, counted
-    with pytest.raises(IntegrationError, match="patched again"):
-        unfuse_lm_head(model)
-    model.forward = fused
     assert unfuse_lm_head(model).forward is counted
     del model.forward
     copied = copy.deepcopy(fuse_lm_head(model))
@@ -240,28 +237,14 @@ def test_accelerate_may_unwrap_the_model(fused):
             assert out.logits is None
             torch.testing.assert_close(out.loss, -advantages.mean())  # on-policy
         assert again(ids, **inputs).logits is not None
-    assert "_gspo_fused" not in unfuse_lm_head(model).__dict__
-
-
-def test_a_second_call_patches_a_reset_model_again():
-    model = fuse_lm_head(tiny())
-    _, labels = batch()
-    call = {"input_ids": labels.clamp(min=0), "labels": labels, "return_logprobs": True}
-    scores = model(**call).logprobs
-    plain = type(model).forward.__get__(model)
-    for reset in (lambda: delattr(model, "forward"), lambda: setattr(model, "forward", plain)):
-        reset()
-        assert torch.equal(fuse_lm_head(model)(**call).logprobs, scores)
+    assert type(unfuse_lm_head(model)) is type(tiny())
 
 
 def test_logits_are_never_built():
     model = tiny(vocab_size=4096)
     ids = torch.randint(3, 4096, (4, 64), generator=torch.Generator().manual_seed(shifted_seed(0)))
     logits_bytes, advantages = ids.numel() * 4096 * 4, torch.tensor([1.0, -1.0, 2.0, -2.0])
-    rows, own = [], model.lm_head.forward
-    model.lm_head.forward = lambda hidden: rows.append(hidden.shape[:-1].numel()) or own(hidden)
     assert largest_allocation(lambda: model(ids).logits.sum().backward()) >= logits_bytes
-    assert rows.pop() == ids.numel()
     fuse_lm_head(model)
     call = {"labels": ids, "max_chunk_bytes": logits_bytes // 8}
     old = model(ids, **call, return_logprobs=True).logprobs.detach()
@@ -270,7 +253,6 @@ def test_logits_are_never_built():
         lambda: model(ids, **call, old_logprobs=old, advantages=advantages).loss.backward(),
     ):
         assert largest_allocation(run) <= logits_bytes // 4
-    assert rows == [1]  # the head's own forward ran once, on one row, as a check
 
 
 # ------------------------------------------------------ checkpointing, autocast, packed rows
@@ -309,7 +291,7 @@ def test_a_head_in_fp32_of_a_model_in_bf16():
     model.lm_head.float()
     with torch.no_grad():
         model.lm_head.weight += 1e-3 * torch.randn(96, 32)  # values that bf16 cannot represent
-    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden.float(), model.lm_head.weight)
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
     inputs, labels = batch()
     want, _ = scores_of(model(**inputs).logits.double(), shifted(labels))
     got = fuse_lm_head(model)(**inputs, labels=labels, return_logprobs=True, temperature=TEMPERATURE).logprobs
@@ -429,7 +411,7 @@ def test_a_packed_row_s_hidden_states_may_be_a_dtensor(group_of_one):
     ids, cu_seqlens, *_ = packed_batch()
     call = {"labels": ids, "cu_seqlens": cu_seqlens, **SCORE}
     want = model(ids, **call).logprobs
-    model._gspo_fused.packing_checked = False
+    model = copy.deepcopy(model)  # its first packed call is checked, too
     mesh = DeviceMesh.from_group(group_of_one, "cpu")
     wrap = lambda module, inputs, output: DTensor.from_local(output, mesh, [Replicate()])  # noqa: E731
     model.model.norm.register_forward_hook(wrap)
@@ -535,20 +517,12 @@ def test_wrong_calls_name_the_argument(group_of_one):
     for arguments, message in REFUSED + of_ranks:
         with pytest.raises((TypeError, ValueError), match=message):
             model(**{"input_ids": IDS, **arguments})
-        assert "forward" not in model.lm_head.__dict__
+    assert model(IDS).logits.shape == (4, T, 96)
 
 
 def test_heads_that_are_not_understood_are_refused(monkeypatch):
-    """DoRA on the head, a head that is no plain product, integer weights, and changed logits are refused."""
+    """DoRA on the head, integer weights, and changed logits are refused."""
 
-    class Gated(nn.Linear):
-        def forward(self, hidden):
-            return super().forward(hidden) * hidden.mean(-1, keepdim=True)
-
-    gated = tiny()
-    gated.lm_head = Gated(32, 96, bias=False)
-    with pytest.raises(IntegrationError, match="Gated, is not the product"):
-        fuse_lm_head(gated)(IDS, labels=IDS, **SCORE)
     quantized = tiny()
     quantized.lm_head.weight = nn.Parameter(torch.zeros(96, 32, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(IntegrationError, match=r"torch.uint8 weight"):

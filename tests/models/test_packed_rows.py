@@ -122,7 +122,7 @@ def test_completions_that_branch_are_a_tree(family):
     completions = [torch.cat(parts) for parts in ((b, c, d), (b, c, e), (b, e), (b, c, d), (e,), (a,))]
     model, seen, logits = build(family), [], []
     model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    model.lm_head.register_forward_hook(lambda m, args, output: logits.append(output.shape))
+    model.register_forward_hook(lambda m, args, output: logits.append(output.logits.shape))
     hidden_states(model, prompts, completions, tree_row)
     # "a b c d" without its last token; e after c, after b and after a[:2]; "b a"
     assert seen[0]["input_ids"].numel() == 11 + 2 + 2 + 2 + 5
