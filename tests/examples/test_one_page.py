@@ -7,9 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from examples import one_page
 from tests.draws import shifted_seed
-from tests.trainer.conftest import one_thread
-
-__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,6 +26,12 @@ def learned(tmp_path_factory, few_held_out, one_thread):
     return one_page.main(one_page.Options(output=folder, seed=shifted_seed(0) % 5, **changes)), folder
 
 
+def step(learned, output, **options):
+    """Take one step with the trained model; return the records."""
+    own = {"model": str(learned[1] / "model"), "output": output, "steps": 1, "device": "cpu"}
+    return one_page.main(one_page.Options(**own, **options))
+
+
 def test_it_learns_to_sort(learned):
     """The sum of greedy and sampled accuracy rises; for seeds 0 to 4 by 0.19 to 0.49."""
     records, folder = learned
@@ -44,13 +47,12 @@ def test_it_learns_to_sort(learned):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_of_ones_own_and_any_micro_batch(tmp_path, learned, precision):
+def test_a_model_of_ones_own_and_any_micro_batch(tmp_path, learned, precision, monkeypatch):
     """The first gradient norm does not depend on the size of micro-batches."""
-    changes = {"steps": 1, "prompts": 8, "minibatches": 1, "device": "cpu", "precision": precision}
-    norms = []
-    for size in (5, 64):
-        own = {"model": str(learned[1] / "model"), "output": tmp_path / "run", "micro_batch": size}
-        norms.append(one_page.main(one_page.Options(**own, **changes))[1]["grad_norm"])
+    rows = one_page.make_rows(0)
+    monkeypatch.setattr(one_page, "make_rows", lambda seed: (rows[0], rows[1][:4]))
+    options = {"prompts": 8, "minibatches": 1, "precision": precision}
+    norms = [step(learned, tmp_path, micro_batch=size, **options)[1]["grad_norm"] for size in (5, 64)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4 if precision == "fp32" else 2e-2)
 
 
@@ -62,7 +64,6 @@ def test_what_is_held_out_shares_no_answer():
 
 def test_nothing_is_learned_from_equal_rewards(tmp_path, learned, monkeypatch):
     monkeypatch.setattr(one_page, "reward", lambda row, completion: 1.0)
-    options = {"model": str(learned[1] / "model"), "output": tmp_path, "steps": 1, "prompts": 4}
-    records = one_page.main(one_page.Options(**options, device="cpu"))
+    records = step(learned, tmp_path, prompts=4)
     assert records[1]["reward"] == 1 and "grad_norm" not in records[1]
     assert records[0]["held_out/greedy"] == records[1]["held_out/greedy"] == 1

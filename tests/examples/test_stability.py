@@ -1,5 +1,6 @@
 """The stability study on a few tokens: all factors run, routing is replayed, the page agrees with results."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from examples.stability.study import Routers, Setting, hidden_states, make_model
 def few_tokens(monkeypatch):
     for name, value in (("DIGITS", 4), ("PROMPTS", 2), ("GROUP", 4), ("UPDATES", 4)):
         monkeypatch.setattr(study, name, value)
-    monkeypatch.setattr(study, "make_start", make_model)
+    monkeypatch.setattr(study, "make_start", functools.cache(make_model))
 
 
 def test_every_factor_runs_and_is_run_once(few_tokens, monkeypatch, tmp_path):

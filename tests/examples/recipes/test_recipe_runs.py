@@ -16,7 +16,7 @@ from gspo_kernels.trainer.vllm import VLLMServer
 from tests.draws import shifted_seed
 from tests.examples.recipes.common import make_trainer
 from tests.forks import in_processes
-from tests.trainer.conftest import ROWS, make_accelerator, odd_share, plain_logprobs
+from tests.trainer.conftest import ROWS, make_accelerator, odd_share, plain_logprobs, tiny_qwen3
 
 NAN = math.nan
 
@@ -52,65 +52,39 @@ def wants_a_color(completions, color):
 
 
 RECIPE = {
-    "igrpo": {"drafts": 2, "template": "{prompt};{draft};"},
-    "turns": {"count": 2, "feedback": f"{__name__}:goes_on"},
     "dapo": {"batches": 2, "overlong_buffer": 3, "overlong_penalty": 0.3},
-    "veripo": {"grpo_steps": 3, "dpo_steps": 3, "verifier": f"{__name__}:small", "reward_weight": 0.1},
-    "distillation": {},  # the teacher is the model that DAPO trained
+    "veripo": {"grpo_steps": 4, "dpo_steps": 3, "verifier": f"{__name__}:small", "reward_weight": 0.1},
 }
 
 
-def learned(name, output, tokenizer, rows, **recipe):
-    """Train a random model; return a function from a metric to its means over first 2 and last 3 steps."""
+@pytest.fixture(scope="module", params=RECIPE)
+def learned(request, tmp_path_factory, tokenizer):
+    """Train a random model; return the recipe's name, the trainer, and its metrics."""
+    output = tmp_path_factory.mktemp(request.param)
     trainer = make_trainer(
-        name, output, tokenizer, rows, odd_share,
-        recipe=RECIPE[name] | recipe,
+        request.param, output, tokenizer, ROWS, odd_share,
+        recipe=RECIPE[request.param],
         objective={"name": "GRPO"},
         rollout={"prompts_per_rollout": 6, "group_size": 16, "max_new_tokens": 5},
-        update={"steps": 9, "minibatches": 4, "learning_rate": 2e-2, "micro_batch_tokens": 4096},
+        update={"steps": 11, "minibatches": 4, "learning_rate": 2e-2, "micro_batch_tokens": 4096},
         seed=shifted_seed(0) % 8,
     )  # fmt: skip
     trainer.train()
-    _, *records = read_metrics(output / "metrics.jsonl")
-
-    def mean(name, some):
-        measured = [record[name] for record in records if record.get(name) is not None][some]
-        return sum(measured) / len(measured)
-
-    return lambda name: (mean(name, slice(2)), mean(name, slice(-3, None)))
+    return request.param, trainer, read_metrics(output / "metrics.jsonl")[1:]
 
 
-@pytest.fixture(scope="module")
-def dapo_run(tmp_path_factory, tokenizer):
-    """Train with DAPO; return the function of `learned` and the model's directory."""
-    output = tmp_path_factory.mktemp("dapo")
-    return learned("dapo", output, tokenizer, ROWS), str(output / "model")
-
-
-@pytest.fixture
-def teacher(dapo_run):
-    return dapo_run[1]
-
-
-@pytest.mark.parametrize("name", RECIPE)
-def test_recipes_learn(tmp_path, tokenizer, dapo_run, name):
-    """Rewards rise, and the distance to a teacher falls. Over eight seeds rewards gained 0.31 to 0.51. The
-    verifier gained 0.14 to 0.33 over 24 seeds, and -0.12 to 0.13 over 16 seeds with pairs at random.
+def test_recipes_learn(learned):
+    """Over eight seeds rewards gained 0.31 to 0.51. The verifier gained 0.14 to 0.33 over 24 seeds, and -0.12
+    to 0.13 over 16 seeds with pairs at random.
     """
-    found, teacher = dapo_run
-    if name != "dapo":
-        recipe = {"teacher": teacher} if name == "distillation" else {}
-        found = learned(name, tmp_path, tokenizer, ROWS, **recipe)
-    if name == "distillation":
-        before, after = found("distillation/reverse_kl")
-        assert after < 0.5 * before
-        return
-    rewards = {"igrpo": "reward/refinements", "turns": "reward/turn_2", "dapo": "reward/odd_share"}
-    before, after = found(rewards.get(name, "reward/mean"))
-    assert after > before + 0.25
-    if name == "veripo":
-        before, after = found("verifier/mean")
-        assert after > before + 0.1
+    name, _, records = learned
+
+    def gain(metric):
+        measured = [record[metric] for record in records if record.get(metric) is not None]
+        return sum(measured[-3:]) / len(measured[-3:]) - sum(measured[:2]) / 2
+
+    assert gain("reward/odd_share") > 0.25
+    assert name != "veripo" or gain("verifier/mean") > 0.1
 
 
 def records_of(path):
@@ -120,15 +94,14 @@ def records_of(path):
     return [{key: v for key, v in record.items() if not key.startswith(timed)} for record in records]
 
 
-@pytest.mark.parametrize("name", ["dapo", "veripo"])
+@pytest.mark.parametrize("name", RECIPE)
 def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name):
     """The checkpoints of these recipes hold more: taken prompts; kept rollouts, and the phase."""
-    sections = {
-        "dapo": {"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}},
-        "veripo": {"recipe": {"grpo_steps": 2, "dpo_steps": 2, "verifier": f"{__name__}:small"}},
+    sections, stop, last = {
+        "dapo": ({"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}}, 2, 3),
+        "veripo": ({"recipe": {"grpo_steps": 2, "dpo_steps": 2, "verifier": f"{__name__}:small"}}, 3, 4),
     }[name]
     sections = {"evaluation": {"every": 100}} | sections
-    stops = {"veripo": (1, 3), "dapo": (2,)}[name]
 
     def train(rank):
         def ended(run, steps, resume=False):
@@ -139,10 +112,9 @@ def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name)
             trainer.train(resume=resume)
             return torch.cat([p.flatten() for p in trainer.model.state_dict().values()])
 
-        straight = ended("straight", 4)
-        for stop in stops:
-            assert not torch.equal(ended("stopped", stop, resume=stop > stops[0]), straight)
-        assert torch.equal(ended("stopped", 4, resume=True), straight)
+        straight = ended("straight", last)
+        assert not torch.equal(ended("stopped", stop), straight)
+        assert torch.equal(ended("stopped", last, resume=True), straight)
         both = [torch.zeros_like(straight) for _ in range(2)]
         torch.distributed.all_gather(both, straight)
         assert torch.equal(*both)
@@ -150,7 +122,7 @@ def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name)
     in_processes(2, train)
     straight = records_of(tmp_path / "straight")
     assert any(record.get("grad_norm", 0.0) > 0 for record in straight)
-    assert records_of(tmp_path / "stopped") == straight and len(straight) == 5
+    assert records_of(tmp_path / "stopped") == straight and len(straight) == last + 1
     if name == "dapo":  # the checkpoint knows how many prompts were taken
         assert max(record["dapo/batches"] for record in straight[1:3]) > 1
 
@@ -227,20 +199,44 @@ def test_pairs_by_hand():
     assert DPO(min_gap=0.5).count_pairs(found.advantages.double(), found.group_ids, present) == 2
 
 
-def test_phases_of_veripo(tmp_path, tokenizer):
-    recipe = {"grpo_steps": 3, "dpo_steps": 2, "verifier": f"{__name__}:small"}
-    trainer = make_trainer("veripo", tmp_path, tokenizer, ROWS, odd, recipe=recipe, update={"steps": 8})
-    trainer.train()
-    _, *records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record["phase"] for record in records] == [0, 0, 0, 1, 1, 0, 0, 0]
+@pytest.mark.parametrize("learned", ["veripo"], indirect=True)
+def test_phases_of_veripo(learned):
+    _, trainer, records = learned
+    assert [record["phase"] for record in records] == [0] * 4 + [1] * 3 + [0] * 4
     assert ["reward/mean" in record for record in records] == [record["phase"] == 0 for record in records]
     # The verifier scores only the rollouts that DPO will use.
-    assert ["verifier/mean" in record for record in records] == [False, True, True] + [False] * 3 + [True] * 2
+    scored = [False, True, True, True]
+    assert ["verifier/mean" in record for record in records] == [*scored, *[False] * 3, *scored]
     # The reference of a DPO phase is the policy at its start, so the first loss is log 2.
-    assert records[3]["pairs"] > 0 and records[4]["pairs"] > 0
-    assert records[3]["minibatch_1/loss"] == pytest.approx(math.log(2), rel=1e-6)
-    assert records[4]["minibatch_1/loss"] != pytest.approx(math.log(2), rel=1e-6)
-    assert trainer.prompts_used == 6 * 3  # steps of DPO skip no prompt
+    assert records[4]["pairs"] > 0 and records[5]["pairs"] > 0
+    assert records[4]["minibatch_1/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert records[5]["minibatch_1/loss"] != pytest.approx(math.log(2), rel=1e-6)
+    assert trainer.prompts_used == 8 * 6  # steps of DPO skip no prompt
+
+
+@pytest.fixture
+def teacher(tmp_path, tokenizer):
+    """Return the directory of a model with other weights than the policy's."""
+    for each in (tiny_qwen3(tokenizer, seed=1), tokenizer):
+        each.save_pretrained(tmp_path / "teacher")
+    return str(tmp_path / "teacher")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "metric"),
+    [
+        ("igrpo", {"drafts": 2, "template": "{prompt};{draft};"}, "reward/refinements"),
+        ("turns", {"count": 2, "feedback": f"{__name__}:goes_on"}, "reward/turn_2"),
+        ("distillation", {}, "distillation/reverse_kl"),
+    ],
+)
+def test_short_runs(tmp_path, tokenizer, teacher, name, recipe, metric):
+    recipe = recipe or {"teacher": teacher}
+    sections = GRPO | {"recipe": recipe, "update": {"steps": 2}, "evaluation": {"every": 2}}
+    make_trainer(name, tmp_path / "run", tokenizer, ROWS, odd_share, eval_rows=ROWS, **sections).train()
+    start, *records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(math.isfinite(record[metric]) and record["grad_norm"] > 0 for record in records)
+    assert "eval/sampled_reward" in start and len(records) == 2
 
 
 def served(tokenizer):
@@ -284,10 +280,10 @@ def test_advantages_are_teacher_minus_policy(tmp_path, tokenizer, teacher, monke
     assert trainer.update(batch)["minibatch_1/ratio/max"] == pytest.approx(1.0)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer):
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer, teacher):
     other = demo.make_tokenizer()
     other.add_tokens(["<|more|>"])
-    other.save_pretrained(tmp_path / "teacher")
-    sections = {"recipe": {"teacher": str(tmp_path / "teacher")}} | GRPO
+    other.save_pretrained(teacher)
+    sections = {"recipe": {"teacher": teacher}} | GRPO
     with pytest.raises(InputError, match="another tokenizer"):
         make_trainer("distillation", tmp_path / "run", tokenizer, ROWS, odd, **sections)

@@ -1,4 +1,4 @@
-"""Recipes are tested with the trainer's tiny model and rows."""
+"""Examples are tested with the trainer's tiny model, on one thread."""
 
 from tests.trainer.conftest import forget_the_accelerator, one_thread, tokenizer
 
