@@ -1,4 +1,4 @@
-"""examples/verl inside verl, as far as CPUs go: its command, its data and rewards, its actor's log-probs.
+"""examples/verl inside verl, as far as CPUs go: its command, its data and rewards.
 
 Flash attention, packing and vLLM need a GPU, and so does a whole run.
 """
@@ -10,13 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples.verl import prepare
 from gspo_kernels.demo import make_tokenizer
-from tests.forks import in_processes
-from tests.integrations.test_registries import needs, verl_data
-from tests.trainer.conftest import tiny_model
+from tests.integrations.test_registries import needs
 
 pytestmark = needs("verl")
 FOLDER = Path(prepare.__file__).parent
@@ -37,8 +34,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_the_command_composes_what_verl_accepts(nodes, run):
+def test_the_command_composes_what_verl_accepts(run, nodes=2):
     """With ``--cfg job`` verl prints the configuration instead of training."""
     from omegaconf import OmegaConf
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -63,22 +59,16 @@ def test_the_command_composes_what_verl_accepts(nodes, run):
     assert all(Path(each).is_relative_to(run) for each in folders)
 
 
-def composed(*changes):
-    """Return the example's configuration."""
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(FOLDER), version_base=None):
-        return compose("gsm8k", [*changes])
-
-
 def test_data_and_rewards(run):
     """verl's own data set and reward read what ``prepare`` writes."""
+    from hydra import compose, initialize_config_dir
     from verl.trainer.ppo.utils import create_rl_dataset
     from verl.utils.reward_score import default_compute_score
 
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    data = composed().data
+    with initialize_config_dir(str(FOLDER), version_base=None):
+        data = compose("gsm8k").data
     for split, train in (("train", True), ("test", False)):
         (row,) = create_rl_dataset(str(run / "data" / f"{split}.parquet"), data, tokenizer, None, train)
         (message,) = row["raw_prompt"]
@@ -86,44 +76,3 @@ def test_data_and_rewards(run):
         truth = row["reward_model"]["ground_truth"]
         for text, reward in (("It is 1272.\n#### 1,272", 1.0), ("#### 1271", 0.0), ("1272", 0.0)):
             assert default_compute_score(row["data_source"], text, truth) == reward
-
-
-ON_CPU = (
-    "+{0}.model.load_tokenizer=false", "{0}.model.use_remove_padding=false",
-    "+{0}.model.override_config.attn_implementation=eager",
-    "trainer.nnodes=1", "trainer.n_gpus_per_node=1", "{0}.rollout.n=2", "{0}.actor.ppo_mini_batch_size=2",
-)  # fmt: skip
-"""What a CPU needs; one rank."""
-
-
-def score(worker):
-    """Return log-probs of four completions by a worker."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import response_from_nested
-
-    data = verl_data(0)
-    for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "use_remove_padding", "calculate_entropy"):
-        tu.pop(data, name)
-    tu.assign_non_tensor(data, compute_loss=False, calculate_entropy=True)
-    return response_from_nested(worker.compute_log_prob(data)["log_probs"], data["response_mask"])
-
-
-@pytest.mark.slow
-def test_log_probs_are_in_fp32(tmp_path):
-    """verl rounds them to bf16 where flash attention is missing. The entropy is compiled."""
-    tiny_model("qwen3", hidden_size=16, head_dim=8).save_pretrained(tmp_path)
-
-    def work(rank):
-        import tests.integrations.verl_on_cpu  # noqa: F401, I001
-        from gspo_kernels.integrations.backends import verl as backend
-        from verl.workers.engine_workers import ActorRolloutRefWorker
-
-        changes = ("{0}.model.path=" + str(tmp_path), *ON_CPU)
-        config = composed(*(each.format("actor_rollout_ref") for each in changes))
-        for dtype in (torch.bfloat16, torch.float32):
-            worker = ActorRolloutRefWorker(config.actor_rollout_ref, "actor")
-            worker.init_model()
-            assert score(worker).dtype == dtype
-            backend.install()
-
-    in_processes(1, work)

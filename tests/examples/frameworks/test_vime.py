@@ -36,12 +36,9 @@ def expected(logits, ids, kept, upstream, leaves):
 
 
 def request(logits, ids, group=None, kept=None, with_entropy=True, **linear):
-    world, rank = (2, dist.get_rank() % 2) if group is not None else (1, 0)
-    context = SimpleNamespace(world_size=world, rank=rank, layout="single" if world == 1 else "zigzag")
     return SimpleNamespace(
-        logits=logits, target_ids=ids, tensor_parallel_group=group, context_parallel=context,
-        with_entropy=with_entropy, with_entropy_grad=with_entropy, chunk_size=64, log_prob_keep_mask=kept,
-        metadata={}, **linear,
+        logits=logits, target_ids=ids, tensor_parallel_group=group, with_entropy=with_entropy,
+        with_entropy_grad=with_entropy, chunk_size=64, log_prob_keep_mask=kept, metadata={}, **linear,
     )  # fmt: skip
 
 
@@ -63,66 +60,48 @@ def check(result, want, leaves, upstream):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("run", [vime.provider, vime.batch_invariant_provider])
-def test_equals_fp64(run, masked):
+def compare(run, rank=0, ranks=1):
+    """Compare a provider with fp64 from logits and from hidden states; ranks share the vocabulary."""
     hidden, weight, bias, ids, kept, upstream = problem()
-    kept = kept if masked else None
-    logits = (hidden @ weight.T + bias).requires_grad_()
-    exact = logits.detach().double().requires_grad_()
-    check(
-        run(request(logits, ids, kept=kept)),
-        expected(exact, ids, kept, upstream, [exact]),
-        [logits],
-        upstream,
-    )
+    group = dist.group.WORLD if ranks > 1 else None
+    columns, heat = slice(rank * V // ranks, (rank + 1) * V // ranks), torch.linspace(0.5, 2.0, T)
+    for mask in (None, kept):
+        local = None if mask is None else mask[:, columns]
+        exact = [each.double().requires_grad_() for each in (hidden, weight, bias)]
+        z = exact[0] @ exact[1].T + exact[2]
+        whole, leaf = z.detach().requires_grad_(), z.detach()[:, columns].float().requires_grad_()
+        values, (gradient,) = expected(whole, ids, mask, upstream, [whole])
+        check(run(request(leaf, ids, group, local)), (values, [gradient[:, columns]]), [leaf], upstream)
 
-    leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
-    exact = [each.detach().double().requires_grad_() for each in leaves]
-    heat = torch.linspace(0.5, 2.0, T)
-    z = (exact[0] @ exact[1].T + exact[2])[:, :REAL] / heat.double().unsqueeze(-1)
-    want = expected(z, ids, None if kept is None else kept[:, :REAL], upstream, exact)
-    linear = linear_fields(*leaves, temperature=heat)
-    check(run(request(torch.empty(T, 0), ids, kept=kept, **linear)), want, leaves, upstream)
-    one = run(
-        request(logits, ids, with_entropy=False, **linear_fields(*leaves, temperature=torch.tensor(2.0)))
+        own = [each.clone().requires_grad_() for each in (hidden, weight[columns], bias[columns])]
+        linear = linear_fields(*own, first=columns.start, temperature=heat)
+        real, z = None if mask is None else mask[:, :REAL], z[:, :REAL] / heat.double().unsqueeze(-1)
+        values, (dhidden, *shared) = expected(z, ids, real, upstream, exact)
+        got = run(request(torch.empty(T, 0), ids, group, local, **linear))
+        check(got, (values, [dhidden, *(each[columns] for each in shared)]), own, upstream)
+
+
+@pytest.mark.parametrize("run", [vime.provider, vime.batch_invariant_provider])
+def test_equals_fp64(run):
+    compare(run)
+    hidden, weight, bias, ids, *_ = problem()
+    one, same = (
+        run(request(None, ids, with_entropy=False, **linear_fields(hidden, weight, bias, temperature=heat)))
+        for heat in (torch.tensor(2.0), 2.0)
     )
-    assert one.entropy is None
-    same = run(request(logits, ids, with_entropy=False, **linear_fields(*leaves, temperature=2.0)))
-    assert torch.equal(one.selected_logprobs, same.selected_logprobs)
+    assert one.entropy is None and torch.equal(one.selected_logprobs, same.selected_logprobs)
 
 
 def over_ranks(rank):
-    """Two ranks share the vocabulary; two such pairs have rows of their own (context parallelism)."""
     dist.init_process_group("gloo")
-    hidden, weight, bias, ids, kept, upstream = problem()
-    context, tensor = divmod(rank, 2)
-    groups = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
-    rows, columns = (slice(0, 4), slice(4, T))[context], slice(tensor * V // 2, (tensor + 1) * V // 2)
-    hidden, ids, kept, upstream = hidden[rows], ids[rows], kept[rows], upstream[:, rows]
-    for mask in (None, kept):
-        exact = [each.double().requires_grad_() for each in (hidden, weight, bias)]
-        z = exact[0] @ exact[1].T + exact[2]
-        local = None if mask is None else mask[:, columns]
-        leaf = z.detach()[:, columns].float().requires_grad_()
-        whole = z.detach().requires_grad_()
-        values, (gradient,) = expected(whole, ids, mask, upstream, [whole])
-        got = vime.provider(request(leaf, ids, groups[context], local))
-        check(got, (values, [gradient[:, columns]]), [leaf], upstream)
-
-        own = [hidden.clone(), weight[columns].clone(), bias[columns].clone()]
-        linear = linear_fields(*(each.requires_grad_() for each in own), first=columns.start)
-        mask = None if mask is None else mask[:, :REAL]
-        values, (dhidden, *shared) = expected(z[:, :REAL], ids, mask, upstream, exact)
-        got = vime.provider(request(leaf, ids, groups[context], local, **linear))
-        check(got, (values, [dhidden, *(each[columns] for each in shared)]), own, upstream)
+    compare(vime.provider, rank, 2)
     with pytest.raises(vime.ProviderUnavailableError, match="tensor_parallel_group: got 2 ranks") as refused:
-        vime.batch_invariant_provider(request(leaf, ids, groups[context]))
+        vime.batch_invariant_provider(request(None, None, dist.group.WORLD))
     assert refused.value.selected_logprob_provider_unavailable  # what mode "auto" looks at
 
 
 def test_over_ranks():
-    in_processes(4, over_ranks)
+    in_processes(2, over_ranks)
 
 
 def test_a_rank_of_padding_is_refused():
