@@ -487,15 +487,14 @@ def test_areal_advantages_old_log_probs_and_metrics():
     data["advantages"] = data["advantages"] + torch.linspace(-1, 1, 42).double()
     varying = torch.where(given.mask, data["advantages"].view(6, 7), 0.0)
     given.advantages = varying.sum(1) / given.mask.sum(1).clamp(min=1)
+    given.old = given.rollout
     options = {"eps_clip": 0.1, "eps_clip_higher": 0.15, "c_clip": None, "vocab_norm_logits": 2 * row}
     options |= {"importance_sampling_level": "sequence"}
     LOGGED.clear()
-    assert_same(areal.grpo_loss_fn(row, row, data, **options), formula(given, level="sequence")[0])
-    assert {"ratio/min", "clip_fraction/tokens", "entropy", "vocab_norm_logits"} <= LOGGED.keys()
-    assert "vocab_min_logits" not in LOGGED and all(type(value) is float for value in LOGGED.values())
-    given.old = given.rollout
     got = areal.grpo_loss_fn(row, row, data | {"prox_logp": None}, **options)
     assert_same(got, formula(given, level="sequence")[0])
+    assert {"ratio/min", "clip_fraction/tokens", "entropy", "vocab_norm_logits"} <= LOGGED.keys()
+    assert "vocab_min_logits" not in LOGGED and all(type(value) is float for value in LOGGED.values())
     with raises("teacher_logp: "):
         areal.grpo_loss_fn(row, row, data | {"teacher_logp": row}, **options)
 
@@ -514,19 +513,17 @@ def test_nemo_rl_metrics_add_up():
             nemo_step(given, splits, options, metrics=metrics)
         loss_fn = pickle.loads(pickle.dumps(nemo_rl.ClippedPGLossFn(Namespace(**NEMO | options))))
         _, raw = loss_fn(given.logprobs, nemo_data(given), one, one)
-        assert raw.keys() == loss_fn.metric_normalizations.keys()
+        assert raw.keys() == loss_fn.metric_normalizations.keys() and whole["num_valid_samples"] == [5]
         for name, (value,) in whole.items():
             add = {"probs_ratio_min": min, "probs_ratio_max": max}.get(name, sum)
             assert add(parts[name]) == pytest.approx(value, rel=1e-6), (options, name)
             counted = counts[loss_fn.metric_normalizations[name]]
             if name not in ("loss", "kl_penalty") or "reference_policy_kl_penalty" not in options:
                 assert raw[name] / counted == pytest.approx(value, rel=1e-6), (options, name)
-        assert whole["num_valid_samples"] == [5]
     empty = {}
     nemo_step(given, ((5,),), {}, metrics=empty)
     assert empty["probs_ratio_min"] == [math.inf] and empty["probs_ratio_max"] == [-math.inf]
     loss_fn = nemo_rl.ClippedPGLossFn(Namespace(**NEMO | {"reference_policy_kl_penalty": 0.1}), True)
-    assert loss_fn.use_fused_linear_logprobs
     with raises("reference_policy_kl_penalty: got top-k or top-p"):
         loss_fn(given.logprobs, nemo_data(given) | {"curr_logprobs_unfiltered": given.logprobs}, one, one)
 
@@ -545,27 +542,24 @@ def test_nemo_rl_filtered_tokens_are_left_out():
         assert_same(got, want)
 
 
-def test_openrlhf_metrics():
-    """Both of the tokens' far-off sequences are bounded, of six; one sequence's ratio is clipped."""
+@pytest.mark.parametrize(
+    ("level", "mode", "of_tokens"), [("token", "mask", True), ("token", "clip", True), ("seq", "mask", False)]
+)
+def test_openrlhf_metrics(level, mode, of_tokens):
+    """Two far-off sequences of six are bounded; one sequence's ratio is clipped."""
     given = problem()
     given.old = given.logprobs - torch.tensor([0.3, 0.0, 0.0, 0.0, 0.0, 0.0]).unsqueeze(1)
     far = torch.tensor([0.3, -0.3, 0.05, -0.05, 0.1, 0.0]).unsqueeze(1)
+    lengths = given.mask.sum(1).double()
+    correction = {"is_correction_level": level, "is_correction_mode": mode}
+    loss_fn = openrlhf.PolicyLoss(**correction, is_correction_threshold=[0.9, 1.2])
     rows = (given.logprobs, given.old, given.token_advantages, given.mask, given.old - far)
-    of_tokens = (given.mask[:2].sum() / given.mask.sum()).item()
-    for options, share in (
-        ({"is_correction_level": "token"}, of_tokens),
-        ({"is_correction_level": "token", "is_correction_mode": "clip"}, of_tokens),
-        ({"is_correction_level": "seq"}, 2 / 6),
-    ):
-        loss_fn = openrlhf.PolicyLoss(**options, is_correction_threshold=[0.9, 1.2])
-        _, clipped, ppo_kl, vllm_kl, filtered = (each.item() for each in loss_fn(*rows))
-        own = (given.mask[0].sum() / given.mask.sum()).item()
-        assert (clipped, ppo_kl) == pytest.approx((own * (ADVANTAGES[0] > 0), -0.3 * own))
-        assert vllm_kl == pytest.approx(-(far * given.mask).sum().item() / given.mask.sum().item())
-        assert filtered == pytest.approx(share)
-    loss, *_, vllm_kl, filtered = openrlhf.PolicyLoss()(*rows[:4], dp_size=4)  # the micro-batch is all
-    assert vllm_kl is filtered is None
-    assert_same(loss, formula(given, low=0.2, high=0.2)[0])
+    own, bounded = (lengths[:n].sum().item() / lengths.sum().item() for n in (1, 2))
+    kl = -(far * given.mask).sum().item() / lengths.sum().item()
+    metrics = [each.item() for each in loss_fn(*rows)[1:]]
+    assert metrics == pytest.approx(
+        [own * (ADVANTAGES[0] > 0), -0.3 * own, kl, bounded if of_tokens else 2 / 6]
+    )
 
 
 WEIGHTS = torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
@@ -573,13 +567,8 @@ WEIGHTS = torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
 
 def test_prime_rl_weights_scale_the_loss_and_the_kl():
     given = problem()
-    options = {"weights": WEIGHTS, "reference": True}
-    got = prime_step(given, PARTS, {"kl_beta": 0.1}, **options)
+    got = prime_step(given, PARTS, {"kl_beta": 0.1}, weights=WEIGHTS, reference=True)
     assert_same(got, formula(given, weights=WEIGHTS, beta=0.1 * WEIGHTS))
-    loss, metrics = prime_rl.policy_loss(
-        LossInputs(given.logprobs[0], given.old[0], None, given.token_advantages[0], given.mask[0])
-    )
-    assert loss.ndim == 0 and all(each.ndim == 0 and not each.requires_grad for each in metrics.values())
 
 
 def test_prime_rl_ipo_and_score_centering():
@@ -621,25 +610,20 @@ def test_prime_rl_ipo_and_score_centering():
         prime_rl.policy_loss(SimpleNamespace(**before), **options)
 
 
-def slime_call(changes, rows=range(6), **arguments):
-    """Return loss and metrics of the sequences ``rows``; ``arguments`` replace entries of the batch."""
-    given = problem().part(rows)
-    batch, logits = slime_batch(given, given.logprobs, given.mask.sum(1))
-    reducer = sum_of_sample_mean(batch)
-    return slime.policy_loss(slime_arguments(**changes), batch | arguments, logits, reducer)
-
-
 def test_slime_calls():
     """Without old log-probs the loss is on-policy."""
-    gspo = {"advantage_estimator": "gspo"}
-    loss, metrics = slime_call(gspo, log_probs=None)
+    given, gspo = problem(), slime_arguments(advantage_estimator="gspo")
+    batch, logits = slime_batch(given, given.logprobs, given.mask.sum(1))
+    reducer, long = sum_of_sample_mean(batch), [torch.zeros(30, dtype=torch.int64)] * 6
+    loss, metrics = slime.policy_loss(gspo, batch | {"log_probs": None}, logits, reducer)
     assert loss.item() == pytest.approx(-sum(ADVANTAGES[:5])) and metrics["ppo_kl"] == 0
-    with raises("use_tis: got no log_probs"):
-        slime_call({"use_tis": True}, log_probs=None)
-    with raises(r"response_lengths: got 9 of \d tokens, expected a prompt of at least one"):
-        slime_call(gspo, rows=[0], response_lengths=[9])
-    with raises(r"logits: got \d+ rows, total_lengths have \d+ on this rank"):
-        slime_call(gspo, total_lengths=[30] * 6, unconcat_tokens=[torch.zeros(30, dtype=torch.int64)] * 6)
+    for args, changes, message in (
+        (slime_arguments(use_tis=True), {"log_probs": None}, "use_tis: got no log_probs"),
+        (gspo, {"response_lengths": [30] * 6}, r"response_lengths: got 30 of \d+ tokens, expected a prompt"),
+        (gspo, {"total_lengths": [30] * 6, "unconcat_tokens": long}, r"logits: got \d+ rows, total_lengths"),
+    ):
+        with raises(message):
+            slime.policy_loss(args, batch | changes, logits, reducer)
 
 
 def part_of_rank(batch, logits, rank, ranks):
