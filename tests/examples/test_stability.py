@@ -2,14 +2,13 @@
 
 import functools
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
 from examples.stability import __main__ as command
 from examples.stability import report, study
-from examples.stability.study import Routers, Setting, hidden_states, make_model, make_prompts
+from examples.stability.study import Routers, hidden_states, make_model, make_prompts
 
 
 @pytest.fixture
@@ -62,23 +61,13 @@ def test_replayed_experts_are_those_that_were_recorded(few_tokens):
     assert any((a != b).any() for a, b in zip(others.choices, choices, strict=True))
 
 
-def test_a_reward_that_halves_for_good_has_collapsed():
+def test_numbers_of_the_report():
+    """For one degree of freedom t = 12.71; the standard deviation of 0.1 and 0.3 is 0.2 / sqrt(2)."""
     assert report.collapsed([0.2, 0.8, 0.3]) and not report.collapsed([0.2, 0.8, 0.3, 0.5])
-    record = {**vars(Setting()), "reward": [0.1] * 8 + [0.9] * 8 + [0.2] * 8, "cpu_seconds": 1.0}
-    record |= {name: [0.0] * 24 for name in study.CURVES if name != "reward"}
-    found = report.summary(record)
-    assert found["collapsed"] and found["final"] == pytest.approx(0.2) and found["best"] == pytest.approx(0.9)
-    assert report.varied(vars(replace(Setting(), old="engine", updates=1))) == (
-        "engine's old log-probs, 1 update"
-    )
-
-
-def test_differences_are_of_the_same_model_and_seed():
     baseline = {("dense", seed): {"reward": float(seed)} for seed in range(5)}
     runs = {("dense", seed): {"reward": seed + 0.1 * seed} for seed in (1, 3)} | {("moe", 1): {"reward": 9.0}}
     differences = report.against_baseline(runs, baseline)
     assert differences == {("dense", 1): pytest.approx(0.1), ("dense", 3): pytest.approx(0.3)}
-    # For one degree of freedom t = 12.71; the standard deviation of 0.1 and 0.3 is 0.2 / sqrt(2).
     assert report.interval(list(differences.values())) == (pytest.approx(0.2), pytest.approx(12.71 * 0.1))
     assert report.interval([0.5]) == (0.5, None)
 

@@ -382,6 +382,26 @@ def test_objectives_get_the_options_of_the_config(name, objective):
     assert_equal(got[:2], (want.detach(), *torch.autograd.grad(want, leaf)))
 
 
+def test_skyrl_s_correction_weighs_and_masks(monkeypatch):
+    """A stand-in replaces SkyRL's own function, which returns weights and a mask."""
+    start, old, advantages, weights, rollout = batch()
+    kept = torch.arange(8) % 3 != 0
+
+    def correct(ones, old_logprobs, rollout_logprobs, mask, options):
+        assert (ones == 1).all() and torch.equal(old_logprobs, old) and torch.equal(rollout_logprobs, rollout)
+        return weights, mask * kept, {"is_ratio_mean": 1.5}
+
+    utilities = SimpleNamespace(off_policy_correction_enabled=bool, apply_off_policy_correction=correct)
+    monkeypatch.setattr(skyrl, "_utilities", lambda name: utilities)
+    rows, grpo = (start, old, advantages), gk.GRPO(0.2, 0.28, aggregation="sum")
+    for options, applied in (("", None), ("token", torch.where(kept & MASK, weights, 0.0))):
+        given = skyrl_config(off_policy_correction=options)
+        loss, _, metrics = skyrl_call(skyrl.LOSSES["gk_grpo"], *rows, given, rollout=rollout)
+        terms = {"loss_mask": MASK, "rollout_weights": applied, "objective": grpo}
+        assert_equal(loss, gk.policy_loss(*rows, **terms).loss)
+        assert metrics.get("is_ratio_mean") == (1.5 if options else None)
+
+
 def test_an_objective_of_ones_own():
     """The loss for verl uses the objective unchanged; SkyRL passes scaled advantages."""
     start, old, advantages, *_ = batch()
