@@ -204,7 +204,8 @@ def test_weights_that_did_not_sample_are_named(tmp_path, directory, flags, no_pi
     ]
     for model, step, dtype, stale in cases + more * (len(flags) == 1):
         file = run / "rollouts" / f"step_00000{step}.jsonl"
-        report = reported(tmp_path, model, "--rollouts", file, "--no-switches", "--count", 4, "--dtype", dtype)
+        options = ("--no-switches", "--count", 4, "--dtype", dtype)
+        report = reported(tmp_path, model, "--rollouts", file, *options)
         assert any("not those that sampled" in advice for advice in report["advice"]) == stale
         if stale:
             assert not any("although nothing was trained" in advice for advice in report["advice"])
