@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from gspo_kernels.integrations.hooks import fitting_advantages
 
 
 class LossOutputs(NamedTuple):
@@ -75,15 +76,10 @@ def policy_loss(
         per_token = inputs.loss_weights
         terms["kl_beta"] = kl_beta if per_token is None else kl_beta * per_token[None]
         terms |= {"kl_estimator": kl_estimator, "ref_logprobs": inputs.ref_logprobs[None]}
-    if not chosen.takes_token_advantages:
-        counted = advantages[mask]
-        if counted.numel() and not torch.allclose(counted, counted[0], 1e-4, 1e-6):
-            raise ValueError(f"advantages: differ within a sequence, but {objective} takes one per sequence")
-        advantages = counted.mean() if counted.numel() else advantages.new_zeros(())
     out = gk.policy_loss(
         inputs.trainer_logprobs[None],
         inputs.inference_logprobs[None],
-        advantages[None],
+        fitting_advantages(chosen, advantages[None], mask[None]),
         loss_mask=mask[None],
         rollout_weights=None if weights is None else weights[None],
         normalizer=1.0,
