@@ -177,9 +177,14 @@ def test_two_files(tmp_path, peaked, tokenizer, capsys, no_picture):
     assert report["summary"]["sequences/outside_low"] == 1.0 and report["switches"] == []
     rows[3]["token_ids"][0] += 1
     write(other, rows)
-    arguments = ("--rollouts", one, "--against", other, "--output", tmp_path / "no")
-    assert "row 4: its token_ids are not those" in error_of(capsys, *arguments)
+    arguments = ("--rollouts", one, "--against", other, "--output")
+    assert "row 4: its token_ids are not those" in error_of(capsys, *arguments, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+    before = [path.read_bytes() for path in (tmp_path / "out").iterdir()]
+    assert "--overwrite" in error_of(
+        capsys, "--rollouts", one, "--against", one, "--output", tmp_path / "out"
+    )
+    assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == before
 
 
 @pytest.mark.parametrize("flags", [["--update.learning_rate=1e-6"], ["--lora.rank=4", "--lora.alpha=8"]])
@@ -209,17 +214,6 @@ def test_weights_that_did_not_sample_are_named(tmp_path, directory, flags, no_pi
         assert any("not those that sampled" in advice for advice in report["advice"]) == stale
         if stale:
             assert not any("although nothing was trained" in advice for advice in report["advice"])
-
-
-def test_a_report_is_not_overwritten(tmp_path, capsys, no_picture):
-    out = tmp_path / "out"
-    file = write(tmp_path / "one.jsonl", [{"prompt": "a", "token_ids": [1], "logprobs": [-1.0]}])
-    two_files = ("--rollouts", file, "--against", file, "--output", out)
-    out.mkdir()
-    (out / "mismatch.png").write_text("mine")
-    assert "--overwrite" in error_of(capsys, *two_files)
-    assert [path.read_text() for path in out.iterdir()] == ["mine"]
-    assert cli.main(["mismatch", *map(str, two_files), "--overwrite"]) == 0
 
 
 # --- how log-probs are computed
