@@ -83,7 +83,7 @@ def assert_equal(ours, theirs, linear=False, dtypes=(torch.float64,)):
         leaves = [leaf.to(dtype) for leaf in leaves]
         values, gradients = results(ours, leaves, labels, weights)
         wanted, wanted_gradients = results(theirs, [leaf.double() for leaf in leaves], labels, weights)
-        # 16-bit gradients are rounded once; some functions compute in fp32 whatever the dtype of inputs
+        # 16-bit gradients are rounded once; some functions compute in fp32 regardless of the dtype of inputs
         exact = all(each.dtype == torch.float64 for each in (*values, *wanted))
         near = 1e-12 if exact else 1e-5
         for one, other in zip(values, wanted, strict=True):

@@ -44,12 +44,12 @@ INFO = {"dp_size": 2, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 6, 
 def needs(framework):
     return pytest.mark.skipif(
         importlib.util.find_spec(framework) is None,
-        reason=f"{framework} needs another transformers, so an environment of its own: make {framework}",
+        reason=f"{framework} needs another transformers, so a separate environment: make {framework}",
     )
 
 
 @pytest.fixture(autouse=True)
-def warn_anew():
+def forget_warnings():
     hooks.warn_once.cache_clear()
 
 
@@ -674,7 +674,7 @@ def test_actor_updates_in_verl_s_engine(tmp_path):
 # ------------------------------------------------------ inside SkyRL
 
 FLOAT32 = 4 * torch.finfo(torch.float32).eps
-"""The tolerance where SkyRL takes the exponential of log-ratios in fp32, whatever their dtype."""
+"""The tolerance where SkyRL takes the exponential of log-ratios in fp32, regardless of their dtype."""
 SKYRL = {
     "gk_gspo": ("gspo", 0.0), "gk_gspo_token": ("gspo", 0.0), "gk_grpo": ("regular", FLOAT32),
     "gk_cispo": ("cispo", FLOAT32), "gk_sapo": ("sapo", 0.0), "gk_dppo": ("dppo", FLOAT32),

@@ -201,7 +201,7 @@ def problem(models, tmp_path_factory):
         logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, torch.cat([prompt_mask, completion_mask], 1), C
         )
-    # log s lies on both sides of both bounds, and beyond the bound of the dual clip
+    # log s is on both sides of both bounds, and beyond the bound of the dual clip
     log_s = torch.tensor([6e-4, -6e-4, 2e-4, 2e-4, 0.0, 7e-4, 5e-4], dtype=torch.float64).unsqueeze(1)
     weights = 1 + 0.3 * torch.randn((B, C), generator=rng, dtype=torch.float64)
     return inputs | {

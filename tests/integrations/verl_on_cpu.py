@@ -11,7 +11,7 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 
 class CPU:
-    """torch.cpu, and what verl asks of a device besides: its name, and memory, which is 0."""
+    """torch.cpu, and what else verl asks of a device: its name, and memory, which is 0."""
 
     def __getattr__(self, name):
         if name.startswith("__"):

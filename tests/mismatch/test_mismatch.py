@@ -189,7 +189,7 @@ def test_two_files(tmp_path, peaked, tokenizer, capsys, no_picture):
 
 @pytest.mark.parametrize("flags", [["--update.learning_rate=1e-6"], ["--lora.rank=4", "--lora.alpha=8"]])
 def test_weights_that_did_not_sample_are_named(tmp_path, directory, flags, no_picture):
-    """Whatever exported them, and rounded to 16 bits or not; those that sampled are recognized."""
+    """Exported or not, rounded to 16 bits or not; those that sampled are recognized."""
     run, prompts, reward = tmp_path / "run", directory / "prompts.jsonl", tmp_path / "my_reward.py"
     reward.write_text("def odd(completion_ids):\n    return [float(ids[0] % 2) for ids in completion_ids]\n")
     line = ["--model", directory, "--dataset", prompts, "--reward", f"{reward}:odd", "--output", run, *flags]

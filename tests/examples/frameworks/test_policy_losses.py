@@ -31,7 +31,7 @@ LOGGED: dict = {}
 
 
 def with_stub(name, module, **contents):
-    """Import a recipe beside a stand-in for the framework's module that it imports."""
+    """Import a recipe with a stand-in for the framework's module that it imports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module, SimpleNamespace(**contents))
         return importlib.import_module(f"examples.frameworks.{name}")
