@@ -463,7 +463,7 @@ def test_registering_in_verl(installed, vanilla, reason, monkeypatch):
 def test_registering_in_skyrl(takes, correction, reason, monkeypatch):
     """A newer SkyRL is accepted, unless a function that the adapter knows has other parameters."""
     registered = {"gk_grpo": None}
-    registry = SimpleNamespace(list_available=lambda: [*registered], register=registered.setdefault)
+    registry = SimpleNamespace(list_available=lambda: [*registered], register=registered.__setitem__)
     utilities = SimpleNamespace(
         ppo_policy_loss=takes, apply_off_policy_correction=correction, PolicyLossRegistry=registry
     )
