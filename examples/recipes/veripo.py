@@ -102,7 +102,7 @@ class VeriPO(GSPOTrainer):
         self.kept: list[Batch] = []
         self.verifier: RewardSet | None = None
         if recipe.verifier is not None:
-            self.verifier = RewardSet([load_reward(recipe.verifier)], timeout=self.config.reward_timeout)
+            self.verifier = RewardSet([load_reward(recipe.verifier)])
             self.verifier.check(self.train_prompts.columns)
 
     def place(self) -> int:

@@ -35,8 +35,7 @@ class TrainedModel:
     ) -> tuple[data.Prompts, list[Completion], list[str]]:
         """Complete each row's prompt once; return the prompts as tokens, the completions and their texts."""
         model, tokenizer, config = self.model, self.tokenizer, self.settings
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        longest = None if context is None else context - sampling.max_new_tokens
+        longest = data.longest_prompt(model.config, sampling.max_new_tokens)
         embedded = model.get_input_embeddings().weight.shape[0]
         prompts = data.prepare_prompts(
             tokenizer, rows, name, longest=longest, embedded=embedded, options=config.data
@@ -109,7 +108,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     )
     rows = [rows[place] for place in range(min(chosen.count or len(rows), len(rows)))]
     weights = None if chosen.reward else settings.reward_weights
-    rewards = RewardSet([load_reward(spec) for spec in specs], weights, settings.reward_timeout)
+    rewards = RewardSet([load_reward(spec) for spec in specs], weights)
     rewards.check(data.column_names(rows))
     trained = TrainedModel(chosen.run, settings)
     seed_everything(settings.seed, 0, 0)  # as in an evaluation of the trainer

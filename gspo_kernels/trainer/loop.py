@@ -1,15 +1,16 @@
-"""The training loop: sample completions, score them, compare within groups, update in minibatches, repeat.
+"""The training loop: sample completions, score them, compare them in groups, update in minibatches, repeat.
 
-`GSPOTrainer` reads from top to bottom like the algorithm. A recipe subclasses it and overrides the parts of a
-step, from `GSPOTrainer.rollout` on, and what a checkpoint contains; see ``examples/recipes``.
+`GSPOTrainer.take_step` is the algorithm. The methods after it are the parts of a step, in their order; a
+recipe overrides them, and what a checkpoint contains; see ``examples/recipes``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,51 +32,12 @@ from gspo_kernels.trainer.model import (
     weights_digest,
 )
 from gspo_kernels.trainer.processes import map_shares, on_main, seed_everything, set_up
-from gspo_kernels.trainer.report import Metrics, Report, excerpt, lenient_output, read_metrics
+from gspo_kernels.trainer.report import Metrics, Report, lenient_output, read_metrics
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, RolloutEngine, Sampling, sampling_of
 from gspo_kernels.trainer.sizes import Size
 from gspo_kernels.trainer.update import Updater, check_config, needs_reference
 from gspo_kernels.trainer.vllm import vllm_engine
-
-
-def check_data(rewards: RewardSet, dataset: data.Rows, eval_dataset: data.Rows | None) -> None:
-    """Raise an `InputError` for rows without a prompt, or with columns that the rewards cannot take."""
-    data.check_rows(dataset, "the training dataset")
-    if eval_dataset is not None:
-        data.check_rows(eval_dataset, "the eval dataset")
-    rewards.check(data.column_names(dataset))
-
-
-def longest_prompt(model_config: Any, config: TrainConfig) -> int | None:
-    """Return how long a prompt may be in the model's context; None: no limit."""
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    return None if context is None else context - config.rollout.max_new_tokens
-
-
-def prepare_prompts(
-    tokenizer: Any,
-    dataset: data.Rows,
-    eval_dataset: data.Rows | None,
-    config: TrainConfig,
-    *,
-    longest: int | None,
-    embedded: int | None = None,
-    say: Callable[..., object],
-) -> tuple[data.Prompts, data.Prompts | None]:
-    """Return the prompts of both datasets as tokens; print the first one, and warn of prompts in both."""
-    limits: Any = {"longest": longest, "embedded": embedded, "options": config.data, "say": say}
-    train = data.prepare_prompts(tokenizer, dataset, "the training dataset", **limits)
-    held_out = None
-    if eval_dataset is not None:
-        rows = list(islice(eval_dataset, config.evaluation.prompts))
-        held_out = data.prepare_prompts(tokenizer, rows, "the eval dataset", **limits)
-    say(f"the first prompt, as the model sees it:\n{excerpt(tokenizer.decode(train.tokens[0]), 2000)}")
-    distinct = {tuple(ids) for ids in held_out.tokens} if held_out else set()
-    if shared := distinct.intersection(map(tuple, train.tokens)):
-        both = f"{len(shared)} of {len(distinct)} eval prompts are in the training dataset too"
-        say(f"{both}: their eval reward is not that of held-out prompts", warning=True)
-    return train, held_out
 
 
 class GSPOTrainer:
@@ -106,26 +68,24 @@ class GSPOTrainer:
         accelerator: Any = None,
     ) -> None:
         config = config or TrainConfig()
-        check_config(config, serves_turns=self.serves_turns)
-        self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         functions = [rewards] if callable(rewards) else list(rewards)
-        self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
-        check_data(self.rewards, dataset, eval_dataset)
+        self.rewards = check_inputs(type(self), functions, dataset, eval_dataset, config)
+        self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         self.directory = RunDirectory(config.output)
-        self.accelerator, config = set_up(config, self.directory.trackers, accelerator)
-        self.config = config
-        self.report = Report(config, self.accelerator, self.directory)
-        compares = needs_reference(config)
-        self.model, *policies = make_policies(model, self.tokenizer, config, self.accelerator, compares)
-        self.updater = Updater(self.accelerator, config, *policies)
-        self.longest_prompt = longest_prompt(self.model.config, config)
-        self.train_prompts, self.eval_prompts = prepare_prompts(
+        self.accelerator, self.config = set_up(config, self.directory.trackers, accelerator)
+        self.report = Report(self.config, self.accelerator, self.directory)
+        self.model, *policies = make_policies(
+            model, self.tokenizer, self.config, self.accelerator, needs_reference(config)
+        )
+        self.updater = Updater(self.accelerator, self.config, *policies)
+        self.longest_prompt = data.longest_prompt(self.model.config, config.rollout.max_new_tokens)
+        self.train_prompts, self.eval_prompts = data.prepare_datasets(
             self.tokenizer,
             dataset,
             eval_dataset,
-            config,
             longest=self.longest_prompt,
             embedded=self.model.get_input_embeddings().weight.shape[0],
+            options=config.data,
             say=self.report.say,
         )
         self.batch_size = Size.of(config, "rollout.batch_size", self.accelerator)
@@ -134,8 +94,8 @@ class GSPOTrainer:
         self.engine: Any = self.make_engine(engine, model, length)
         for rope in varying_ropes(self.model):
             if length > rope.limit:
-                other = f"the model's {rope.kind} RoPE has other frequencies beyond {rope.limit} tokens"
-                both = "a completion that crosses them is sampled with both, and scored with the later ones"
+                other = f"the model's {rope.kind} RoPE changes its frequencies beyond {rope.limit} tokens"
+                both = "a longer completion is sampled with both, and scored with the later ones"
                 self.report.say(f"{other}: {both}; set off_policy, or sample less", warning=True)
         if self.accelerator.num_processes > 1:
             sizes = ", ".join(f"{size.option} = {size.value}" for size in self.sizes())
@@ -147,7 +107,7 @@ class GSPOTrainer:
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
-        SIGTERM, SIGHUP, or Ctrl-C once, ends the run after the step with a checkpoint and `SystemExit`. An
+        SIGTERM, SIGHUP or one Ctrl-C ends the run after the step, with a checkpoint and `SystemExit`. An
         error in a reward or an engine leaves a checkpoint. ``force`` resumes with other settings or rows.
         """
         with self.directory:
@@ -167,69 +127,42 @@ class GSPOTrainer:
                     self.take_step(signals)
             return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
 
-    def make_engine(self, engine: RolloutEngine | None, source: Any, length: int) -> Any:
-        """Return what completes prompts: a passed engine, vLLM that has loaded ``source``, or the model.
-
-        Prompt and completion have at most ``length`` tokens together.
-        """
-        config, end_ids = self.config, end_token_ids(self.model, self.tokenizer)
-        if engine is not None and config.engine.url is not None:
-            raise InputError(
-                f"engine.url: got {config.engine.url!r} and an engine; only one of them can sample"
-            )
-        if engine is not None:
-            return engine
-        if config.engine.url is not None:
-            rest = self.accelerator, self.report.say
-            return vllm_engine(config, self.model, source, end_ids, length, *rest)
-        return ModelEngine(self.model, end_ids, padding_token_id(self.tokenizer), self.batch_size.value)
-
-    def evaluated(self) -> bool:
-        """Return whether the last step in the metrics has an evaluation, if there is one at all."""
-        records = read_metrics(self.directory.metrics)
-        return self.eval_prompts is None or any(key.startswith("eval/") for key in (records or [{}])[-1])
-
     def take_step(self, signals: Sequence[int] = ()) -> None:
-        """Sample, score, compare and update once; evaluate and save if this step is due for it."""
+        """Take one step of the algorithm; evaluate and save if this step is due for it."""
         config, before, started = self.config, self.state_dict(), time.monotonic()
         self.step += 1
         seed_everything(config.seed, self.step, self.accelerator.process_index)
-        try:
-            digest = weights_digest(self.model) if config.save_rollouts else ""
-            rollout = self.rollout()
-            batch = self.compare(rollout)
-        except (Exception, SystemExit):
-            self.save(before)
-            raise
+        with self.saved_if_it_fails(before):
+            rollout = self.rollout()  # prompts, a group of completions of each, and their rewards
+            batch = self.compare(rollout)  # rewards become advantages
         sampled = time.monotonic()
-        metrics = rollout_metrics(rollout) | self.update(batch)
+        digest = weights_digest(self.model) if config.save_rollouts else ""
+        metrics = rollout_metrics(rollout) | self.update(batch)  # an optimizer step per minibatch
         ended = time.monotonic()
         metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
         metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
         last = self.step == config.update.steps
         evaluates = last or self.step % config.evaluation.every == 0
         try:
-            metrics |= self.evaluate() if evaluates else {}
-        except (Exception, SystemExit):
-            self.save(self.state_dict())
-            raise
+            with self.saved_if_it_fails(self.state_dict()):
+                metrics |= self.evaluate() if evaluates else {}
         finally:
             self.report.step(self.step, metrics)
         if config.save_rollouts:
             self.report.save_rollout(self.step, rollout, batch, self.train_prompts, self.tokenizer, digest)
         if evaluates:
-            self.report.show_rollout(self.step, rollout, self.tokenizer)
+            self.report.show_rollout(rollout, self.tokenizer)
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
             self.save(self.state_dict())
         if stop and not last:
-            self.report.say(f"ended after step {self.step}; --resume goes on from there")
+            self.report.say(f"stopped after step {self.step}; continue with --resume")
             raise SystemExit(128 + stop)
 
-    # A recipe overrides the following methods: the parts of a step, in their order.
+    # The parts of a step, in their order, which a recipe overrides.
 
     def rollout(self) -> Rollout:
-        """Complete the next prompts in groups, and score the completions."""
+        """Complete the next prompts in groups and score the completions."""
         samples = self.sample(self.next_rows())
         return Rollout(samples, self.score(samples), self.config.rollout.group_size)
 
@@ -251,8 +184,8 @@ class GSPOTrainer:
     ) -> list[Sample]:
         """Complete the prompt of each row ``group_size`` times; groups are consecutive.
 
-        Every process completes its share, and all processes get all samples. ``tokens``, a list of ids for
-        each row, are completed in place of the prompts; the reward functions still get the prompts.
+        Every process completes its share and gets all samples. ``tokens``, a list of ids for each row,
+        replace those of the prompts; the reward functions still get the prompts.
         """
         source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
         top = self.config.objective.centering
@@ -264,7 +197,7 @@ class GSPOTrainer:
             completions = self.generate([list(inputs[place]) for place in each], sampling)
             if sampling.return_mask and any(completion.mask is None for completion in completions):
                 name = type(self.engine).__name__
-                raise InputError(f"rollout.keep_sampling_mask: {name} gives completions without a mask")
+                raise InputError(f"rollout.keep_sampling_mask: {name} returns completions without a mask")
             ids = [completion.ids.tolist() for completion in completions]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             parts = zip(each, texts, completions, strict=True)
@@ -276,19 +209,19 @@ class GSPOTrainer:
         return [sample for share in shares for sample in share]
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """Let the engine complete prompts; repeat that in smaller batches if memory runs out."""
-        own = isinstance(self.engine, ModelEngine)
+        """Complete prompts by the engine; the model's own retries in smaller batches if memory runs out."""
+        if not isinstance(self.engine, ModelEngine):
+            return list(self.engine.generate(prompts, sampling))
+        engine = self.engine
 
         def attempt() -> list[Completion]:
-            if own:
-                self.engine.batch_size = self.batch_size.value
-            completions: list[Completion] = self.engine.generate(prompts, sampling)
-            return completions
+            engine.batch_size = self.batch_size.value
+            return engine.generate(prompts, sampling)
 
-        return self.batch_size.fit(attempt, alone=lambda: not own or self.batch_size.value == 1)
+        return self.batch_size.fit(attempt)
 
     def score(self, samples: Sequence[Sample], prompts: data.Prompts | None = None) -> Rewards:
-        """Call the reward functions, each process on its share of the groups; all get all rewards."""
+        """Call the reward functions, in each process for its share of the groups; return all rewards."""
         source = prompts or self.train_prompts
         groups = [list(group) for _, group in groupby(samples, lambda sample: sample.row)]
 
@@ -302,7 +235,7 @@ class GSPOTrainer:
         return Rewards.concatenate(map_shares(self.accelerator, len(groups), rewards_of))
 
     def compare(self, rollout: Rollout) -> Batch:
-        """Turn rewards into advantages, or what the objective takes instead; return the update's input."""
+        """Turn rewards into advantages, or the objective's other inputs; return the update's input."""
         config, rewards, size = self.config, rollout.rewards, rollout.group_size
         kind = self.updater.objective.advantages_are
         if kind == "rewards":
@@ -320,12 +253,12 @@ class GSPOTrainer:
         return self.updater.update(batch, self.step)
 
     def evaluation(self, prompts: data.Prompts, sampling: Sampling) -> Rollout:
-        """Complete every held-out prompt once and score the completions."""
+        """Complete every eval prompt once and score the completions."""
         samples = self.sample(range(len(prompts.tokens)), 1, prompts=prompts, sampling=sampling)
         return Rollout(samples, self.score(samples, prompts), 1)
 
     def evaluate(self) -> Metrics:
-        """Complete the held-out prompts once greedily, once sampled; return mean rewards."""
+        """Complete the eval prompts once greedily and once sampled; return mean rewards."""
         if self.eval_prompts is None:
             return {}
         metrics: Metrics = {}
@@ -357,16 +290,64 @@ class GSPOTrainer:
             if size.shrinks:
                 size.value = state["sizes"][size.option]
         if state["processes"] != self.accelerator.num_processes:
-            self.report.say("another number of processes than before: sampling has new seeds")
+            self.report.say("the number of processes changed: sampling has new seeds")
 
     def sizes(self) -> list[Size]:
-        """Return the sizes that shrink when memory runs out, and that a resumed run takes again."""
+        """Return the sizes that shrink when memory runs out, which a resumed run keeps."""
         return [self.batch_size, self.updater.micro_batch_tokens]
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a state; all processes must call."""
         write = partial(save_state, state, self.updater.tensors(), accelerator=self.accelerator)
         self.directory.save_checkpoint(state["step"], write, self.config.checkpoint.keep, self.accelerator)
+
+    @contextmanager
+    def saved_if_it_fails(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Write the checkpoint of a state if the body raises an error."""
+        try:
+            yield
+        except (Exception, SystemExit):
+            self.save(state)
+            raise
+
+    def make_engine(self, engine: RolloutEngine | None, source: Any, length: int) -> Any:
+        """Return the engine: the passed one, vLLM with the weights of ``source``, or the model itself.
+
+        Prompt and completion have at most ``length`` tokens together.
+        """
+        config, end_ids = self.config, end_token_ids(self.model, self.tokenizer)
+        if engine is not None and config.engine.url is not None:
+            raise InputError(
+                f"engine.url: got {config.engine.url!r} and an engine; only one of them can sample"
+            )
+        if engine is not None:
+            return engine
+        if config.engine.url is not None:
+            rest = self.accelerator, self.report.say
+            return vllm_engine(config, self.model, source, end_ids, length, *rest)
+        return ModelEngine(self.model, end_ids, padding_token_id(self.tokenizer), self.batch_size.value)
+
+    def evaluated(self) -> bool:
+        """Return whether the last step in the metrics has an evaluation, if the run evaluates."""
+        records = read_metrics(self.directory.metrics)
+        return self.eval_prompts is None or any(key.startswith("eval/") for key in (records or [{}])[-1])
+
+
+def check_inputs(
+    kind: type[GSPOTrainer],
+    rewards: Sequence[RewardFunction],
+    dataset: data.Rows,
+    eval_dataset: data.Rows | None,
+    config: TrainConfig,
+) -> RewardSet:
+    """Return the rewards; an `InputError` names an option, row or reward function that cannot be used."""
+    check_config(config, serves_turns=kind.serves_turns)
+    data.check_rows(dataset, "the training dataset")
+    if eval_dataset is not None:
+        data.check_rows(eval_dataset, "the eval dataset")
+    checked = RewardSet(rewards, config.reward_weights)
+    checked.check(data.column_names(dataset))
+    return checked
 
 
 def dry_run(
@@ -380,12 +361,11 @@ def dry_run(
 
     Of the model, only its configuration is read, and nothing is written.
     """
-    check_config(config, serves_turns=kind.serves_turns)
-    check_data(RewardSet(rewards, config.reward_weights, config.reward_timeout), dataset, eval_dataset)
+    check_inputs(kind, rewards, dataset, eval_dataset, config)
     tokenizer, model_config = load_tokenizer(config.model), load_model_config(config.model)
 
     def say(text: str, *, warning: bool = False) -> None:
         print(f"warning: {text}" if warning else text)
 
-    longest = longest_prompt(model_config, config)
-    prepare_prompts(tokenizer, dataset, eval_dataset, config, longest=longest, say=say)
+    longest = data.longest_prompt(model_config, config.rollout.max_new_tokens)
+    data.prepare_datasets(tokenizer, dataset, eval_dataset, longest=longest, options=config.data, say=say)

@@ -30,10 +30,10 @@ from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
 
 
 def load_model(path: str, half: bool = False, attention: str | None = None, accelerator: Any = ALONE) -> Any:
-    """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
+    """Load a causal language model in fp32: 16-bit weights would lose the small updates of RL.
 
-    ``half`` loads bfloat16 instead, for weights that are not trained themselves. If accelerate's FSDP2 plugin
-    says so, only the first process of a machine reads weights; `_prepared` gives the others their shards.
+    ``half`` loads frozen weights in bfloat16. With ``cpu_ram_efficient_loading`` of accelerate's FSDP2
+    plugin, only the first process of a node reads weights, and `_prepared` sends the others their shards.
     """
     from transformers import AutoModelForCausalLM
 
@@ -44,20 +44,20 @@ def load_model(path: str, half: bool = False, attention: str | None = None, acce
 
 
 def load_model_config(path: str) -> Any:
-    """Load the configuration of a model's directory or Hub name."""
+    """Load a model's configuration from a directory or the Hub."""
     from transformers import AutoConfig
 
     return _loaded(AutoConfig, path, "model")
 
 
 def load_tokenizer(path: Any) -> Any:
-    """Load the tokenizer of a model's directory or Hub name; anything else is an `InputError`."""
+    """Load a model's tokenizer from a directory or the Hub."""
     from transformers import AutoTokenizer
 
     if not isinstance(path, str | Path):
         raise InputError("tokenizer: got None with a model that is already loaded; expected its tokenizer")
     tokenizer = _loaded(AutoTokenizer, str(path), "the tokenizer of")
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes some without any file
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one without files
         raise InputError(f"the tokenizer of {str(path)!r} has only special tokens: its files are missing")
     return tokenizer
 
@@ -66,14 +66,14 @@ def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
     check_model_path(path)
     try:
         return kind.from_pretrained(path, **options)
-    except Exception as error:  # transformers passes on whatever its readers raise
+    except Exception as error:  # the readers' errors have many types
         has = ", ".join(sorted(file.name for file in Path(path).glob("*")))
         has = shorten(f"; the directory has {has or 'no files'}", 200) if Path(path).is_dir() else ""
         raise InputError(f"{what} {path!r} cannot be loaded: {shorten(reason(error), 1000)}{has}") from error
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a completion: the tokenizer's, and those of the model's generation config."""
+    """Return the ids that end a completion, of the tokenizer and of the model's generation config."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     end_ids = sorted({int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None})
@@ -83,7 +83,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def padding_token_id(tokenizer: Any) -> int:
-    """Return the padding token's id, or the end token's if there is none: padding is masked anyway."""
+    """Return the id of the padding token, or of the end token if there is none; padding is masked."""
     ids = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None]
     if not ids:
         raise InputError("the tokenizer has neither a padding nor an end-of-sequence token")
@@ -91,23 +91,34 @@ def padding_token_id(tokenizer: Any) -> int:
 
 
 def add_adapters(model: Any, config: LoraConfig) -> Any:
-    """Inject LoRA adapters in place; return peft's model around it, for ``disable_adapter``."""
+    """Add LoRA adapters in place; return peft's model around it, for ``disable_adapter``."""
     import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
+    names: Any = list(config.target_modules)
     options = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=names[0] if names == ["all-linear"] else names,
+        task_type="CAUSAL_LM",
     )
-    with warnings.catch_warnings():  # peft asks transformers by a name that goes away
-        warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
-        return peft.get_peft_model(model, options)
+    try:
+        with warnings.catch_warnings():  # peft uses a deprecated name of transformers
+            warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+            adapted = peft.get_peft_model(model, options)
+    except ValueError as error:
+        raise InputError(f"lora.target_modules: got {names}: {reason(error)}") from error
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(isinstance(module, BaseTunerLayer) for module in ends):  # which may be tied
+        raise InputError(f"lora.target_modules: got {names}, expected neither the embeddings nor the head")
+    return adapted
 
 
 class Policy(nn.Module):
     """A causal language model that scores completions, or computes their loss, without storing all logits.
 
-    The head runs inside ``forward``, with the backbone, so that DDP and FSDP see one module whose parameters
-    are all present while it runs. Completions are scored at the sampling temperature, in packed rows, or in
-    tree rows, which have the prefixes that sequences share once.
+    The head runs inside ``forward``: DDP and FSDP need one module with all parameters. Completions are scored
+    at the sampling temperature, in packed rows, or in tree rows, where shared prefixes occur once.
     """
 
     def __init__(self, model: Any, *, temperature: float, checkpointing: bool = False) -> None:
@@ -117,7 +128,7 @@ class Policy(nn.Module):
         self.layout: Any = packed_row
         # FSDP reads this attribute to wrap one module per layer.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
-        # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
+        # Dropout stays off in training: with equal weights, ratios must be 1.
         self.eval()
         self._checkpointed: list[nn.Module] = []
         if checkpointing:
@@ -128,18 +139,18 @@ class Policy(nn.Module):
             enable({"use_reentrant": False})
             self._checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
             if not self._checkpointed:
-                raise InputError(f"{type(model).__name__} has no layers that could be recomputed")
+                raise InputError(f"{type(model).__name__} does not support update.gradient_checkpointing")
 
     def tie_weights(self) -> None:
-        """Make embedding and head one weight again, for accelerate, which replaces both under FSDP2."""
+        """Tie embedding and head after accelerate has replaced both under FSDP2."""
         if self.model.config.tie_word_embeddings:
             self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
 
     @torch.no_grad()
     def check(self) -> None:
-        """Run a few tokens; refuse a model with an unknown head, or one that common rows would change.
+        """Run a few tokens; refuse an unsupported head, or sequences that depend on others in their row.
 
-        On a CPU, rows are trees if the model allows it. No GPU has trained with these yet.
+        On a CPU, rows are trees if the model supports them. No GPU has trained with these yet.
         """
         try:
             check_head(self.model)
@@ -160,7 +171,7 @@ class Policy(nn.Module):
 
     @contextmanager
     def checkpointed(self) -> Iterator[None]:
-        """Let layers be recomputed in the body's backward; generation would then run without its cache."""
+        """Enable checkpointing of layers in the body alone: generation needs its cache."""
         for layer in self._checkpointed:
             layer.training = torch.is_grad_enabled()
         yield
@@ -172,11 +183,11 @@ class Policy(nn.Module):
     ) -> gk.TokenLogprobs | gk.LossOutput:
         """Score completions, or return the loss of `gk.fused_linear_policy_loss` with ``terms``.
 
-        Results are packed over the N completion tokens, and so is ``mask``, a `SamplingMask`: with it,
-        log-probs and entropy are those of the softmax over the tokens in it.
+        Results are packed over the N completion tokens, as is ``mask``, a `SamplingMask`: log-probs and
+        entropy are then those of the softmax over its tokens.
         """
         labels, given = torch.cat(list(completions)), terms or {}
-        # before the model is queued, for which the loss would wait
+        # before the model runs: the loss then needs no sync
         gk.prefetch(
             labels, given.get("loss_mask"), given.get("advantages"), cu_seqlens=given.get("cu_seqlens")
         )
@@ -194,10 +205,10 @@ class Policy(nn.Module):
 def make_policies(
     model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any, needs_reference: bool
 ) -> tuple[Any, Policy, Any]:
-    """Load the model if it is a path, refuse a model that cannot be trained, and make policy and reference.
+    """Load the model if it is a path, refuse one that cannot be trained, and make policy and reference.
 
     Returns the transformers model, with adapters if configured; the policy around it; and the reference if
-    one is needed: a frozen copy, or a function that calls the policy with its adapters off.
+    needed: a frozen copy, or a function that calls the policy without its adapters.
     """
     from transformers import PreTrainedModel
 
@@ -207,7 +218,7 @@ def make_policies(
         model = load_model(str(model), half=half, attention=attention, accelerator=accelerator)
     elif attention is not None:
         raise InputError(f"attn_implementation: got {attention!r} with a loaded model; expected None")
-    has_adapters = hasattr(model, "peft_config")  # peft leaves it in models that it changes in place
+    has_adapters = hasattr(model, "peft_config")  # also of models that peft changed in place
     if has_adapters or not isinstance(model, PreTrainedModel):
         got = f"{type(model).__name__}{' with adapters' if has_adapters else ''}"
         instead = "merge_and_unload() of peft merges adapters, and lora.rank trains new ones"
@@ -245,7 +256,7 @@ def frozen_policy(path: str, config: TrainConfig, accelerator: Any) -> Any:
 def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool = False) -> Any:
     checkpointing = config.update.gradient_checkpointing and not frozen
     policy = Policy(model, temperature=config.rollout.temperature, checkpointing=checkpointing)
-    if not accelerator.is_fsdp2:  # which moves shards alone
+    if not accelerator.is_fsdp2:  # which moves the shards
         with accelerator.autocast():
             policy.to(accelerator.device).check()
     if frozen:
@@ -253,7 +264,7 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
     if accelerator.is_fsdp2:
         policy = fsdp2_prepare_model(accelerator, policy)
         register_fsdp_forward_method(policy, "check")
-        policy.check()  # in the run's precision, which FSDP sets
+        policy.check()  # in the precision that FSDP sets
         reshard(policy)
     elif frozen:
         policy = accelerator.prepare_model(policy, evaluation_mode=True)
@@ -261,7 +272,7 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
 
 
 def freeze(policy: Policy, accelerator: Any) -> None:
-    """Let a policy's weights need no gradients; in bf16, round those that its products would round anyway."""
+    """Freeze a policy; with bf16 matmuls, round the weights that they would round in each call."""
     policy.requires_grad_(False)
     for module in policy.modules() if accelerator.mixed_precision == "bf16" else ():
         linear = isinstance(module, nn.Linear) and module is not policy.model.get_output_embeddings()
@@ -273,10 +284,10 @@ def freeze(policy: Policy, accelerator: Any) -> None:
 def export_model(
     model: Any, tokenizer: Any, path: Path, *, accelerator: Any = ALONE, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt.
+    """Write a directory for ``from_pretrained``, with adapters merged into the weights.
 
     All processes must call; the first one gathers shards in its host memory and writes. Weights are as
-    trained, or rounded to ``dtype``; the folder ``adapter`` has the adapters alone, as trained, for peft.
+    trained, or rounded to ``dtype``; the folder ``adapter`` has the trained adapters, for peft.
     """
     original = model.config
     model.config = copy.deepcopy(original)  # save_pretrained changes it
@@ -298,7 +309,7 @@ def export_model(
 
 
 def _merged(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights (shards under FSDP2) with the adapters added, by the names of the plain model."""
+    """Yield all weights, as FSDP2's shards, with adapters merged, by their names without adapters."""
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     for name, tensor in model.state_dict().items():
         plain, tensor = name.replace(".base_layer.", "."), tensor.detach()
@@ -311,7 +322,7 @@ def _merged(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor
 
 
 def exported_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole weights as `export_model` writes them, on their device; all processes must iterate."""
+    """Yield the gathered weights of `export_model` on their device; all processes must iterate."""
     from transformers.core_model_loading import revert_weight_conversion
 
     for name, weight in revert_weight_conversion(model, dict(_merged(model, dtype))).items():
@@ -320,9 +331,9 @@ def exported_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[st
 
 @torch.no_grad()
 def weights_digest(model: Any) -> str:
-    """Return 16 short hashes of a sample of the weights, adapters added; all processes must call.
+    """Return 16 short hashes of a sample of the weights with adapters merged; all processes must call.
 
-    The sample is rounded to bf16, so that the digest of an export in bf16 is that of the trained weights.
+    The sample is rounded to bf16, so an export in bf16 has the digest of the trained weights.
     """
     rows = []
     for _, weight in _merged(model, None):
@@ -334,12 +345,12 @@ def weights_digest(model: Any) -> str:
 
 
 def same_weights(digest: str, other: str) -> bool:
-    """Return whether most hashes are equal; a few differ where adapters were added on another device."""
+    """Return whether most hashes are equal; a few differ if adapters were merged on another device."""
     return sum(map(eq, digest.split(), other.split())) > 8
 
 
 def _write_adapters(model: Any, path: Path, accelerator: Any) -> None:
-    """Write adapters in peft's format; they are small, so that under FSDP2 every process gathers them."""
+    """Write adapters in peft's format; every process gathers FSDP2's shards, which are small."""
     import peft
 
     named = peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()

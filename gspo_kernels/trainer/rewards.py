@@ -1,9 +1,9 @@
-"""Reward functions: load them, call them within a time limit, and turn their values into advantages.
+"""Reward functions: load them, call them, and turn their values into advantages.
 
 A reward function takes some or all of ``(prompts, completions, completion_ids, **columns)`` by name. Each is
-a list with one entry per completion: the prompt as the dataset has it, the text, the token ids, the values of
-the dataset's other columns; each call gets its own copies. It returns a list of numbers, None where it does
-not apply, and may be ``async``.
+a list with one entry per completion: the dataset's prompt, the text, the token ids, the values of the other
+columns; each call gets its own copies. It returns a list of numbers, with None where it does not apply, and
+may be ``async``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,17 +72,17 @@ def load_reward(spec: str) -> RewardFunction:
 def _import(location: str) -> Any:
     path, is_file = Path(location).resolve(), location.endswith(".py")
     folder = str(path.parent if is_file else Path.cwd())
-    if folder not in sys.path:  # it stays there: processes that a reward starts import the module by its name
+    if folder not in sys.path:  # stays there: processes started by a reward import the module by its name
         sys.path.append(folder)
     name = _module_name(path) if is_file else location
-    sys.path.insert(0, folder)  # first while the module loads, as for a script
+    sys.path.insert(0, folder)  # while the module loads, as for a script
     try:
         if not is_file:
             return importlib.import_module(name)
         module_spec = importlib.util.spec_from_file_location(name, path)
         assert module_spec is not None and module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
-        sys.modules[name] = module  # pickle and dataclasses look their module up there
+        sys.modules[name] = module  # where pickle and dataclasses look it up
         module_spec.loader.exec_module(module)
         return module
     finally:
@@ -91,10 +90,10 @@ def _import(location: str) -> Any:
 
 
 def _module_name(path: Path) -> str:
-    """Return the name under which every process can import a file, or one of its own where that is taken."""
+    """Return a name by which every process can import a file, or a unique one if that name is taken."""
     try:
         importable = importlib.util.find_spec(path.stem)
-    except (ImportError, ValueError):  # a name with dots, or the running program's
+    except (ImportError, ValueError):  # a name with dots, or the running program
         importable = None
     if importable is not None and Path(importable.origin or "").resolve() == path:
         return path.stem
@@ -106,51 +105,56 @@ class Rewards:
     """Rewards of B completions."""
 
     total: Tensor  # [B] fp32, the weighted sum of the rewards that apply; NaN where none does
-    by_name: dict[str, Tensor]  # [B] fp32 for each reward function, NaN where it does not apply
-    weights: Mapping[str, float] = field(default_factory=dict)  # by name; 1 where it is missing
+    by_name: dict[str, Tensor]  # [B] fp32 per reward function, NaN where it does not apply
+    weights: Mapping[str, float] = field(default_factory=dict)  # by name; 1 if missing
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rewards]) -> Rewards:
-        """Put the rewards of several parts of a batch one after the other; at least one part."""
+        """Concatenate the rewards of one or more parts of a batch."""
         by_name = {name: torch.cat([each.by_name[name] for each in parts]) for name in parts[0].by_name}
         return cls(torch.cat([each.total for each in parts]), by_name, parts[0].weights)
 
 
 class RewardSet:
-    """Several reward functions, called together and summed with weights.
+    """Reward functions that are called together and summed with weights, all 1 by default.
 
-    ``async`` functions run at the same time, in threads; plain ones one after the other, in the calling
-    thread. ``weights`` are all 1 by default; ``timeout`` is in seconds.
+    ``async`` functions run concurrently, in the event loop of one thread; plain ones run one after the other
+    in the calling thread.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[RewardFunction],
-        weights: Sequence[float] | None = None,
-        timeout: float | None = None,
-    ) -> None:
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
         if not functions:
             raise InputError("no reward function was given")
         weights = [1.0] * len(functions) if weights is None else weights
         if len(weights) != len(functions) or not all(map(math.isfinite, weights)):
             expected = f"a finite number for each of {len(functions)} rewards"
             raise InputError(f"reward_weights: got {list(weights)}, expected {expected}")
-        if timeout is not None and not 0.0 < timeout < math.inf:
-            raise InputError(f"reward_timeout must be above 0 seconds, or None for no limit; got {timeout}")
-        self._calls: dict[str, _Call] = {}
+        self.functions: dict[str, RewardFunction] = {}
         for function in functions:
             inner = function.func if isinstance(function, partial) else function
             base = getattr(inner, "__name__", type(inner).__name__)
             names = [base, *(f"{base}_{n}" for n in range(2, len(functions) + 1))]
-            name = next(name for name in names if name not in self._calls)
-            self._calls[name] = _Call(name, function, timeout)
-        self.names = list(self._calls)
+            self.functions[next(name for name in names if name not in self.functions)] = function
+        self.names = list(self.functions)
         self.weights = dict(zip(self.names, weights, strict=True))
+        # The event loop outlives a call, and so do a function's clients and connections.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise an `InputError` if a function cannot be called with these columns of the dataset."""
-        for call in self._calls.values():
-            call.check(list(columns))
+        columns = list(columns)
+        for name, function in self.functions.items():
+            bound = function.keywords if isinstance(function, partial) else {}
+            if twice := [each for each in (*RESERVED, *columns) if each in bound]:
+                raise InputError(f"reward function {name}: {', '.join(twice)} is an option and a column")
+            try:
+                arguments = _accepted(function, dict.fromkeys((*RESERVED, *columns)))
+                inspect.signature(function).bind(**arguments)
+            except (TypeError, ValueError) as error:  # some builtin functions have no signature
+                names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
+                cannot = f"reward function {name} cannot be called with {names}, all by name"
+                raise InputError(f"{cannot}: {error}") from error
 
     def __call__(
         self,
@@ -159,16 +163,22 @@ class RewardSet:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Rewards:
-        """Score every completion with every function; an `InputError` names the one that fails."""
+        """Score every completion with every function; an `InputError` names a function that fails."""
         self.check(columns)
         arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
-        calls = list(self._calls.values())
-        # Coroutines run while the plain functions are called, one after the other.
+        functions = self.functions.items()
+
+        def plain(function: RewardFunction) -> Any:
+            return function(**own_copies(_accepted(function, arguments)))
+
         with restored_globals():
-            started = {call: call.start(arguments) for call in calls if call.is_async}
-            plain = [call for call in calls if not call.is_async]
-            values = {call.name: call.values(arguments, partial(call.run, arguments)) for call in plain}
-            values |= {c.name: c.values(arguments, partial(c.wait, future)) for c, future in started.items()}
+            started = {name: self._start(f, arguments) for name, f in functions if _is_async(f)}
+            calls = {name: partial(plain, f) for name, f in functions if name not in started}
+            calls |= {name: partial(_result, future) for name, future in started.items()}
+            values = {
+                name: _values(name, self.functions[name], call, prompts, completions)
+                for name, call in calls.items()
+            }
         by_name = {n: torch.tensor(values[n], dtype=torch.float32, device="cpu") for n in self.names}
         weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])
         if (infinite := weighted.nansum(0).isinf()).any():
@@ -177,13 +187,80 @@ class RewardSet:
         total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
         return Rewards(total, by_name, self.weights)
 
+    def _start(self, function: RewardFunction, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Start an ``async`` function with this thread's torch state; its future returns errors as values."""
+        if self._loop is None or self._thread is None or not self._thread.is_alive():  # as after a fork
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+            self._thread.start()
+        grad = torch.is_grad_enabled()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        async def outcome() -> Any:
+            torch.set_grad_enabled(grad)
+            if device is not None:
+                torch.cuda.set_device(device)
+            try:
+                return await function(**own_copies(_accepted(function, arguments)))
+            except BaseException as error:  # SystemExit would end the event loop
+                return error
+
+        return asyncio.run_coroutine_threadsafe(outcome(), self._loop)
+
+
+def _is_async(function: RewardFunction) -> bool:
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments that a function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in parameters}
+
+
+def _result(future: Future[Any]) -> Any:
+    if isinstance(outcome := future.result(), BaseException):
+        raise outcome
+    return outcome
+
+
+def _values(
+    name: str,
+    function: RewardFunction,
+    call: Callable[[], Any],
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+) -> list[float]:
+    """Return what a call of a reward function returns; an `InputError` says what is wrong with it."""
+    what = f"reward function {name}"
+    try:
+        values = call()
+    except (Exception, SystemExit) as error:
+        inner = function.func if isinstance(function, partial) else function
+        raise InputError(f"{what} raised {error!r}{place_of(error, inner)}") from error
+    values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or a NumPy array
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputError(f"{what} must return a list of numbers, got {type(values).__name__}")
+    if len(values) != len(completions):
+        raise InputError(f"{what} returned {len(values)} values for {len(completions)} completions")
+    for value, prompt, completion in zip(values, prompts, completions, strict=True):
+        try:
+            fits = value is None or abs(float(value)) < 3.4e38
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+        if not fits:
+            place = f"completion {completion!r:.200} of prompt {prompt!r:.200}"
+            raise InputError(f"{what} returned {value!r}, expected a finite fp32 number or None ({place})")
+    return [math.nan if value is None else float(value) for value in values]
+
 
 @contextmanager
 def restored_globals() -> Iterator[None]:
-    """Restore what reward functions change of the process, where a run depends on it.
+    """Restore the state of the process that a run depends on, if reward functions change it.
 
-    This is torch's grad mode and generators, output streams, handlers of the signals that end a run, and the
-    functions that a sandbox sets to None. Other state stays as it is left, such as the working directory.
+    This is torch's grad mode and generators, the output streams, the handlers of signals that end a run, and
+    functions that a sandbox sets to None. Other changes remain, such as the working directory.
     """
     modules = [(vars(module), {**vars(module)}) for module in (builtins, os, shutil, subprocess)]
     streams, ends = (sys.stdout, sys.stderr), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -204,133 +281,15 @@ def restored_globals() -> Iterator[None]:
 
 
 def own_copies(arguments: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return copies of a function's arguments, each value apart, so that its changes reach nothing else."""
-    ids = "completion_ids"  # copied by list(), which is ten times as fast
+    """Return copies of a function's arguments, one per value, to confine what the function changes."""
+    ids = "completion_ids"  # list() is ten times as fast as deepcopy
     return {n: [list(x) if n == ids else copy.deepcopy(x) for x in each] for n, each in arguments.items()}
 
 
-class _TimeIsUp(BaseException):
-    """The end of a time limit; not an ``Exception``, which a reward function may handle."""
-
-
-@contextmanager
-def _time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `_TimeIsUp` in the main thread after some time. A function that sets SIGALRM ends the limit."""
-    if seconds is None:
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _TimeIsUp
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        try:  # the signal may still arrive here
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-        finally:
-            signal.signal(signal.SIGALRM, before)
-
-
-class _Call:
-    """One reward function: which arguments it takes, and a call with a time limit."""
-
-    def __init__(self, name: str, function: RewardFunction, timeout: float | None) -> None:
-        self.name, self.function, self.timeout = name, function, timeout
-        self.what = f"reward function {name}"
-        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-        # An event loop lives as long as its function, so that clients and connections outlive a call.
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the arguments that the function takes."""
-        parameters = inspect.signature(self.function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return {name: v for name, v in arguments.items() if takes_all or name in parameters}
-
-    def check(self, columns: Sequence[str]) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if self.timeout is not None and not (self.is_async or is_main):
-            limit = "only the main thread can have a limit, or coroutines"
-            raise InputError(f"reward_timeout: got {self.timeout:g} for {self.what} in a thread; {limit}")
-        bound = self.function.keywords if isinstance(self.function, partial) else {}
-        if twice := [name for name in (*RESERVED, *columns) if name in bound]:
-            raise InputError(f"{self.what}: {', '.join(twice)} is an option and a column")
-        try:
-            accepted = self.accepted(dict.fromkeys((*RESERVED, *columns)))
-            inspect.signature(self.function).bind(**accepted)
-        except (TypeError, ValueError) as error:  # some builtin functions have no signature
-            names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
-            raise InputError(f"{self.what} cannot be called with {names}, all by name: {error}") from error
-
-    def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Call a plain function in this thread: only the main thread can set and interrupt by signals."""
-        with _time_limit(self.timeout):
-            return self.function(**own_copies(self.accepted(arguments)))
-
-    def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Start a coroutine in a daemon thread, with this thread's torch state."""
-        grad = torch.is_grad_enabled()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        future: Future[Any] = Future()
-        loop = self.loop = self.loop or asyncio.new_event_loop()
-        self.ends = None if self.timeout is None else time.monotonic() + self.timeout
-
-        def run() -> None:
-            torch.set_grad_enabled(grad)
-            if device is not None:
-                torch.cuda.set_device(device)
-            try:
-                values = self.function(**own_copies(self.accepted(arguments)))
-                future.set_result(loop.run_until_complete(values))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=self.what, daemon=True).start()
-        return future
-
-    def wait(self, future: Future[Any]) -> Any:
-        """Return what a coroutine returns."""
-        if not wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done:
-            self.loop = None  # it may be blocked for good: the next call gets another one
-            raise _TimeIsUp
-        return future.result()
-
-    def values(self, arguments: Mapping[str, Any], call: Callable[[], Any]) -> list[float]:
-        """Return the values of a call, checked; an `InputError` says what is wrong with them."""
-        prompts, completions = arguments["prompts"], arguments["completions"]
-        try:
-            values = call()
-        except _TimeIsUp as error:
-            limit = f"{self.timeout:g} seconds for {len(completions)} completions"
-            raise InputError(f"{self.what} took more than {limit}") from error
-        except (Exception, SystemExit) as error:
-            inner = self.function.func if isinstance(self.function, partial) else self.function
-            raise InputError(f"{self.what} raised {error!r}{place_of(error, inner)}") from error
-        values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or a NumPy array
-        if not isinstance(values, Sequence) or isinstance(values, str):
-            raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")
-        if len(values) != len(completions):
-            raise InputError(f"{self.what} returned {len(values)} values for {len(completions)} completions")
-        for value, prompt, completion in zip(values, prompts, completions, strict=True):
-            try:
-                fits = value is None or abs(float(value)) < 3.4e38
-            except (TypeError, ValueError, OverflowError):
-                fits = False
-            if not fits:
-                raise InputError(
-                    f"{self.what} returned {value!r}, expected a finite fp32 number or None (completion "
-                    f"{completion!r:.200} of prompt {prompt!r:.200})"
-                )
-        return [math.nan if value is None else float(value) for value in values]
-
-
 def advantages_of(rewards: Rewards, *, group_size: int, method: str, lengths: Tensor | None = None) -> Tensor:
-    """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
+    """Return [B] fp32 advantages by a function of `gk.advantages`; 0 where no reward applies.
 
-    ``method`` is a name of config's ``Method``. "gdpo" normalizes each reward alone, then sums them; the
+    ``method`` is one of config's ``Method``. "gdpo" normalizes each reward separately, then sums them; the
     others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it whitens
     over the batch, "reinforce_plus_plus" only whitens. "optimal_baseline" needs ``lengths``, [B], the numbers
     of counted tokens.
@@ -353,7 +312,7 @@ def advantages_of(rewards: Rewards, *, group_size: int, method: str, lengths: Te
 
 
 def levels(total: Tensor, group_size: int) -> Tensor:
-    """Return each reward's rank in its group, [B]: 1 for the highest; equal rewards have equal ranks."""
+    """Return each reward's rank in its group, [B], from 1 for the highest; equal rewards share a rank."""
     groups = [torch.unique(-group, return_inverse=True)[1] + 1 for group in total.split(group_size)]
     return torch.cat(groups).to(total.dtype)
 

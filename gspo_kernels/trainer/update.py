@@ -1,8 +1,8 @@
 """From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
 
-Old, new and reference log-probs come from one code path, so that the clip range sees the policy's change
-alone. Every process has the whole rollout, makes the same decisions about it, and runs its share of the
-micro-batches, as many as all others. So one process or several take the same step.
+Old, new and reference log-probs come from the same code path, so only changes of the policy change a ratio.
+Every process has the whole rollout, makes the same decisions about it, and runs its share of the
+micro-batches, the same number as the others. One process and several take the same step.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Terms = dict[str, Any]  # of a loss; tensors are [B] or [N]
 
 
 def trainable_objectives() -> dict[str, Any]:
-    """Return by name the objectives whose inputs a rollout has; weights of single tokens are none of them."""
+    """Return by name the objectives whose inputs a rollout has; it has no token weights."""
     classes: dict[str, Any] = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
     served = {"ref_logprobs", "group_ids", "turn_ids", "entropy"}
     return {name: cls for name, cls in classes.items() if served.issuperset(cls.needs)}
 
 
 def make_objective(config: TrainConfig) -> Any:
-    """Return the configured objective; fields that are not set keep the objective's defaults."""
+    """Return the configured objective, with its own defaults for fields that are not set."""
     classes, name = trainable_objectives(), config.objective.name
     if name not in classes:
         hint = f"{near_matches(name, classes)}; there are {', '.join(classes)}"
@@ -72,10 +72,10 @@ def make_objective(config: TrainConfig) -> Any:
 
 
 def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
-    """Raise an `InputError` for a loss that cannot be computed: wrong fields, bounds or minibatches."""
+    """Raise an `InputError` for wrong fields of the objective, bounds or minibatches."""
     objective, rollout, update = make_objective(config), config.rollout, config.update
     if "turn_ids" in objective.needs and not serves_turns:
-        one = f"{config.objective.name} compares turns, and plain training has rollouts of one turn"
+        one = f"{config.objective.name} compares turns, and completions are one turn"
         raise InputError(f"objective.name: {one}; train with python -m examples.recipes.turns")
     if config.objective.centering:
         try:
@@ -83,7 +83,7 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
         except ValueError as error:
             raise InputError(f"objective.{error}") from error
         if gk.is_batch_invariant():
-            raise InputError("objective.centering: batch-invariant mode gives no entropy with it")
+            raise InputError("objective.centering: not supported in batch-invariant mode")
     if config.off_policy.level != "none":
         token = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
         try:
@@ -98,17 +98,17 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
 
 
 def needs_whole_groups(objective: Any) -> bool:
-    """Whether a minibatch must have whole groups, for their coefficients or their mean."""
+    """Return whether a minibatch must consist of whole groups, for their coefficients or their mean."""
     return bool(objective.coefficient_scope == "group" or objective.aggregation == "prompt_mean")
 
 
 def needs_reference(config: TrainConfig) -> bool:
-    """Whether a term of the loss compares with the reference policy."""
+    """Return whether a term of the loss needs the reference policy."""
     return config.kl.beta > 0 or "ref_logprobs" in make_objective(config).needs
 
 
 def off_policy_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the options of `gk.rollout_weights`; truncation without any bound gets an upper one of 2."""
+    """Return the options of `gk.rollout_weights`; truncation without bounds gets an upper bound of 2."""
     options = config.off_policy.model_dump()
     if options["mode"] == "truncate" and options["low"] is None and options["high"] is None:
         options["high"] = 2.0
@@ -118,24 +118,19 @@ def off_policy_options(config: TrainConfig) -> dict[str, Any]:
 class Minibatch(NamedTuple):
     """The input of one optimizer update."""
 
-    rows: Tensor  # of the batch; all of them count in the divisor
-    active: Tensor  # the rows that can have a gradient; the others cost no forward pass
-    micro_batches: list[Tensor]  # this process's part of the active rows
-
-
-def runs_one_by_one(minibatches: Sequence[Minibatch]) -> bool:
-    """Return whether no micro-batch has more than one row."""
-    return all(len(rows) <= 1 for part in minibatches for rows in part.micro_batches)
+    rows: Tensor  # of the batch, all counted by the divisor
+    active: Tensor  # the rows that can have a gradient; only these are run
+    micro_batches: list[Tensor]  # this process's share of the active rows
 
 
 class Updater:
-    """The owner of optimizer, schedule and objective; ``reference`` is called as the policy is."""
+    """The owner of optimizer, schedule and objective; ``reference`` is called like the policy."""
 
     def __init__(self, accelerator: Any, config: TrainConfig, policy: Policy, reference: Any = None) -> None:
         weights = [p for p in policy.parameters() if p.requires_grad]
-        # the unfused optimizer makes temporary copies of every weight
-        rate = config.update.learning_rate
-        self.optimizer: Any = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0, fused=True)
+        rate, decay = config.update.learning_rate, config.update.weight_decay
+        # fused: the default allocates temporary copies of all weights
+        self.optimizer: Any = torch.optim.AdamW(weights, lr=rate, weight_decay=decay, fused=True)
         self.scheduler = LambdaLR(self.optimizer, partial(learning_rate_factor, config=config.update))
         self.accelerator = accelerator
         self.sharded = isinstance(policy, FSDPModule)
@@ -148,17 +143,17 @@ class Updater:
 
     @property
     def needs_full_minibatch(self) -> bool:
-        """Whether a sequence's gradient depends on other sequences, so that all must be scored first."""
+        """Whether a sequence's gradient depends on other sequences, which must be scored first."""
         return self.objective.coefficient_scope in ("group", "batch")
 
     @property
     def updates(self) -> int:
-        """Number of optimizer updates since the run began."""
+        """Number of optimizer updates since the start of the run."""
         return int(self.scheduler.last_epoch)
 
     @contextmanager
     def weights_in(self, engine: Any, tokenizer: Any) -> Iterator[None]:
-        """Give an engine the current weights: whole in the model, or sent to vLLM if they have changed."""
+        """Provide the current weights: gathered in the model, or sent to vLLM if they have changed."""
         if not isinstance(engine, VLLMEngine):
             with whole_weights(self.accelerator, self.policy):
                 yield
@@ -171,28 +166,29 @@ class Updater:
         yield
 
     def update(self, batch: Batch, step: int = 0) -> Metrics:
-        """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
+        """Take one optimizer step per minibatch; return the metrics, averaged and by minibatch.
 
-        Metrics are over the completions that can have a gradient. Averages are over the minibatches that have
-        such completions; that of the entropy is over their tokens, and NaN without any.
+        Metrics are those of completions that can have a gradient, and averages those of minibatches with such
+        completions; the average entropy is over tokens, and NaN without any.
         """
         each: list[Metrics] = []
         minibatches: list[Minibatch] = []
         terms: Terms = {}
+        scores_first = self.needs_full_minibatch or self.config.off_policy.level != "none"
+        given = batch.old_logprobs is not None or self.config.objective.centering > 0
+        on_policy = not (scores_first or given)  # the first minibatch's new log-probs are its old ones
 
         def attempt() -> None:
-            """Take the steps that are left; before the first one, compute what they share."""
+            """Take the remaining steps; before the first one, compute the terms that they share."""
             nonlocal minibatches, terms
             self.optimizer.zero_grad()  # of an attempt that ran out of memory
             minibatches = self._minibatches(batch, step)
             if not each:
-                first_epoch = minibatches[: self.config.update.minibatches]
-                terms = self._terms(batch, first_epoch)
+                terms = self._terms(batch, minibatches[: self.config.update.minibatches], on_policy)
             for minibatch in minibatches[len(each) :]:
-                on_policy = not each and self._starts_on_policy(batch)
-                each.append(self._update_minibatch(batch, terms, minibatch, on_policy))
+                each.append(self._learn(batch, terms, minibatch, on_policy and not each))
 
-        self.micro_batch_tokens.fit(attempt, alone=lambda: runs_one_by_one(minibatches))
+        self.micro_batch_tokens.fit(attempt)
         tokens = [int(batch.counted[minibatch.active].sum()) for minibatch in minibatches]
         for count, values in zip(tokens, each, strict=True):
             values["entropy"] = values["entropy"] if count else math.nan
@@ -210,20 +206,17 @@ class Updater:
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
         return metrics | self._off_policy_metrics(batch, terms)
 
-    @torch.no_grad()
     def score(self, policy: Any, batch: Batch, step: int = 0) -> gk.TokenLogprobs:
         """Return log-probs and entropy, [N], of the rows that the update of a step uses; 0 elsewhere.
 
         Micro-batches are those of that update, because the last bit of a result may depend on their shape.
         """
-        minibatches: list[Minibatch] = []
 
         def attempt() -> gk.TokenLogprobs:
-            nonlocal minibatches
-            minibatches = self._minibatches(batch, step)[: self.config.update.minibatches]
-            return self._score(policy, batch, minibatches)
+            first_epoch = self._minibatches(batch, step)[: self.config.update.minibatches]
+            return self._score(policy, batch, first_epoch)
 
-        return self.micro_batch_tokens.fit(attempt, alone=lambda: runs_one_by_one(minibatches))
+        return self.micro_batch_tokens.fit(attempt)
 
     @torch.no_grad()
     def _score(self, policy: Any, batch: Batch, minibatches: Sequence[Minibatch]) -> gk.TokenLogprobs:
@@ -233,19 +226,19 @@ class Updater:
     def _run(
         self, policy: Any, batch: Batch, micros: Sequence[Tensor], terms: Terms | None = None
     ) -> tuple[Tensor, Tensor, Any]:
-        """Score the rows of micro-batches; with terms, [B] or [N], learn from the loss that has them.
+        """Score the rows of micro-batches; with terms of a loss, [B] or [N], also run its backward.
 
-        Returns log-probs and entropy, [N], 0 in other rows; and what this process's last micro-batch gave.
+        Returns log-probs and entropy, [N], 0 in other rows; and the last output of this process.
         """
         values = torch.zeros(2, len(batch.loss_mask), dtype=torch.float32, device=batch.loss_mask.device)
         output: Any = None
         for number, rows in enumerate(micros, start=1):
             counts = len(rows) > 0
-            rows = rows if counts else rows.new_zeros(1)  # one that does not count, for the collectives
+            rows = rows if counts else rows.new_zeros(1)  # a masked row, for the collectives
             prompts, completions, mask = batch.inputs(rows)
             local = None if terms is None else batch.pick(terms, rows)
-            at_once = number == len(micros) or self.sharded  # FSDP reduces each gradient, to keep only shards
-            with nullcontext() if local is None or at_once else self.accelerator.no_sync(self.policy):
+            reduces = number == len(micros) or self.sharded  # FSDP keeps only shards of gradients
+            with nullcontext() if local is None or reduces else self.accelerator.no_sync(self.policy):
                 if local is not None:
                     local["loss_mask"] &= counts
                 output = policy(prompts, completions, local, mask)
@@ -274,7 +267,7 @@ class Updater:
         return minibatches
 
     def _active(self, batch: Batch) -> Tensor:
-        """Return which rows can have a gradient, [B] bool on the CPU."""
+        """Return [B] bool on the CPU, the rows that can have a gradient."""
         config, active = self.config, batch.counted > 0
         beyond = self.needs_full_minibatch or config.kl.beta > 0 or config.update.entropy_coef != 0
         one_each = len(batch.advantages) == len(batch.completions)
@@ -282,27 +275,20 @@ class Updater:
             active &= batch.advantages.to("cpu") != 0
         return active
 
-    def _starts_on_policy(self, batch: Batch) -> bool:
-        """Whether the first minibatch takes its new log-probs as the old ones, and is not scored before."""
-        given = batch.old_logprobs is not None or self.config.objective.centering > 0
-        return not (given or self.needs_full_minibatch or self.config.off_policy.level != "none")
+    def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch], on_policy: bool) -> Terms:
+        """Return the terms that the losses of all minibatches share.
 
-    def _old_logprobs(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> Tensor:
-        """Return the old log-probs, [N]; 0 for a first minibatch that starts on-policy."""
-        if self.config.objective.centering:
-            if batch.rollout_logprobs is None or batch.centering is None:
-                raise InputError(
-                    "objective.centering: the engine returns no log-probs of its likeliest tokens"
-                )
-            return batch.rollout_logprobs
-        if batch.old_logprobs is not None:
-            return batch.old_logprobs
-        later = first_epoch[1:] if self._starts_on_policy(batch) else first_epoch
-        return self._score(self.policy, batch, later).logprobs
-
-    def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> Terms:
-        """Return the terms that the losses of all minibatches share."""
-        config, old = self.config, self._old_logprobs(batch, first_epoch)
+        ``on_policy``: the first minibatch is not scored; its old log-probs, 0 here, are set by its loss.
+        """
+        config, old, full = self.config, batch.old_logprobs, self.needs_full_minibatch
+        if config.objective.centering:
+            old = batch.rollout_logprobs
+            if old is None or batch.centering is None:
+                lacks = "the engine returns no log-probs of its most likely tokens"
+                raise InputError(f"objective.centering: {lacks}")
+        elif old is None:
+            later = first_epoch[1:] if on_policy else first_epoch
+            old = self._score(self.policy, batch, later).logprobs
         terms: Terms = {"old_logprobs": old, "advantages": batch.advantages, "loss_mask": batch.loss_mask}
         terms["entropy_coef"] = config.update.entropy_coef
         if needs_reference(config):
@@ -313,21 +299,21 @@ class Updater:
         if config.off_policy.level != "none":
             sampled = batch.rollout_logprobs
             if sampled is None:
-                raise InputError("off_policy.level: the engine returns no log-probs of what it sampled")
+                raise InputError("off_policy.level: the engine returns no log-probs of the sampled tokens")
             options = off_policy_options(config) | {"loss_mask": batch.loss_mask}
             options["cu_seqlens"] = offsets_on(batch.lengths, batch.loss_mask.device)
             terms["rollout_weights"] = gk.rollout_weights(old, sampled, **options)
-        full_prompts = self.needs_full_minibatch and self.objective.aggregation == "prompt_mean"
-        if "group_ids" in self.objective.needs or full_prompts:
+        if "group_ids" in self.objective.needs or (full and self.objective.aggregation == "prompt_mean"):
             terms["group_ids"] = batch.group_ids
         if "turn_ids" in self.objective.needs:
             one_turn = torch.zeros_like(batch.loss_mask, dtype=torch.int64)
             terms["turn_ids"] = one_turn if batch.turn_ids is None else batch.turn_ids
         return terms
 
-    def _update_minibatch(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> Metrics:
+    def _learn(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> Metrics:
+        """Compute a minibatch's gradient, and take an optimizer step."""
         objective = self.objective
-        if hasattr(objective, "seed"):  # the objective draws random numbers: other ones in each update
+        if hasattr(objective, "seed"):  # random numbers of the objective, new in each update
             objective = replace(objective, seed=objective.seed + self.updates)
         terms = terms | {"objective": objective}
         if self.needs_full_minibatch:
@@ -337,10 +323,10 @@ class Updater:
         return self._optimizer_step({**output.metrics, "loss": output.loss.detach()})
 
     def _optimizer_step(self, measured: Mapping[str, Tensor]) -> Metrics:
-        """Step if the gradient is finite; return its norm and what was measured, read in one transfer."""
+        """Step if the gradient is finite; return its norm and the measured values, read in one transfer."""
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if not self.sharded:  # the step itself reads whether to change anything, so the host waits behind it
+        if not self.sharded:  # found_inf skips the step on the device: the host syncs only after it
             self.optimizer.found_inf = (~norm.isfinite()).float()
             self.optimizer.step()
         values = read({**measured, "grad_norm": norm})
@@ -352,9 +338,9 @@ class Updater:
         return values | {"updates_left_out": float(not finite)}
 
     def _learn_each(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> gk.LossOutput:
-        """Learn from a loss that each micro-batch computes alone; return the loss of the whole minibatch.
+        """Run a loss that each micro-batch computes separately; return the loss of the whole minibatch.
 
-        If ``on_policy``, the minibatch's new log-probs are written into the old ones.
+        ``on_policy`` writes the minibatch's new log-probs into the old ones.
         """
         rows, active, micros = minibatch
         divisor, world = self._divisor(batch, rows), self.accelerator.num_processes
@@ -370,12 +356,12 @@ class Updater:
             terms["old_logprobs"][places] = logprobs[places]
         if len(micros) == 1 == world and output is not None and not centers:
             return output
-        # The loss of the whole minibatch, so that metrics do not depend on how it was cut.
+        # Metrics of the whole minibatch do not depend on the micro-batches.
         whole = batch.pick(terms | {"normalizer": divisor}, active)
         return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
 
     def _divisor(self, batch: Batch, rows: Tensor) -> float | Tensor:
-        """Return the minibatch's normalizer; for "prompt_mean" [B], one for each completion."""
+        """Return the minibatch's normalizer, a number; for "prompt_mean" [B], one per completion."""
         masks, cpu = [batch.masks_on_host[row] for row in rows.tolist()], torch.device("cpu")
         options: dict[str, Any] = {"cu_seqlens": offsets_on(list(map(len, masks)), cpu)}
         if self.objective.aggregation != "prompt_mean":
@@ -386,14 +372,14 @@ class Updater:
         return queued(divisors, batch.loss_mask.device)
 
     def _learn_full(self, batch: Batch, terms: Terms, minibatch: Minibatch) -> gk.LossOutput:
-        """Learn from a loss of the whole minibatch; the micro-batches then backpropagate its gradient."""
+        """Run the loss of the whole minibatch; the micro-batches then backpropagate its gradient."""
         rows, _, micros = minibatch
         places, world = batch.places(rows), self.accelerator.num_processes
         current: Any = self._score(self.policy, batch, [minibatch])
         logprobs, entropy = (values[places].requires_grad_() for values in current)
         output = gk.policy_loss(logprobs, entropy=entropy, **batch.pick(terms, rows))
         gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)
-        # Gradients are averaged over the processes, but each has only its part of the sum: hence the factor.
+        # DDP and FSDP average gradients, but each process has only its part of the sum: hence the factor.
         token_weights, entropy_coef = current.logprobs.new_zeros(2, len(current.logprobs))
         token_weights[places], entropy_coef[places] = world * gradients[0], -world * gradients[1]
         micro_terms: Terms = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
@@ -404,8 +390,8 @@ class Updater:
         return output
 
     def _off_policy_metrics(self, batch: Batch, terms: Terms) -> Metrics:
-        """Return metrics of the gap, in nats, between log-probs of training, before the first update, and of
-        the engine, NaN without any token; and of rollout weights.
+        """Return metrics of the difference, in nats, between the log-probs of training, before the first
+        update, and of the engine, NaN without any token; and metrics of rollout weights.
         """
         if batch.rollout_logprobs is None or self.config.objective.centering:
             return {}
@@ -425,7 +411,7 @@ class Updater:
         return read(metrics)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the trained weights and the optimizer's state by name, shards under FSDP2, not copied."""
+        """Return the trained weights and the optimizer's state by name, without a copy, as FSDP2's shards."""
         reshard(self.policy)
         tensors = {}
         for name, p in self._trained().items():
@@ -435,13 +421,13 @@ class Updater:
         return tensors
 
     def load(self, checkpoint: Path, updates: int) -> None:
-        """Restore `tensors` from a checkpoint of any number of processes; refuse one of another model."""
+        """Restore `tensors` from a checkpoint of any number of processes; refuse another model's."""
         for p in self._trained().values():
             p.grad = torch.zeros_like(p)
-        self.optimizer.step()  # only a step makes the state; weights and state are loaded over what it does
+        self.optimizer.step()  # allocates the state, which is then loaded, as are the weights
         self.optimizer.zero_grad()
         for state in self.optimizer.state.values():
-            state["step"].zero_()  # as in a checkpoint from before the first update, which has no state
+            state["step"].zero_()  # a checkpoint before the first update has no state
         load_tensors(checkpoint, self.tensors())
         self.scheduler.last_epoch = updates - 1
         self.scheduler.step()
@@ -452,12 +438,12 @@ class Updater:
 
 
 def read(metrics: Mapping[str, Tensor]) -> Metrics:
-    """Return 0-d tensors of one device as numbers, all in one transfer."""
+    """Return 0-d tensors of one device as numbers, in one transfer."""
     return dict(zip(metrics, torch.stack([exact(x) for x in metrics.values()]).tolist(), strict=True))
 
 
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:
-    """Return the factor of the learning rate in the optimizer update with this index, counted from 0."""
+    """Return the factor of the learning rate in an optimizer update, counted from 0."""
     warmup = config.warmup_updates
     if update < warmup:
         return (update + 1) / (warmup + 1)

@@ -1,6 +1,7 @@
-"""Completions by vLLM, and the transfer of the policy's weights to it; docs/rewards.md says how to start it.
+"""Completions by vLLM, and the transfer of the policy's weights to it; see docs/rewards.md.
 
-A server is used through its published HTTP interface. ``VLLM_SERVER_DEV_MODE=1`` opens what loads weights.
+A server is used through its published HTTP interface. ``VLLM_SERVER_DEV_MODE=1`` enables the routes that load
+weights.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -25,26 +24,24 @@ from urllib.request import ProxyHandler, Request, build_opener
 import torch
 
 from gspo_kernels.logits.centering import ScoreCentering
-from gspo_kernels.off_policy import SamplingMask
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, exported_weights
 from gspo_kernels.trainer.processes import on_all, on_main
 from gspo_kernels.trainer.rollout import Completion, Sampling
 from gspo_kernels.trainer.sizes import Size
 
-WAIT = 600.0  # seconds that a server may take until it listens; it loads its model first
-IMPOSSIBLE = -9999.0  # what a server writes for a log-prob of -inf
+WAIT = 600.0  # seconds that a server may take to load its model and listen
+IMPOSSIBLE = -9999.0  # a server's log-prob of a token with probability 0
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
 
 class VLLMResponse(NamedTuple):
-    """One completion as vLLM returns it: tokens, including the end token, and their log-probs in nats."""
+    """A completion as vLLM returns it: tokens, including the end token, and their log-probs in nats."""
 
     tokens: list[int]
     logprobs: list[float] | None
     reason: str | None  # why the completion ended: "stop" or "length"
-    mask: list[list[int]] | None = None  # for each token, the ids that could have been drawn
-    top: list[dict[int, float]] | None = None  # for each token, the likeliest ids and their log-probs
+    top: list[dict[int, float]] | None = None  # for each token, the most likely ids and their log-probs
 
 
 Say = Callable[[str], None]
@@ -53,9 +50,9 @@ Say = Callable[[str], None]
 def vllm_engine(
     config: TrainConfig, model: Any, source: Any, end_ids: list[int], longest: int, accelerator: Any, say: Say
 ) -> VLLMEngine:
-    """Return the engine that ``engine.url`` names, once it is ready; a local vLLM loads ``source``.
+    """Return the engine that ``engine.url`` selects, once it is ready; a local vLLM loads ``source``.
 
-    Prompt and completion of the trained ``model`` have at most ``longest`` tokens together.
+    ``longest`` is the maximum number of tokens of a prompt and its completion together.
     """
     url, ready = str(config.engine.url), list[Any]()
     local = url == "local"
@@ -67,108 +64,80 @@ def vllm_engine(
         if longest > (vllm.max_model_len or longest):
             both = f"prompt and completion have up to {longest} tokens"
             raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {both}: --max-model-len")
-        ready.append(vllm)
+        ready.append(vllm)  # an engine cannot be sent between processes, as a result of on_all is
 
     on_all(accelerator, start)
     return VLLMEngine(ready[0], end_ids, model.get_input_embeddings().weight.shape[0])
 
 
 class VLLMServer:
-    """A vLLM server with one model; if it asks for a key, the variable ``VLLM_API_KEY`` must have it.
+    """A vLLM server with one model; the environment variable ``VLLM_API_KEY`` has its key, if it needs one.
 
-    ``timeout`` is in seconds, for one answer or a reload; at most ``at_once`` requests wait at the same time.
+    ``timeout`` is in seconds, for one answer or a reload; at most ``at_once`` requests are sent concurrently.
     """
 
     def __init__(self, url: str, *, timeout: float = 1800.0, at_once: int = 256, say: Say = print) -> None:
         self.url, self.timeout, self.at_once = url.rstrip("/"), timeout, at_once
         self.name = f"the vLLM server at {self.url}"
-        self._open = build_opener(ProxyHandler({})).open  # without the proxy, which is for outside addresses
+        self._open = build_opener(ProxyHandler({})).open  # proxies are for outside addresses
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
 
-        def read(answer: Any) -> dict[str, Any]:  # adapters have the model that they change as their parent
+        def read(answer: Any) -> dict[str, Any]:  # the parent of an adapter is its base model
             return {m["id"]: m.get("max_model_len") for m in answer["data"] if not m.get("parent")}
 
-        served, waited = None, 0
+        served, waits, ends = None, False, time.monotonic() + WAIT
         while served is None:
             try:
                 served = self.ask("/v1/models", read=read)
             except InputError as error:
                 refused = isinstance(getattr(error.__cause__, "reason", None), ConnectionRefusedError)
-                if not refused or waited >= WAIT:
+                if not refused or time.monotonic() >= ends:
                     raise
-                if not waited:
+                if not waits:
                     say(f"waiting up to {WAIT:g} seconds for {self.name}, which does not listen yet")
+                waits = True
                 time.sleep(1)
-                waited += 1
         if len(served) != 1:
             raise InputError(f"{self.name} serves {', '.join(served) or 'nothing'}; expected one model")
         ((self.model, self.max_model_len),) = served.items()
-        self.transfer: Any = None  # vLLM's engine that sends weights, from the first time on
 
-    def complete(
-        self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
-    ) -> list[VLLMResponse]:
-        """Complete each prompt under its options, which are fields of vLLM's ``SamplingParams``."""
+    def complete(self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[VLLMResponse]:
+        """Complete each prompt with its options, which are fields of vLLM's ``SamplingParams``."""
 
         def work(i: int) -> tuple[int, VLLMResponse]:
-            return i, self._complete(prompts[i], options[i], masks)
+            return i, self._complete(prompts[i], options[i])
 
-        # The first request that fails ends all: requests under way are left behind in daemon threads.
+        # The first failed request raises here; requests in flight continue in daemon threads.
         with ThreadPool(min(self.at_once, len(prompts)) or 1) as pool:
             responses = dict(pool.imap_unordered(work, range(len(prompts))))
         return [responses[i] for i in range(len(prompts))]
 
-    def _complete(self, prompt: list[int], options: dict[str, Any], masks: bool) -> VLLMResponse:
+    def _complete(self, prompt: list[int], options: dict[str, Any]) -> VLLMResponse:
         def read(answer: Any) -> VLLMResponse:
             (choice,) = answer["choices"]
             values, top = choice.get("logprobs"), None
             if values is not None and options.get("logprobs"):
                 places = values["top_logprobs"]  # each {"token_id:5": -0.1}
                 top = [{int(key.rpartition(":")[2]): float(x) for key, x in p.items()} for p in places]
-            if values is not None:
-                values = [x["logprob"] for x in values["content"]] if masks else values["token_logprobs"]
-                values = list(map(float, values))
-            tokens = list(map(int, choice["token_ids"]))
-            return VLLMResponse(tokens, values, choice["finish_reason"], choice.get("sampling_mask"), top)
+            logprobs = None if values is None else list(map(float, values["token_logprobs"]))
+            return VLLMResponse(list(map(int, choice["token_ids"])), logprobs, choice["finish_reason"], top)
 
-        if masks:
-            request = {"model": self.model, "token_ids": prompt, "sampling_params": options}
-            return self.ask("/inference/v1/generate", request, read)
         request = {"model": self.model, "prompt": prompt, "return_token_ids": True, **options}
-        if options.get("logprobs"):  # otherwise the likeliest tokens would be texts
+        if options.get("logprobs"):  # otherwise the most likely tokens are returned as texts
             request["return_tokens_as_token_ids"] = True
         return self.ask("/v1/completions", request, read)
 
     def load(self, path: Path) -> None:
-        """Load weights from a directory that ``from_pretrained`` could load; clear the prefix cache."""
-        for file in (path, *path.rglob("*")) if path.is_dir() else ():  # the server may be another user's
+        """Load weights from a directory in ``from_pretrained``'s format, and clear the prefix cache."""
+        for file in (path, *path.rglob("*")) if path.is_dir() else ():  # another user may run the server
             file.chmod(0o755 if file.is_dir() else 0o644)
         self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
         self.ask("/reset_prefix_cache", {})
 
-    def send(self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], accelerator: Any) -> None:
-        """Send weights by vLLM's own client over NCCL, in all processes; clear the prefix cache."""
-        if self.transfer is None:
-            api = importlib.import_module("vllm.distributed.weight_transfer")
-            nccl = importlib.import_module("vllm.distributed.weight_transfer.nccl_engine")
-            network = importlib.import_module("vllm.utils.network_utils")
-            init = {"master_address": network.get_ip(), "master_port": network.get_open_port()}
-            workers = self.ask("/get_world_size")["world_size"]
-            self.transfer = api.WeightTransferTrainerFactory.trainer_init(
-                init_info=nccl.NCCLTrainerInitInfo(
-                    **init, world_size=1 + workers, rank=accelerator.process_index
-                ),
-                client=api.HTTPVLLMWeightSyncClient(self.url, timeout=self.timeout),
-                source=api.ModuleSource(SimpleNamespace(named_parameters=weights)),
-            )
-        self.transfer.send_weights()
-        if accelerator.is_main_process:
-            self.ask("/reset_prefix_cache", {})
-
     def ask(self, path: str, body: Any = None, read: Callable[[Any], Any] = lambda answer: answer) -> Any:
-        """Send JSON by POST, or without a body a GET; return what ``read`` takes from the answer's JSON."""
+        """POST a JSON body, or GET without a body; return ``read`` of the answer's JSON."""
         url, text = f"{self.url}{path}", ""
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -176,9 +145,8 @@ class VLLMServer:
                 text = answer.read().decode()
             return read(json.loads(text) if text else None)
         except HTTPError as error:
-            flags = " --return-sampling-mask --enable-scale-out" if "generate" in path else ""
             hints = {401: "; set VLLM_API_KEY to the key that the server was started with"}
-            hints |= dict.fromkeys((404, 405), f"; is it vLLM, started as {_START}{flags}?")
+            hints |= dict.fromkeys((404, 405), f"; is it vLLM, started as {_START}?")
             hint = hints.get(error.code, "")
             message = error.read().decode(errors="replace")
             raise InputError(f"{url} answered {error.code} {error.reason}: {message:.300}{hint}") from error
@@ -195,7 +163,7 @@ class VLLMServer:
 class LocalVLLM:
     """vLLM's ``LLM`` in this process, on the training GPU, with a share ``engine.memory`` of its memory.
 
-    It sleeps except while it samples: its weights are on the CPU then, and its cache is gone.
+    It sleeps except while it samples: its weights are then on the CPU, and its cache is freed.
     """
 
     name = "vLLM in this process"
@@ -215,8 +183,7 @@ class LocalVLLM:
                 logprobs_mode="processed_logprobs",
                 max_logprobs=max(20, config.objective.centering),
                 skip_tokenizer_init=True,
-                return_sampling_mask=config.rollout.keep_sampling_mask,
-                # a vLLM in each process, which torchrun or accelerate has started
+                # one vLLM per process; torchrun or accelerate started the processes
                 distributed_executor_backend="external_launcher" if accelerator.num_processes > 1 else None,
             )
         except Exception as error:
@@ -229,13 +196,11 @@ class LocalVLLM:
         self.asleep = {"weights", "kv_cache"}
 
     def _wake(self, tags: set[str]) -> None:
-        if tags := tags & self.asleep:  # vLLM would wake a part twice
+        if tags := tags & self.asleep:  # vLLM would allocate a part that is awake a second time
             self.llm.wake_up(tags=sorted(tags))
             self.asleep -= tags
 
-    def complete(
-        self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
-    ) -> list[VLLMResponse]:
+    def complete(self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[VLLMResponse]:
         """See `VLLMServer.complete`."""
         parameters = [self.vllm.SamplingParams(detokenize=False, **each) for each in options]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -251,22 +216,21 @@ class LocalVLLM:
             if output.logprobs is not None:
                 top = [{token: x.logprob for token, x in each.items()} for each in output.logprobs]
                 logprobs = [values[token] for values, token in zip(top, tokens, strict=True)]
-            mask = output.sampling_mask.token_ids if masks else None
-            responses.append(VLLMResponse(tokens, logprobs, output.finish_reason, mask, top))
+            responses.append(VLLMResponse(tokens, logprobs, output.finish_reason, top))
         return responses
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load weights by their names in a checkpoint, and clear the prefix cache."""
+        """Load weights with their names in a checkpoint, and clear the prefix cache."""
         self._wake({"weights"})
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
 
 
 class VLLMEngine:
-    """An engine that samples with vLLM and states every option that shapes the distribution.
+    """An engine that samples with vLLM and sets every option that shapes the distribution.
 
-    vLLM would take missing options from the served model's generation config. Only ``end_ids`` and the
-    maximum length end a completion. ``vocabulary`` is the number of tokens that the trained model embeds.
+    vLLM takes missing options from the served model's generation config. Only ``end_ids`` and the maximum
+    length end a completion. ``vocabulary`` is the number of tokens that the trained model embeds.
     """
 
     def __init__(self, vllm: VLLMServer | LocalVLLM, end_ids: list[int], vocabulary: int) -> None:
@@ -282,18 +246,18 @@ class VLLMEngine:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": self.end_ids,
-            "ignore_eos": True,  # the served model's end token may be another one
+            "ignore_eos": True,  # the served model's own end token
         }
         each = [options] * len(prompts)
         if sampling.temperature > 0.0:
             seeds = torch.randint(2**63 - 1, (len(prompts),), device="cpu").tolist()
-            # so many of the likeliest tokens, and the sampled one
+            # logprobs=k: the k most likely tokens and the sampled one
             each = [options | {"seed": seed, "logprobs": sampling.top_logprobs} for seed in seeds]
-        responses = self.vllm.complete(prompts, each, sampling.return_mask)
+        responses = self.vllm.complete(prompts, each)
         return [self._completion(response, sampling) for response in responses]
 
     def _completion(self, response: VLLMResponse, sampling: Sampling) -> Completion:
-        tokens, logprobs, reason, mask, top = response
+        tokens, logprobs, reason, top = response
         count, ended = len(tokens), [token in self.end_ids for token in tokens]
         fault = None
         if not all(0 <= token < self.vocabulary for token in tokens):
@@ -307,30 +271,25 @@ class VLLMEngine:
             logprobs = None
         elif logprobs is None or len(logprobs) != count or not all(map(math.isfinite, logprobs)):
             fault = f"returned {logprobs} as log-probs of {count} tokens"
-        inside = [token in ids for token, ids in zip(tokens, mask or (), strict=False)]
-        if sampling.return_mask and inside != [True] * count:
-            flags = "--return-sampling-mask (0.28 or later), or set rollout.keep_sampling_mask to false"
-            fault = f"returned no sampling mask with the tokens that it sampled; start vLLM with {flags}"
         centering = None
         if sampling.top_logprobs and not fault:
             known = [token for each in top or () for token in each]
             if len(top or ()) != count or not all(0 <= token < self.vocabulary for token in known):
                 fault = f"returned log-probs of {len(top or ())} places, or of unknown tokens, for {count}"
             else:
-                centering = _likeliest(top or (), sampling.top_logprobs)
+                centering = _most_likely(top or (), sampling.top_logprobs)
         if fault:
             raise InputError(f"{self.vllm.name} {fault}")
         return Completion(
             torch.tensor(tokens, dtype=torch.int64, device="cpu"),
             ended[-1],
             None if logprobs is None else torch.tensor(logprobs, dtype=torch.float32, device="cpu"),
-            mask=SamplingMask.of(mask or ()) if sampling.return_mask else None,
             centering=centering,
         )
 
 
-def _likeliest(places: Sequence[dict[int, float]], count: int) -> ScoreCentering:
-    """Return the ``count`` likeliest ids of each place, to which vLLM adds the sampled one."""
+def _most_likely(places: Sequence[dict[int, float]], count: int) -> ScoreCentering:
+    """Return the ``count`` most likely ids of each token; vLLM adds the sampled id to them."""
     rows = []
     for values in places:
         drawable = [(token, x) for token, x in values.items() if x > IMPOSSIBLE]
@@ -345,13 +304,12 @@ def sync_weights(
 ) -> None:
     """Give vLLM the model's weights; all processes must call.
 
-    A vLLM in the process takes the tensors. A server gets them from vLLM's own client if ``engine.weights``
-    is nccl. Else it reads a hidden directory, whose name is new each time, so that a server that cannot see
-    it fails, and none loads old weights from a cache.
+    A vLLM in the process takes the tensors. A server reads a hidden directory with a new name each time: a
+    server that cannot see it fails, and no cache returns old weights.
     """
-    vllm, target, path = engine.vllm, config.engine.weights, Path()
+    vllm, path = engine.vllm, Path()
     dtype = torch.bfloat16 if config.update.precision == "bf16" else torch.float32
-    folder = Path(target or config.output)
+    folder = Path(config.engine.weights or config.output)
 
     def new_directory() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -360,8 +318,6 @@ def sync_weights(
     try:
         if isinstance(vllm, LocalVLLM):
             on_all(accelerator, lambda: vllm.load(exported_weights(model, dtype)))
-        elif target == "nccl":
-            on_all(accelerator, lambda: vllm.send(partial(exported_weights, model, dtype), accelerator))
         else:
             path = on_main(accelerator, new_directory) or path
             options = {"accelerator": accelerator, "dtype": dtype}

@@ -145,7 +145,7 @@ def small_config(output, kind=TrainConfig, **sections) -> TrainConfig:
         "output": str(output),
         "rollout": {"prompts_per_rollout": 3, "group_size": 4, "max_new_tokens": 5},
         "update": {"steps": 4, "minibatches": 2, "micro_batch_tokens": 24, "learning_rate": 1e-3},
-        "evaluation": {"every": 2, "prompts": 4},
+        "evaluation": {"every": 2},
         "checkpoint": {"every": 2},
     }
     return merged_config(values, sections, kind)

@@ -127,7 +127,7 @@ def run(output, tokenizer, *, resume=True, force=False, steps=STEPS, during=lamb
         during()
         return [sum(ids) % 7 + random.random() for ids in completion_ids]
 
-    options = {"checkpoint": {"every": 1}, "evaluation": {"every": 3, "prompts": 2}}
+    options = {"checkpoint": {"every": 1}, "evaluation": {"every": 3}}
     update = {"steps": steps, "learning_rate_decay": "cosine"}
     config = small_config(output, update=update, **options)
     make_trainer(tokenizer, ROWS, reward, config, eval_dataset=ROWS[:2]).train(resume=resume, force=force)

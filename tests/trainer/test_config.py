@@ -21,37 +21,29 @@ from gspo_kernels.trainer.update import check_config, make_objective
 MINIBATCHES = {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}}
 KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
 CENTRED = {"name": "CISPO", "centering": 20}
+SERVER = {"url": "http://localhost:1"}
 WRONG = [
     ({"group_size": 4}, ["unknown key group_size", "did you mean", "rollout.group_size"]),
     ({"rolout": {"group_size": 4}}, ["unknown key rolout", "did you mean rollout"]),
     ({"update": {"lr": 1e-4}}, ["unknown key update.lr", "update.learning_rate"]),
     ({"rollout": {"group_size": 1}}, ["rollout.group_size", "greater than or equal to 2", "1"]),
-    ({"rollout": {"group_size": 2.5}}, ["rollout.group_size", "valid integer", "2.5"]),
     ({"rollout": {"group_size": True}}, ["rollout.group_size must be a number, got True"]),
-    ({"rollout": {"temperature": 0.0}}, ["rollout.temperature", "greater than 0"]),
     ({"rollout": {"temperature": "nan"}}, ["rollout.temperature", "finite"]),
-    ({"rollout": {"top_p": 1.5}}, ["rollout.top_p", "less than or equal to 1"]),
     ({"rollout": {"keep_sampling_mask": True}}, ["rollout.keep_sampling_mask", "top_p"]),
     ({"update": {"gradient_checkpointing": "perhaps"}}, ["update.gradient_checkpointing", "'perhaps'"]),
     ({"update": {"learning_rate": "fast"}}, ["update.learning_rate", "a valid number", "'fast'"]),
     ({"engine": {"url": "localhost:8000"}}, ["engine.url", "http://localhost:8000"]),
     ({"engine": {"url": "http://localhost:8000/v1"}}, ["engine.url", "without a path"]),
     ({"engine": {"weights": "shared"}}, ["engine.weights", "engine.url"]),
-    ({"engine": {"url": "http://localhost:1"}, "rollout": KEPT}, ["rollout.top_k must be above 0"]),
+    ({"engine": {"url": "local"}, "rollout": KEPT}, ["engine.url must be null with rollout.keep_sampling"]),
     ({"off_policy": {"level": "token", "mode": "mask"}}, ["off_policy", "at least one bound"]),
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
     (MINIBATCHES, ["update.minibatches", "at most the 8 completions"]),
     (MINIBATCHES | {"objective": {"name": "DPO"}}, ["update.minibatches", "at most the 1 prompts"]),
     ({"objective": {"centering": 20}}, ["objective.centering: GSPO can't be centred", "the sequence"]),
-    ({"objective": CENTRED | {"centering": 513}}, ["objective.centering", "less than or equal to 512"]),
     ({"objective": CENTRED, "off_policy": {"level": "token"}}, ["off_policy.level must be none"]),
-    ({"objective": CENTRED, "update": {"entropy_coef": 0.1}}, ["update.entropy_coef must be 0"]),
+    ({"objective": CENTRED, "update": {"entropy_coef": 0.1}}, ["update.entropy_coef must be 0", "got 0.1"]),
     ({"objective": CENTRED, "rollout": {"top_k": 9}}, ["rollout.keep_sampling_mask must be true"]),
-    (
-        {"objective": CENTRED, "rollout": KEPT | {"top_k": 9}, "engine": {"url": "http://localhost:1"}},
-        ["engine.url must be local where masks are kept with objective.centering"],
-    ),
-    ({"objective": {"name": "GPSO"}}, ["objective.name", "GPSO", "did you mean GSPO"]),
     ({"objective": {"name": "gspo"}}, ["objective.name", "did you mean GSPO"]),
     ({"objective": {"name": "Linear"}}, ["objective.name", "Linear"]),
     ({"objective": {"name": "TLGRPO"}}, ["TLGRPO", "examples.recipes.turns"]),
@@ -71,41 +63,27 @@ def test_wrong_values_are_refused_by_name(values, words):
 def test_wrong_keys_are_found_without_torch(tmp_path):
     (tmp_path / "run.yaml").write_text("rollout: {gruop_size: 4}\n")
     code = (
-        "import sys\nfrom gspo_kernels.cli import main\n"
-        "print(main(sys.argv[1:]), 'torch' in sys.modules, 'transformers' in sys.modules)"
+        "import sys, json\nfrom gspo_kernels.cli import main\nfor line in json.loads(sys.argv[1]):\n"
+        "    print(main(['train', *line]), 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    none = tmp_path / "none.jsonl"
-    reward = ["--reward", "gspo_kernels.rewards:exact_match"]
-    for arguments, words in (
-        ([str(tmp_path / "run.yaml")], "unknown key rollout.gruop_size"),
-        (["--rolout.group_size", "4"], "unknown option --rolout.group_size (did you mean"),
-        (["no_such_file.yaml"], "there is no configuration file no_such_file.yaml"),
-        (["--model", str(tmp_path), "--dataset", str(none), *reward], "there is no dataset file"),
-        (["--model", "nodir", "--dataset", str(none), *reward], "model 'nodir' cannot be loaded"),
-    ):
-        command = [sys.executable, "-c", code, "train", *arguments]
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert run.stdout.split() == ["1", "False", "False"], arguments
-        assert words in run.stderr and "Traceback" not in run.stderr
-
-
-def test_text_becomes_what_an_option_is(tmp_path):
-    """YAML reads some numbers as text, and one value stands for a list of one."""
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: m\nreward: a.py:f\nupdate:\n  learning_rate: 3e-5\n  steps: 7\n"
-        "objective: {name: DHPO, mix: 0.25, aggregation_constant: null}\nrollout:\n"
-    )
-    config = load_config(path)
-    assert (config.update.learning_rate, config.update.steps, config.reward) == (3e-5, 7, ("a.py:f",))
-    assert make_objective(config) == gk.objectives.DHPO(mix=0.25)
+    data = ["--dataset", str(tmp_path / "none.jsonl"), "--reward", "gspo_kernels.rewards:exact_match"]
+    lines = {
+        "unknown key rollout.gruop_size": [str(tmp_path / "run.yaml")],
+        "unknown option --rolout.group_size (did you mean": ["--rolout.group_size", "4"],
+        "there is no configuration file no_such_file.yaml": ["no_such_file.yaml"],
+        "there is no dataset file": ["--model", str(tmp_path), *data],
+        "model 'nodir' cannot be loaded": ["--model", "nodir", *data],
+    }
+    command = [sys.executable, "-c", code, str([*lines.values()]).replace("'", '"')]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1", "False", "False"] * len(lines)
+    assert all(words in run.stderr for words in lines) and "Traceback" not in run.stderr
 
 
 def test_saved_configuration_reads_back_equal():
     objective = {"name": "GRPO", "clip_low": 0.1}
     values = {"model": "m", "output": "runs", "reward": ["a:f"], "reward_weights": 2, "objective": objective}
-    config = from_mapping(values)
-    for each in (config, TrainConfig(output="runs")):
+    for each in (from_mapping(values), TrainConfig(output="runs")):
         assert from_mapping(each.model_dump(mode="json")) == each
 
 
@@ -118,63 +96,64 @@ def test_a_run_may_become_longer(decay):
     assert any("learning_rate_decay" in each for each in changed_settings(before, other))
 
 
-def test_unreadable_files(tmp_path):
-    path = tmp_path / "run.yaml"
-    for content, words in (
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
         (b"a: [", "not valid YAML"),
         (b"model: \xff", "not valid YAML"),
         (b"- a\n", "mapping"),
         (b"rollout: 3\n", "rollout must be a valid dictionary"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=words):
-            load_config(path)
-
-
-def test_the_command_line_comes_on_top_of_the_file(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "reward: ['a.py:f', 'b.py:g']\ntrackers: [wandb]\nrollout: {group_size: 4, top_k: 3}\nseed: 5\n"
-    )
-    line = ["--reward", "c.py:h", "--rollout.group-size", "2", "--update.learning_rate=2e-4"]
-    line += ["--objective.clip_high", "5e-4", "--data.template_options", '{"enable_thinking": false}']
-    config, flags = parse_arguments([str(path), *line, "--reward_timeout=None", "--overwrite"])
-    assert [name for name, value in flags.items() if value] == ["overwrite"]
-    assert (config.reward, config.trackers, config.reward_timeout) == (("c.py:h",), ("wandb",), None)
-    assert (config.rollout.group_size, config.rollout.top_k, config.update.learning_rate) == (2, 3, 2e-4)
-    assert config.data.template_options == {"enable_thinking": False}
-    assert make_objective(config) == gk.GSPO(clip_high=5e-4)
-    # A run that resumes has the configuration in its directory.
-    for output in (["--output", str(tmp_path)], [f"--output={tmp_path}"]):
-        config, flags = parse_arguments(["--resume", "--force=true", *output])
-        assert flags["resume"] and flags["force"] and (config.seed, config.output) == (5, str(tmp_path))
+    ],
+)
+def test_unreadable_files(tmp_path, content, words):
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        load_config(tmp_path / "run.yaml")
 
 
 FILE = """
-reward: ["a.py:f"]
-reward-timeout: 3
+reward: ["a.py:f", "b.py:g"]
+reward-weights: 3
 trackers: [wandb]
-rollout: {top-k: 3, top_p: null}
+seed: 5
+rollout: {group_size: 4, top-k: 3, top_p: null}
+update: {learning_rate: 3e-5}
 data: {split: test, template_options: {a-b: 1}}
 objective: {name: GSPO, clip-low: 0.1, centering: 0}
 """
 
 
-@pytest.mark.parametrize("null", ["null", "None", ""])
-def test_null_unsets_and_dashes_are_underscores(tmp_path, null):
+def test_the_command_line_replaces_the_file(tmp_path):
+    """YAML reads 3e-5 as text, and one value stands for a list of one."""
     path = tmp_path / "config.yaml"
     path.write_text(FILE)
-    config, flags = parse_arguments([str(path), "--dry-run", "--objective.clip-high", "0.2"])
-    assert flags["dry_run"] and flags == parse_arguments(["--dry_run=true"])[1]
-    assert make_objective(config) == gk.GSPO(0.1, 0.2)
-    unset, _ = parse_arguments([str(path), f"--objective.clip_low={null}"])
+    line = ["--reward", "c.py:h", "--rollout.group-size", "2", "--data.template_options", '{"thinks": false}']
+    config, flags = parse_arguments([str(path), *line, "--objective.clip_high", "5e-4", "--overwrite"])
+    assert [name for name, value in flags.items() if value] == ["overwrite"]
+    assert (config.reward, config.reward_weights, config.trackers) == (("c.py:h",), (3.0,), ("wandb",))
+    assert (config.rollout.group_size, config.rollout.top_k, config.rollout.top_p) == (2, 3, 1.0)
+    assert config.data.template_options == {"thinks": False} and config.update.learning_rate == 3e-5
+    assert make_objective(config) == gk.GSPO(clip_low=0.1, clip_high=5e-4)
+    # A run that resumes has the configuration in its directory.
+    for output in (["--output", str(tmp_path)], [f"--output={tmp_path}"]):
+        config, flags = parse_arguments(["--resume", "--force=true", "--dry-run", *output])
+        assert flags["resume"] and flags["force"] and flags["dry_run"]
+        assert (config.seed, config.output) == (5, str(tmp_path))
+
+
+@pytest.mark.parametrize("null", ["null", "None", ""])
+def test_null_restores_the_default(tmp_path, null):
+    path = tmp_path / "config.yaml"
+    path.write_text(FILE)
+    names = (
+        "data.split data.template_options rollout.top-k rollout.group-size reward_weights trackers reward "
+    )
+    names += "seed update.learning_rate objective.clip_low"
+    unset, _ = parse_arguments([str(path), *(f"--{name}={null}" for name in names.split())])
     assert make_objective(unset) == gk.GSPO()
-    assert (config.rollout.top_k, config.rollout.top_p, config.reward_timeout) == (3, 1.0, 3.0)
-    assert config.data.template_options == {"a-b": 1}
-    names = ("data.split", "data.template_options", "rollout.top-k", "reward_timeout", "trackers", "reward")
-    unset, _ = parse_arguments([str(path), *(f"--{name}={null}" for name in names)])
-    objective = {"name": "GSPO", "clip_low": 0.1}
-    assert flat(unset.model_dump()) == flat(TrainConfig(objective=objective).model_dump())
+    assert flat(unset.model_dump(exclude={"objective"})) == flat(
+        TrainConfig().model_dump(exclude={"objective"})
+    )
     path.write_text("seed: null\noutput: ''\ndata: {split: ''}\nrollout: {top_k: '', top_p: null}\n")
     assert load_config(path) == TrainConfig()
 
@@ -198,6 +177,7 @@ def test_another_objective_drops_old_options(tmp_path, capsys):
         (["--model", "a", "b.yaml"], "unexpected argument 'b.yaml'; a configuration file comes first"),
         (["--data.template_options", "{"], "not valid YAML"),
         (["--seed", "x"], "seed must be a valid integer"),
+        *((line, "must be true or false, got") for line in (["--save_rollouts=1"], ["--resume", "a.yaml"])),
     ],
     ids=str,
 )
@@ -208,19 +188,12 @@ def test_wrong_words_are_refused_by_name(line, words):
 
 @pytest.mark.parametrize("value", [True, False])
 def test_a_flag_is_written_alone_or_with_its_value(tmp_path, value):
-    path = tmp_path / "config.yaml"
-    path.write_text(f"save_rollouts: {value}\n")
-    for words, expected in (
-        (["--save_rollouts"], True),
-        (["--save-rollouts", "true"], True),
-        (["--save_rollouts=false"], False),
-        ([], value),
-    ):
-        config, flags = parse_arguments([str(path), *words, "--resume", "false"])
+    (tmp_path / "config.yaml").write_text(f"save_rollouts: {value}\n")
+    forms = {"--save_rollouts": True, "--save-rollouts true": True, "--save_rollouts=false": False, "": value}
+    for words, expected in forms.items():
+        line = [str(tmp_path / "config.yaml"), *words.split(), "--resume", "false"]
+        config, flags = parse_arguments(line)
         assert config.save_rollouts == expected and not flags["resume"]
-    for words in (["--save_rollouts", "perhaps"], ["--save_rollouts=1"], ["--resume", "config.yaml"]):
-        with pytest.raises(InputError, match="must be true or false, got"):
-            parse_arguments(words)
 
 
 def test_help_names_every_option(capsys):

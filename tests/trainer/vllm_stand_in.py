@@ -49,9 +49,7 @@ class StandIn:
             card = {"parent": None, "max_model_len": self.max_model_len}
             listed = [{"id": name} | card for name in self.names]
             return {"object": "list", "data": [*listed, {"id": "an adapter", "parent": "policy"}]}
-        if (method, path) == ("GET", "/get_world_size") and self.developing:
-            return {"world_size": 2}
-        posted = {"/v1/completions": self.complete, "/inference/v1/generate": self.generate}
+        posted = {"/v1/completions": self.complete}
         if self.developing:
             posted |= {"/collective_rpc": self.reload, "/reset_prefix_cache": self.forget}
         if method != "POST" or path not in posted:
@@ -82,21 +80,6 @@ class StandIn:
             ]
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
-    def generate(self, body):
-        """Answer vLLM's own endpoint: the completion under other names, and its sampling masks."""
-        if unknown := body.keys() - {"model", "token_ids", "sampling_params"}:
-            raise Refused(400, f"unknown fields {sorted(unknown)}")
-        options = body["sampling_params"]
-        if options["top_k"] <= 0:
-            raise Refused(400, "sampling masks need top_k > 0")
-        named = {"model": body["model"], "prompt": body["token_ids"], "return_token_ids": True}
-        answer = self.complete(named | options)
-        (choice,) = answer["choices"]
-        logprobs = choice["logprobs"]["token_logprobs"]
-        choice["logprobs"] = {"content": [{"token": "token_id:?", "logprob": value} for value in logprobs]}
-        choice["sampling_mask"] = self.kept
-        return answer
-
     def sample(self, prompt, options):
         assert all(options[name] == value for name, value in NEUTRAL.items())
         ends = {*options.get("stop_token_ids", ())}
@@ -104,12 +87,10 @@ class StandIn:
             ends.add(self.model.config.eos_token_id)
         rules = [options[name] for name in ("max_tokens", "temperature", "top_p", "top_k")]
         assert options["min_p"] == 0.0
-        keeps = options["temperature"] > 0 and options["top_k"] > 0
-        sampling = Sampling(*rules, return_mask=keeps, top_logprobs=options.get("logprobs") or 0)
+        sampling = Sampling(*rules, top_logprobs=options.get("logprobs") or 0)
         with torch.random.fork_rng():
             torch.manual_seed(options.get("seed", 0))
             (found,) = ModelEngine(self.model, sorted(ends), 0, 1).generate([prompt], sampling)
-        self.kept = found.mask and found.mask.to_lists()
         logprobs = found.logprobs if found.logprobs is not None else torch.zeros(len(found.ids))
         tokens, logprobs = found.ids.tolist(), logprobs.tolist()
         # vLLM puts the sampled token first, and ids that could not be drawn have -inf
