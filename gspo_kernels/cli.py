@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status: 0 done, 1 cannot be done, 2 wrong usage, 130 interrupted."""
+    """Run one command; return its exit status: 0 success, 1 error, 2 wrong usage, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="gspo", description="Group Sequence Policy Optimization for language models."
@@ -30,24 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known: dict[str, tuple[Callable[[list[str]], None], str]] = {
         "train": (train, "train a model; gspo train --help lists all options"),
-        "demo": (_demo, "make a tiny model, train it and show what it learned"),
-        "ask": (_ask, "print a trained model's answer to a prompt, or chat with it"),
-        "eval": (_eval, "print mean rewards of a trained model on held-out prompts"),
-        "export": (_export, "write the model of a run's checkpoint"),
-        "plot": (_plot, "draw the metrics that a run has written so far"),
+        "demo": (_demo, "train a tiny model on this machine, and show what it learned"),
+        "ask": (_ask, "print a trained model's answer to a prompt"),
+        "eval": (_eval, "print mean rewards of a trained model on a dataset"),
+        "export": (_export, "write the model of a checkpoint"),
+        "plot": (_plot, "plot the metrics of a run, which may be in progress"),
         "mismatch": (_mismatch, "compare the log-probs of sampling and training, and find the cause"),
-        "doctor": (_doctor, "say what works here, and why the rest does not"),
+        "doctor": (_doctor, "print which backends work here, and why others do not"),
     }
     for name, (_, what) in known.items():
         commands.add_parser(name, help=what)
     command = parser.parse_args(arguments[:1]).command
-    # --max_new_tokens and --max-new-tokens mean the same
+    # --max_new_tokens and --max-new-tokens are equivalent
     words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in arguments[1:]]
     return _exit_status(f"gspo {command}", lambda: known[command][0](words))
 
 
 def _exit_status(prog: str, command: Callable[[], None]) -> int:
-    """Run a command and return its exit status; print an error that a person can mend as one sentence."""
+    """Run a command and return its exit status; print an error of the input as one sentence."""
     try:
         command()
     except KeyboardInterrupt as interrupt:
@@ -70,9 +69,8 @@ def _exit_status(prog: str, command: Callable[[], None]) -> int:
 
 
 def _doctor(arguments: list[str]) -> None:
-    argparse.ArgumentParser(prog="gspo doctor", description="Say which backends work here.").parse_args(
-        arguments
-    )
+    description = "Print which backends work here, and why others do not."
+    argparse.ArgumentParser(prog="gspo doctor", description=description).parse_args(arguments)
     from gspo_kernels.doctor import report
 
     print(report())
@@ -81,7 +79,7 @@ def _doctor(arguments: list[str]) -> None:
 def train(
     arguments: Sequence[str], trainer: Any = None, config_type: Any = None, prog: str = "gspo train"
 ) -> None:
-    """Train as a command line says, with `GSPOTrainer` or a recipe's subclasses of it and its configuration.
+    """Run ``gspo train``, or a recipe's subclasses of `GSPOTrainer` and of the configuration.
 
     Wrong keys and missing files are reported before torch is imported.
     """
@@ -90,7 +88,7 @@ def train(
 
 
 def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
-    """Run the command line of a recipe, as `main` runs that of the package; return the exit status."""
+    """Run the command line of a recipe; return its exit status, as `main` does."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     module = sys.modules["__main__"].__spec__  # None without python -m
     prog = f"python {sys.argv[0]}" if module is None else f"python -m {module.name}"
@@ -102,17 +100,17 @@ Train a causal language model with GSPO on prompts and reward functions.
   {prog} config.yaml --update.learning_rate 1e-6
   {prog} --model DIR --dataset prompts.jsonl --reward rewards.py:correct
   {prog} --resume --output DIR
-- config.yaml comes first. It has the keys below, nested by section; options come
-  on top of it, and null sets one back to its default.
-- Another --objective.name drops the objective's options in config.yaml.
+- config.yaml comes first; it has the keys below, nested by section. Options on
+  the command line replace its values; null restores a default.
+- --objective.name drops the file's options of another objective.
 - A reward is a function f(completions, **columns) -> list[float | None].
 - Several devices: accelerate launch [...] {launched} config.yaml
 """
 FLAGS = {
     "resume": "continue from the last checkpoint in --output",
-    "force": "with --resume: continue although settings or data were changed",
+    "force": "with --resume: accept changed settings or data",
     "overwrite": "replace the run in --output",
-    "dry_run": "check configuration, data, rewards and tokenizer; print the first prompt; load no weights",
+    "dry_run": "check the inputs and print the first prompt, without loading weights",
 }
 
 
@@ -179,14 +177,14 @@ def _options(cls: Any) -> dict[str, dict[str, Any]]:
 
 
 def _types(schema: dict[str, Any]) -> list[str]:
-    """Return the types or choices of an option, except null."""
+    """Return the types or choices of an option, without null."""
     parts = schema.get("anyOf", [schema])
     types = [part.get("enum") or [part.get("const") or part.get("type", "any")] for part in parts]
     return [str(each) for part in types for each in part if each != "null"]
 
 
 def _value(name: str, schema: dict[str, Any] | None, words: list[str]) -> Any:
-    """Return an option's value; without a schema (an objective's option), what YAML makes of the word."""
+    """Return an option's value; without a schema (an objective's option), parse the word as YAML."""
     import yaml
 
     from gspo_kernels.trainer.config import InputError
@@ -209,34 +207,48 @@ def _value(name: str, schema: dict[str, Any] | None, words: list[str]) -> Any:
 
 
 def _print_help(cls: Any, options: dict[str, dict[str, Any]], prog: str) -> None:
+    """Print the options in groups, a line each: name, meaning, choices, default."""
     launched = "-m gspo_kernels.cli train" if prog == "gspo train" else prog.removeprefix("python ")
-    width, section = shutil.get_terminal_size().columns, None
-    print(DESCRIPTION.format(prog=prog, launched=launched))
+    print(DESCRIPTION.format(prog=prog, launched=launched).rstrip())
+    width, column, last = shutil.get_terminal_size().columns, max(map(len, options)) + 6, ""
     for name, schema in options.items():
-        if section != (section := name.rpartition(".")[0]):
-            print(f"\n{section}: {cls.model_fields[section].annotation.__doc__}" if section else "options:")
-        default = schema.get("default", "")
-        default = default if isinstance(default, str) else json.dumps(default)
-        head = f"--{name} {' | '.join(_types(schema))}"
-        text = schema.get("description", "") + (f" (default: {default})" if default else "")
-        for line, indent in ((head, " " * 2), (text, " " * 6)):
-            print(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent))
+        section = name.rpartition(".")[0]
+        group = (
+            f"{section}: {cls.model_fields[section].annotation.__doc__}" if section else "inputs and output:"
+        )
+        if last != (last := "start:" if name in FLAGS else group):
+            print(f"\n{last}")
+        text, default = schema["description"], schema.get("default")
+        if name not in FLAGS:
+            choices = [each for each in _types(schema) if each not in _TYPES]
+            text += f" [{' | '.join(choices)}]" if len(choices) > 1 else ""
+            default = " ".join(default) if isinstance(default, list) else default
+            text += (
+                "" if default in (None, "", {}) else f" (default: {str(default).replace('False', 'false')})"
+            )
+        head = f"  --{name} ".ljust(column)
+        wrapper = textwrap.TextWrapper(max(width, 2 * column), break_on_hyphens=False)
+        wrapper.initial_indent, wrapper.subsequent_indent = head, " " * column
+        print(wrapper.fill(text))
+
+
+_TYPES = {"any", "array", "boolean", "integer", "number", "object", "string"}
 
 
 def _demo(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="gspo demo",
-        description="Make a tiny Qwen3 and its tokenizer, warm the model up on sorting four digits, and "
-        "train it with GSPO, on this machine and without any download.",
+        description="Make a tiny Qwen3 and its tokenizer, pretrain it briefly on sorting four digits, "
+        "and train it with GSPO, without any download.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), help="directory for everything that is made"
+        "--output", type=Path, default=Path("runs/demo"), help="directory of everything that is written"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of every random choice")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     parser.add_argument("--steps", type=int, default=300, help="rollouts")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    parser.add_argument("--force", action="store_true", help="go on with other --steps, too")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output")
+    parser.add_argument("--force", action="store_true", help="with --resume: accept other --steps")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     chosen = parser.parse_args(arguments)
     import torch
@@ -244,12 +256,12 @@ def _demo(arguments: list[str]) -> None:
     from gspo_kernels import demo
     from gspo_kernels.trainer.checkpoint import RunDirectory
 
-    torch.set_num_threads(1)  # quickest for a model this small
+    torch.set_num_threads(1)  # fastest for such a small model
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
         with RunDirectory(chosen.output) as directory:
             directory.claim(overwrite=chosen.overwrite, others=demo.FILES)
-            print(f"making a tiny model, its tokenizer and its tasks in {chosen.output}", flush=True)
+            print(f"writing a tiny model, its tokenizer and its prompts to {chosen.output}", flush=True)
             _quiet_transformers()
             demo.prepare(chosen.output, seed=chosen.seed)
     _run(config, resume=chosen.resume, overwrite=chosen.overwrite, force=chosen.force)
@@ -273,9 +285,9 @@ def _export(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="gspo export", description="Write the model of a checkpoint, for from_pretrained."
     )
-    parser.add_argument("run", type=Path, help="directory of the run, which may still go on")
+    parser.add_argument("run", type=Path, help="directory of the run, which may be in progress")
     parser.add_argument("--to", type=Path, required=True, help="new directory for the model")
-    parser.add_argument("--step", type=int, help="of the checkpoint; the newest one if not given")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="precision of the weights")
     chosen = parser.parse_args(arguments)
     from gspo_kernels.trainer.checkpoint import export_checkpoint
@@ -287,7 +299,7 @@ def _export(arguments: list[str]) -> None:
 
 def _plot(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="gspo plot", description="Draw progress.png of a run.")
-    parser.add_argument("run", type=Path, help="directory of the run, which may still go on")
+    parser.add_argument("run", type=Path, help="directory of the run, which may be in progress")
     chosen = parser.parse_args(arguments)
     from gspo_kernels.trainer.report import plot_run
 
@@ -359,7 +371,7 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # peft calls what transformers has renamed: nothing that a user could change
+    # peft uses deprecated names of transformers, which users cannot change
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 

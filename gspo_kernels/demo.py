@@ -1,9 +1,9 @@
-"""The demonstration: a tiny model that learns to sort digits, from nothing, on a CPU, in minutes.
+"""The demo: a tiny model learns to sort digits on a CPU in minutes, without any download.
 
-Model, tokenizer and datasets are made in code and written as an ordinary model directory and jsonl files;
-training then uses them like any other model and data. The task is to sort four digits, ``"4097="`` to
-``"0479"``. The digits of a held-out prompt, as a multiset, never occur in training, neither in the
-supervised warm-up nor in RL, so that the model can memorize neither the prompt nor its answer.
+Model, tokenizer and datasets are made in code and written as a model directory and jsonl files, which `gspo
+train` uses like any others. The task is to sort four digits, ``"4097="`` to ``"0479"``. The digits of an eval
+prompt, as a multiset, never occur in training, neither in the supervised warm-up nor in RL: the model can
+memorize neither the prompt nor its answer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ DIGITS = 4
 STEPS = 300
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 512
 FILES = ("base", "train.jsonl", "held_out.jsonl")
-"""The names that `prepare` writes: the model's directory and two files of prompts."""
+"""What `prepare` writes: the model's directory and two files of prompts."""
 
 
 def exact(completions: list[str], answer: list[str]) -> list[float]:
-    """Return 1 for a completion that is exactly the sorted digits, otherwise 0."""
+    """Return 1 if a completion is exactly the sorted digits, otherwise 0."""
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def make_rows(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return (training rows, held-out rows), which share no multiset of digits: no prompt and no answer."""
+    """Return training rows and held-out rows, without a common multiset of digits."""
     generator = random.Random(seed)
     multisets = list(combinations_with_replacement("0123456789", DIGITS))
     generator.shuffle(multisets)
@@ -82,7 +82,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
 
 
 def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: int, seed: int) -> None:
-    """Train on right answers for a few steps, so that sampling sometimes finds one."""
+    """Train on right answers for a few steps: sampling then finds some."""
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
@@ -116,7 +116,7 @@ def prepare(directory: Path, *, seed: int, warm_up_steps: int = 60) -> None:
 
 
 def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfig:
-    """Return the configuration of the demonstration, over the files that `prepare` wrote."""
+    """Return the configuration of the demo, with the files of `prepare`."""
     values: dict[str, Any] = {
         "model": str(directory / "base"),
         "dataset": str(directory / "train.jsonl"),
@@ -132,7 +132,7 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
         },
         "update": {"steps": steps, "learning_rate": 5e-4, "learning_rate_decay": "linear"},
         "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
-        "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS},
+        "evaluation": {"every": 25},
         "checkpoint": {"every": 100},
     }
     config: TrainConfig = from_mapping(values)

@@ -1,4 +1,4 @@
-"""``gspo doctor``: what this machine offers, which backend "auto" picks, which frameworks adapters serve."""
+"""``gspo doctor``: packages, backends and their defaults on each device, and supported frameworks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets
 _FRAMEWORKS = {
     "transformers": "pip install 'gspo_kernels[train]'",
     "trl": "pip install 'gspo_kernels[trl]'",
-    "verl": "pip install 'gspo_kernels[verl]', in an environment of its own",
-    "skyrl": "pip install 'gspo_kernels[skyrl]', in an environment of its own",
-    "torchtitan": "pip install 'gspo_kernels[torchtitan]', in an environment of its own",
+    "verl": "pip install 'gspo_kernels[verl]', in a separate environment",
+    "skyrl": "pip install 'gspo_kernels[skyrl]', in a separate environment",
+    "torchtitan": "pip install 'gspo_kernels[torchtitan]', in a separate environment",
 }
-"""Frameworks with an adapter, and how to install them. Their versions are those of this package's extras."""
+"""How to install the frameworks that have an adapter; this package's extras have their versions."""
 
 
 def _version(package: str) -> str:
@@ -36,7 +36,7 @@ def _version(package: str) -> str:
 
 
 def _frameworks() -> list[str]:
-    """Return a line per framework: its version, and whether the adapter serves it."""
+    """Return a line per framework: its version, and whether the adapter supports it."""
     lines = []
     for framework, advice in _FRAMEWORKS.items():
         installed, supported = _version(framework), declared_range(framework)
@@ -47,49 +47,47 @@ def _frameworks() -> list[str]:
                 require_package(framework)
                 verdict = f"supported ({supported or 'any version'})"
             except IntegrationError:
-                verdict = f"not supported, the adapter needs {supported}: {advice}"
+                verdict = f"not supported: got {installed}, expected {supported}; {advice}"
         lines.append(f"  {framework:<13} {installed:<14} {verdict}")
     return lines
 
 
 def _products() -> list[str]:
-    """Return lines that say which code multiplies hidden states and weights on the CPU."""
+    """Return lines that name the matmul of the lm_head on the CPU, for each dtype and mode."""
     fp32 = fp32_library()
-    bf16 = "in fp32 by the library above: this processor has no AVX-512, or PyTorch may not use it"
+    bf16 = "fp32, by the library above: no AVX-512, or PyTorch may not use it"
     if multiplies(torch.bfloat16):
         without_amx = torch.ops.gspo_kernels_cpp.amx_unavailable()
-        bf16 = f"by cpp with {best_instructions(torch.bfloat16)}"
+        bf16 = f"cpp with {best_instructions(torch.bfloat16)}"
         bf16 += f"; no AMX: {without_amx}" if without_amx else ""
     missing = backends.unavailable_reason("cpp", torch.device("cpu"))
-    fixed = "by cpp" if missing is None else f"not here: {missing}"
+    fixed = "cpp" if missing is None else f"not available: {missing}"
     return [
-        f"  products of fp32 by {fp32}",
-        f"  products of bf16 {bf16}",
-        f"  products in batch-invariant mode {fixed}",
+        f"  fp32 matmul: {fp32}",
+        f"  bf16 matmul: {bf16}",
+        f"  batch-invariant matmul: {fixed}",
     ]
 
 
 def own_products(device: torch.device) -> list[str]:
-    """Return lines that say which of Triton's products serve a GPU, and what their first use there showed."""
+    """Return lines that name the matmul of the lm_head on a GPU, and the results of self-tests."""
     if (missing := backends.unavailable_reason("triton", device)) is not None:
-        return [f"  products by torch.mm: {missing}"]
+        return [f"  matmul: torch.mm ({missing})"]
     from gspo_kernels.backends.triton.batch_invariant_matmul import TENSOR_MAPS
 
-    def line(what: str, product: str, other: str, first_use: Callable[[torch.device], str | None]) -> str:
+    def line(what: str, ours: str, other: str, self_test: Callable[[torch.device], str | None]) -> str:
         try:
-            missing = first_use(device)
-        except RuntimeError as error:  # such as a GPU whose memory is full
-            missing = f"its comparison failed: {error}"
+            missing = self_test(device)
+        except RuntimeError as error:  # such as a GPU without free memory
+            missing = f"the self-test failed: {error}"
         if missing is None:
-            return f"  {what} by {product}: compared here with PyTorch's, it differs by roundings alone"
-        return f"  {what} by {other}, not by {product}: {missing}"
+            return f"  {what}: {ours}; self-test passed (PyTorch's results, up to rounding)"
+        return f"  {what}: {other}, not {ours}: {missing}"
 
-    exponentials, bulk = "Triton's product with exponentials", "Triton's product by tensor maps"
+    exponentials, tensor_maps = "Triton with exponentials in the epilogue", "Triton with tensor maps"
     return [
-        line("logits of bf16", exponentials, "torch.mm and a pass over logits", unavailable_on),
-        line(
-            "batch-invariant products", bulk, "Triton's product by addresses", TENSOR_MAPS.unavailable_reason
-        ),
+        line("bf16 matmul", exponentials, "torch.mm and a pass over the logits", unavailable_on),
+        line("batch-invariant matmul", tensor_maps, "Triton", TENSOR_MAPS.unavailable_reason),
     ]
 
 
@@ -101,7 +99,7 @@ def report() -> str:
         "",
         f"batch-invariant mode is {'on' if is_batch_invariant() else 'off'}",
         "",
-        "frameworks that an adapter serves (docs/integrations):",
+        "frameworks with an adapter (docs/integrations):",
         *_frameworks(),
         "",
     ]
@@ -117,13 +115,13 @@ def report() -> str:
         lines.append(f"{device} ({detail}): backend 'auto' is {backends.resolve('auto', device)!r}")
         for name in backends.BACKENDS:
             reason = backends.unavailable_reason(name, device)
-            lines.append(f"  {name:<10} {'ready' if reason is None else 'not here: ' + reason}")
+            lines.append(f"  {name:<10} {'ready' if reason is None else 'not available: ' + reason}")
         if device.type == "cpu":
             lines += _products()
         elif device.type == "cuda":
             lines += own_products(device)
         if exact_dtype(device) == torch.float32:
-            lines.append("  products by PyTorch")
+            lines.append("  matmul: PyTorch")
             lines.append("  no fp64 on this device: statistics and losses in fp32, with compensated sums")
     if not torch.cuda.device_count():
         lines.append("no CUDA device: torch.cuda.is_available() is False")

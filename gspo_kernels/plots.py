@@ -1,7 +1,4 @@
-"""Plots: the looks of all of them, and the progress of a run.
-
-Rewards, the health of the updates, speed and time.
-"""
+"""Plots: the common style, and the progress of a run (rewards, updates, speed and time)."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ COLUMNS = 3
 
 
 def plot_progress(records: Sequence[Metrics], path: Path) -> None:
-    """Draw the metrics of a run into a PNG file; metrics that were not measured get no panel."""
+    """Draw the metrics of a run as a PNG file, with a panel for those that were measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -31,7 +28,7 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
     rows = max(-(-len(shown) // COLUMNS), 1)
     height = 3.4 * rows
     figure = Figure(figsize=(15, height), dpi=110, facecolor="white")
-    # Automatic layouts draw all text once more, which takes longer than the rest.
+    # Automatic layouts draw all text a second time, which takes longer than the rest.
     figure.subplots_adjust(0.05, 0.6 / height, 0.985, 1 - 0.4 / height, wspace=0.22, hspace=0.42)
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
@@ -51,7 +48,7 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
 
 
 def style(ax: Any, title: str, label: str) -> None:
-    """Give a panel its title, the label of its x-axis, and the looks of all plots."""
+    """Apply the common style to a panel, with its title and the label of its x-axis."""
     ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
     ax.set_xlabel(label, color=INK)
     ax.grid(color=GRID, linewidth=0.8)
@@ -96,7 +93,7 @@ def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: 
         mean = smoothed(values, max(1, len(measured) // 30))
         ax.plot(x, mean, color=color, linewidth=1.8, label=label)
         gap = [True, *map(math.isnan, mean), True]
-        alone = [i for i in range(len(mean)) if gap[i] and gap[i + 2]]  # no line leads to these points
+        alone = [i for i in range(len(mean)) if gap[i] and gap[i + 2]]  # points without a line
         ax.plot([x[i] for i in alone], [mean[i] for i in alone], "o", color=color, markersize=4)
     if scale == "zero":
         ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])

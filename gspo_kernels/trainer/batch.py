@@ -44,9 +44,9 @@ class Rollout(NamedTuple):
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return rewards, lengths, and the share of groups that nothing can be learned from."""
+    """Return rewards, lengths, and the share of groups with equal rewards."""
     rewards, samples = rollout.rewards, rollout.samples
-    if not samples:  # a recipe's step that learns from an earlier rollout
+    if not samples:  # a recipe's step that uses an earlier rollout
         return dict(rollout.metrics)
     same = ~differing(rewards.total, rollout.group_size)
     return {
@@ -105,7 +105,7 @@ class Batch:
         return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, self.loss_mask.device)
 
     def inputs(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor], SamplingMask | None]:
-        """Return the prompts and completions of these rows, and their sampling mask if there is one."""
+        """Return the prompts and completions of these rows, and their sampling mask, if any."""
         chosen, masks = rows.tolist(), self.masks
         mask = None if masks is None else SamplingMask.concatenate([masks[row] for row in chosen])
         return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen], mask
@@ -128,7 +128,7 @@ class Batch:
 
 
 def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: torch.device) -> Batch:
-    """Return the update's input; completions without a reward (NaN) are left out of the loss mask."""
+    """Return the update's input; completions without a reward (NaN) are masked."""
     samples, size = rollout.samples, rollout.group_size
     completions = [sample.completion for sample in samples]
     applies = (~rollout.rewards.total.isnan()).tolist()
@@ -158,9 +158,9 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
 
 
 def micro_batches(batch: Batch, rows: Tensor, grouped: bool, budget: int, accelerator: Any) -> list[Tensor]:
-    """Return this process's micro-batches, cut by a token budget: as many as others', some empty.
+    """Return this process's micro-batches within a token budget, the same number in all, some empty.
 
-    If ``grouped``, prompts are once in a micro-batch, so that completions of one stay together if they fit.
+    If ``grouped``, a prompt occurs once in a micro-batch, and its completions stay together if they fit.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     units, lengths = list[list[int]](), list[int]()

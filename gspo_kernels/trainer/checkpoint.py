@@ -1,9 +1,9 @@
 """The directory of a run and its checkpoints: write them, resume from one, export one.
 
-A checkpoint is written into a hidden directory, flushed to disk and renamed: whatever happens in between, the
-newest directory with a final name can be loaded. Each process writes and reads its shards of weights and
-optimizer (`torch.distributed.checkpoint`); the rest is one file. In a directory without a run's marker file,
-nothing is deleted or overwritten. The process that works on a run locks the marker until it ends.
+A checkpoint is written into a hidden directory, flushed to disk and renamed, so the newest directory with a
+final name is complete. Each process writes and reads its shards of weights and optimizer by
+`torch.distributed.checkpoint`; the rest is one file. Nothing is deleted or overwritten in a directory without
+a run's marker file. The process that works on a run locks the marker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gspo_kernels.trainer.processes import ALONE, on_all, on_main
 
 
 class RunDirectory:
-    """The directory of a run: its paths, checkpoints, and lock, which leaving the context releases."""
+    """The paths, checkpoints and lock of a run; leaving the context releases the lock."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()  # a reward may change the working directory
@@ -48,13 +48,13 @@ class RunDirectory:
         self.written += [self.checkpoints, self.model, self.rollouts, self.trackers]
 
     def holds_a_run(self) -> bool:
-        """Return whether a run has written into this directory."""
+        """Return whether a run has written to this directory."""
         return self.marker.exists() and any(path.exists() for path in self.written)
 
     def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
         """Mark and lock the directory, or raise before any of its files is changed.
 
-        ``others`` are names of further files that will be written next to those of a run.
+        ``others`` are names of more files that the caller will write.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other")
@@ -74,14 +74,14 @@ class RunDirectory:
             raise InputError(f"another process works on the run in {self.path}") from error
         if self.holds_a_run() and not (resume or overwrite):
             self.__exit__()
-            choices = "go on with --resume, replace it with --overwrite, or choose another --output"
+            choices = "continue with --resume, replace it with --overwrite, or choose another --output"
             raise InputError(f"{self.path} already has a run: {choices}")
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the lock, so that other processes may work on the run."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -91,7 +91,7 @@ class RunDirectory:
     ) -> tuple[Path | None, list[str]]:
         """Prepare the directory for a run on rows with this digest, or raise before anything is lost.
 
-        Returns the checkpoint to resume from, or None; and the changed settings, which ``force`` allowed.
+        Returns the checkpoint to resume from, or None; and the changed settings that ``force`` accepted.
         """
 
         def prepare() -> list[str]:
@@ -105,9 +105,9 @@ class RunDirectory:
                 changed.append(f"rows of the dataset, or their order: {before} -> {rows}")
             if changed and not force:
                 what = f"other settings or data ({'; '.join(changed)})"
-                raise InputError(f"the run was started with {what}; --force goes on with these")
+                raise InputError(f"the run was started with {what}; --force accepts them")
             for path in () if resume else self.written:
-                if path.exists():  # renamed before it is deleted, so that a kill leaves no half of it
+                if path.exists():  # renamed first: a kill must not leave half of it
                     path.rename(self.path / f".unfinished-{os.getpid()}-{path.name}")
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             for parent in (self.path, self.checkpoints):
@@ -119,7 +119,7 @@ class RunDirectory:
         checkpoint = self.latest_checkpoint() if resume else None
         step = 0 if checkpoint is None else int(checkpoint.name[5:])
         if step > config.update.steps:
-            taken = f"expected at least {step}, which the run has taken"
+            taken = f"expected at least {step}, the steps that the run has taken"
             raise InputError(f"update.steps: got {config.update.steps}, {taken}")
         if step == config.update.steps and self.model.exists() and self.plot.exists():
             finished = f"the run in {self.path} is finished ({step} steps)"
@@ -138,7 +138,7 @@ class RunDirectory:
             write_directory(self.checkpoints / f"step_{step:06d}", write, accelerator)
         except (OSError, RuntimeError) as error:  # torch.save raises both
             last = self.latest_checkpoint()
-            then = f"--resume goes on from {last.name if last else 'the start'} when there is room"
+            then = f"--resume continues from {last.name if last else 'the start'} when there is space"
             raise InputError(f"the checkpoint of step {step} cannot be written: {error}; {then}") from error
         if accelerator.is_main_process:
             for old in self._whole_checkpoints()[:-keep]:
@@ -166,7 +166,7 @@ def load_state(path: Path) -> dict[str, Any]:
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint into tensors of these names, whole or shards; all processes must call.
 
-    The weights must be those of the checkpoint. Of the optimizer's state, what either lacks is left out.
+    The weights must be those of the checkpoint; state of the optimizer that one of them lacks is skipped.
     """
     with _reading(path):
         saved = dcp.FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
@@ -185,7 +185,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        remedy = "remove it to go on from the one before"
+        remedy = "remove it to continue from the one before"
         raise InputError(f"the checkpoint {path} is damaged ({error}); {remedy}") from error
 
 
@@ -193,22 +193,22 @@ def _reading(path: Path) -> Iterator[None]:
 def _all_processes() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected in one process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process
             yield
-    except dcp.CheckpointException as error:  # a BaseException, no Exception
+    except dcp.CheckpointException as error:  # not an Exception, but a BaseException
         causes = [cause for cause, _ in error.failures.values()]
         raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
 
 
 def saved_config(directory: RunDirectory) -> TrainConfig:
-    """Return the configuration of a run, without the keys that a recipe adds."""
+    """Return the configuration of a run, without a recipe's keys."""
     saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
     config: TrainConfig = from_mapping({k: v for k, v in saved.items() if k in TrainConfig.model_fields})
     return config
 
 
 def load_checkpoint(run: str | Path, step: int | None = None) -> tuple[Any, Any]:
-    """Return the tokenizer and the model, with its adapters, of a checkpoint, by default a run's newest."""
+    """Return tokenizer and model, with its adapters, of a checkpoint, by default a run's newest."""
     directory = RunDirectory(run)
     if not directory.holds_a_run():
         raise InputError(f"there is no run in {run}")
@@ -228,16 +228,16 @@ def load_checkpoint(run: str | Path, step: int | None = None) -> tuple[Any, Any]
 
 
 def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, half: bool = False) -> None:
-    """Export the model of a checkpoint, by default the newest, to a new directory; ``half``: in bfloat16."""
+    """Export a checkpoint's model, by default the newest, to a new directory; ``half``: in bfloat16."""
     if to.exists():
-        raise InputError(f"{to} exists already; nothing is written over")
+        raise InputError(f"{to} exists already; choose a new directory")
     tokenizer, model = load_checkpoint(run, step)
     dtype = torch.bfloat16 if half else torch.float32
     write_directory(to, lambda path: export_model(model, tokenizer, path, dtype=dtype))
 
 
 def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
-    """Create a directory that ``write`` fills in each process, all or nothing; all processes must call."""
+    """Create a directory that ``write`` fills in each process, atomically; all processes must call."""
     unfinished = final.parent / f".unfinished-{final.name}"
 
     def begin() -> None:
@@ -245,7 +245,7 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
-        os.sync()  # so that a name never outlives what it names
+        os.sync()  # before the name is visible
         replaced = final.parent / f".unfinished-replaced-{final.name}"
         if final.exists():
             final.rename(replaced)
@@ -263,7 +263,7 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, all or nothing."""
+    """Write a text file atomically."""
     unfinished = path.parent / f".unfinished-{path.name}"
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -274,24 +274,26 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[list[int]]:
-    """Yield a list that gets SIGTERM, SIGHUP and a first SIGINT, which do not end the run; main thread only.
+    """Yield a list of received SIGTERM, SIGHUP and first SIGINT, which do not end the body.
 
-    A closed terminal sends SIGHUP. Where it is ignored already, as under nohup, it stays ignored.
+    A closed terminal sends SIGHUP, which stays ignored under nohup. Only the main thread can set handlers.
     """
     caught: list[int] = []
-    heard = [signal.SIGTERM, signal.SIGINT]
-    heard += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
-    heard = heard if threading.current_thread() is threading.main_thread() else []
+    handled = [signal.SIGTERM, signal.SIGINT]
+    handled += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    handled = handled if threading.current_thread() is threading.main_thread() else []
 
     def note(number: int, _: object) -> None:
         if number == signal.SIGINT:
             if caught:
                 raise KeyboardInterrupt
-            with suppress(OSError):  # not print, which the signal may have interrupted
-                os.write(2, b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n")
+            with suppress(OSError):  # the signal may have interrupted a print
+                os.write(
+                    2, b"\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now\n"
+                )
         caught.append(number)
 
-    previous = {number: signal.signal(number, note) for number in heard}
+    previous = {number: signal.signal(number, note) for number in handled}
     try:
         yield caught
     finally:

@@ -96,9 +96,7 @@ class DataConfig(Section):
     system_prompt: str | None = option(None, "first message of conversations without a system message")
     prompt_template: str | None = option(None, "text around {prompt}, replaces the chat template of texts")
     max_prompt_tokens: int | None = option(None, "longest prompt in tokens; longer ones are skipped", ge=1)
-    template_options: dict[str, Any] = option(
-        {}, "arguments of the chat template, such as '{enable_thinking: false}'"
-    )
+    template_options: dict[str, Any] = option({}, "chat template's arguments: '{enable_thinking: false}'")
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
@@ -119,10 +117,8 @@ class RolloutConfig(Section):
     top_p: float = option(1.0, "nucleus sampling; see keep_sampling_mask", gt=0, le=1)
     top_k: int = option(0, "number of most likely tokens to sample from; 0: all", ge=0)
     keep_sampling_mask: bool = option(False, "score over the tokens that top_p and top_k kept; not with vLLM")
-    batch_size: Size = option(
-        "auto", "completions generated at a time; auto: 256, 64 on CPUs, halved when out of memory"
-    )
-    truncated: Literal["keep", "mask"] = option("keep", "mask: no loss for completions without an end token")
+    batch_size: Size = option("auto", "completions generated at a time; auto: 256, CPUs 64, or what fits")
+    truncated: Literal["keep", "mask"] = option("keep", "train on completions without an end token, or not")
 
 
 class EngineConfig(Section):
@@ -154,12 +150,8 @@ class UpdateConfig(Section):
     steps: int = option(300, "rollouts in the whole run", ge=1)
     minibatches: int = option(4, "optimizer updates per rollout; the ratios of the first are 1", ge=1)
     epochs: int = option(1, "passes over a rollout", ge=1)
-    micro_batch_tokens: Size = option(
-        "auto", "tokens per forward pass; auto: 16384, 4096 on CPUs, halved when out of memory"
-    )
-    precision: Literal["auto", "fp32", "bf16"] = option(
-        "auto", "dtype of matmuls; auto: bf16 on GPUs that have it. Weights and logits are fp32"
-    )
+    micro_batch_tokens: Size = option("auto", "tokens per pass; auto: 16384, CPUs 4096, or what fits")
+    precision: Literal["auto", "fp32", "bf16"] = option("auto", "dtype of matmuls; weights stay fp32")
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third slower")
     entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
     learning_rate: float = option(1e-6, "AdamW's learning rate after the warmup", gt=0)
@@ -188,7 +180,7 @@ class OffPolicyConfig(Section):
     """Weights that correct for differences between sampling and training (TIS, MIS, IcePop, ...)."""
 
     level: Literal["none", "token", "sequence"] = option("none", "weights per token or sequence; none: off")
-    mode: str = option("truncate", "what bounds do: truncate, mask, icepop, sequence_mask, k1, k2 or k3")
+    mode: str = option("truncate", "use of the bounds: truncate, mask, icepop, sequence_mask, k1, k2, k3")
     low: float | None = option(None, "lower bound of a weight or divergence; icepop: 0.5 if null")
     high: float | None = option(None, "upper bound; truncate: 2 if both are null, icepop: 5 if null")
 
@@ -199,20 +191,20 @@ class LoraConfig(Section):
     rank: int = option(0, "rank of the adapters; 0: train all weights", ge=0)
     alpha: int = option(32, "adapters are scaled by alpha / rank", ge=1)
     target_modules: tuple[str, ...] = option(
-        ("all-linear",), "modules with adapters, such as q_proj v_proj; all-linear: all but the head"
+        ("all-linear",), "adapted modules, such as q_proj v_proj; all-linear: not the head"
     )
 
 
 class EvaluationConfig(Section):
     """How often the eval prompts are completed, greedily and sampled as in rollouts."""
 
-    every: int = option(25, "steps between evaluations; also before the first and after the last step", ge=1)
+    every: int = option(25, "steps between evaluations; also before the first and at the last", ge=1)
 
 
 class CheckpointConfig(Section):
     """When the state of the run is saved."""
 
-    every: int = option(50, "steps between checkpoints; also after the last step", ge=1)
+    every: int = option(50, "steps between checkpoints; also at the last step", ge=1)
     keep: int = option(2, "number of checkpoints that are kept", ge=1)
 
 

@@ -1,12 +1,10 @@
-"""``gspo ask`` and ``gspo eval``: answers and mean rewards of a trained model, without training."""
+"""``gspo ask`` and ``gspo eval``: answers and mean rewards of a trained model."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,72 +23,54 @@ class TrainedModel:
 
     def __init__(self, run: str, settings: TrainConfig) -> None:
         is_run = RunDirectory(run).holds_a_run()
-        loaded = load_checkpoint(run) if is_run else (load_tokenizer(run), load_model(run))
-        self.tokenizer, self.model = loaded
+        self.tokenizer, self.model = (
+            load_checkpoint(run) if is_run else (load_tokenizer(run), load_model(run))
+        )
         self.accelerator, self.settings = set_up(settings.model_copy(update={"trackers": ()}))
         self.model.to(self.accelerator.device).eval()
+        batch_size = Size.of(settings, "rollout.batch_size", self.accelerator).value
+        ends, padding = end_token_ids(self.model, self.tokenizer), padding_token_id(self.tokenizer)
+        self.engine = ModelEngine(self.model, ends, padding, batch_size)
 
     def complete(
         self, rows: data.Rows, name: str, sampling: Sampling
     ) -> tuple[data.Prompts, list[Completion], list[str]]:
         """Complete each row's prompt once; return the prompts as tokens, the completions and their texts."""
-        model, tokenizer, config = self.model, self.tokenizer, self.settings
-        longest = data.longest_prompt(model.config, sampling.max_new_tokens)
-        embedded = model.get_input_embeddings().weight.shape[0]
         prompts = data.prepare_prompts(
-            tokenizer, rows, name, longest=longest, embedded=embedded, options=config.data
+            self.tokenizer,
+            rows,
+            name,
+            longest=data.longest_prompt(self.model.config, sampling.max_new_tokens),
+            embedded=self.model.get_input_embeddings().weight.shape[0],
+            options=self.settings.data,
         )
-        batch_size = Size.of(config, "rollout.batch_size", self.accelerator).value
-        rules = end_token_ids(model, tokenizer), padding_token_id(tokenizer), batch_size
         with self.accelerator.autocast():
-            completions = ModelEngine(model, *rules).generate(prompts.tokens, sampling)
+            completions = self.engine.generate(prompts.tokens, sampling)
         ids = [completion.ids.tolist() for completion in completions]
-        return prompts, completions, tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return prompts, completions, self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def ask(arguments: Sequence[str]) -> None:
-    """Print a model's answer to a prompt, or chat on a terminal."""
-    parser = _parser("gspo ask", "Print what a trained model answers.")
-    parser.add_argument("prompt", nargs="?", help="text to complete; without one, chat on the terminal")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0: the likeliest tokens")
+    """Print a model's answer to a prompt."""
+    parser = _parser("gspo ask", "Print a trained model's answer.")
+    parser.add_argument("prompt", help="text that the model is asked")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
     chosen = parser.parse_args(arguments)
-    if chosen.prompt is None and not sys.stdin.isatty():
-        raise InputError(
-            "the prompt is missing: give it after the run; without one, stdin must be a terminal"
-        )
-    if chosen.prompt is not None:
-        data.check_rows([{"prompt": chosen.prompt}], "the question")
+    rows = [{"prompt": chosen.prompt}]
+    data.check_rows(rows, "the question")
     settings = _settings(chosen, chosen.temperature or None)
     trained = TrainedModel(chosen.run, settings)
     sampling = sampling_of(settings.rollout, greedy=chosen.temperature == 0, return_mask=False)
     torch.seed()
-
-    def answer(prompt: Any) -> str:
-        return trained.complete([{"prompt": prompt}], "the question", sampling)[2][0]
-
-    if chosen.prompt is not None:
-        return print(answer(chosen.prompt))
-    is_chat = trained.tokenizer.chat_template is not None and settings.data.prompt_template is None
-    messages: list[dict[str, str]] = []
-    while True:
-        try:
-            text = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            return print()
-        if text.strip():
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": answer(messages if is_chat else text)})
-            print(messages[-1]["content"])
+    print(trained.complete(rows, "the question", sampling)[2][0])
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Print mean rewards of a model's completions, the likeliest and sampled ones."""
-    parser = _parser("gspo eval", "Print mean rewards on held-out prompts, without training.")
-    parser.add_argument(
-        "--dataset", help="prompts and the rewards' columns; by default the run's eval_dataset"
-    )
-    parser.add_argument("--reward", nargs="+", help="as for gspo train; by default the run's rewards")
-    parser.add_argument("--count", type=int, help="prompts from the start of the dataset; by default all")
+    """Print mean rewards of a model's completions, greedy and sampled."""
+    parser = _parser("gspo eval", "Print mean rewards of a model's completions, greedy and sampled.")
+    parser.add_argument("--dataset", help="prompts and columns (default: the run's eval_dataset)")
+    parser.add_argument("--reward", nargs="+", help="reward functions (default: those of the run)")
+    parser.add_argument("--count", type=int, help="number of prompts (default: all)")
     chosen = parser.parse_args(arguments)
     settings = _settings(chosen)
     name, specs = str(chosen.dataset or settings.eval_dataset or ""), chosen.reward or settings.reward
@@ -126,8 +106,8 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("run", help="directory of a run, whose newest checkpoint is taken, or of a model")
-    parser.add_argument("--config", type=Path, help="data and rollout options; by default those of the run")
+    parser.add_argument("run", help="directory of a run, for its newest checkpoint, or of a model")
+    parser.add_argument("--config", type=Path, help="configuration file (default: that of the run)")
     parser.add_argument("--max-new-tokens", type=int, help="longest completion in tokens")
     return parser
 

@@ -1,4 +1,4 @@
-"""Several processes: accelerate's setup, work that raises on all if it fails on one, whole FSDP weights."""
+"""Several processes: accelerate's setup, work that raises on all if it fails on one, gathered weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ALONE: Any = SimpleNamespace(
 
 
 def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tuple[Any, Any]:
-    """Return accelerate's `Accelerator`, by default a new one with trackers that write into a folder, and the
-    configuration, with the accelerator's precision where ``update.precision`` is auto.
+    """Return accelerate's `Accelerator`, by default a new one with trackers that write to a folder; and the
+    configuration, with the accelerator's precision if ``update.precision`` is auto.
     """
     from accelerate import Accelerator
 
@@ -38,14 +38,14 @@ def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tu
             mixed_precision="bf16" if precision == "bf16" else "no",
             log_with=list(config.trackers) or None,
             project_dir=folder,
-            # under torchrun without GPUs, accelerate would otherwise set each process up as the only one
+            # otherwise, under torchrun without GPUs, accelerate sets up each process as the only one
             cpu=True if started > 1 and not torch.accelerator.is_available() else None,
         )
     except (ValueError, RuntimeError, ImportError) as error:
         option = "trackers" if "logging" in str(error) else "update.precision, or accelerate's environment"
         raise InputError(f"{option}: {error}") from error
     installed = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
-    for name in config.trackers:  # accelerate silently leaves out trackers that are not installed
+    for name in config.trackers:  # accelerate skips trackers that are not installed
         if name not in installed:
             raise InputError(f"trackers: {name} is not installed")
     check_processes(accelerator)
@@ -58,7 +58,7 @@ def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tu
 
 
 def check_processes(accelerator: Any) -> None:
-    """Refuse processes that were started but not set up together, and setups that are not supported."""
+    """Refuse processes that accelerate did not set up together, and unsupported setups."""
     started, count = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
     kind = accelerator.distributed_type.value
     if started != count:
@@ -74,7 +74,7 @@ def check_processes(accelerator: Any) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None) if mixed == "no" else None  # else accelerate's
     micro_batches = "gradient_accumulation_steps (update.micro_batch_tokens cuts minibatches)"
     checkpointing = "activation_checkpointing (update.gradient_checkpointing does it)"
-    for name, value, *expected in (  # others would change numbers, or the names in checkpoints
+    for name, value, *expected in (  # other values change numbers, or the names in checkpoints
         ("mixed_precision", mixed, "no", "bf16"),
         (micro_batches, accelerator.gradient_accumulation_steps, 1),
         ("dynamo_backend", accelerator.state.dynamo_plugin.backend.value, "NO"),
@@ -86,7 +86,7 @@ def check_processes(accelerator: Any) -> None:
         if value not in expected:
             raise InputError(f"accelerate's {name}: got {value}, expected {' or '.join(map(str, expected))}")
     if sharded and mixed != "no":
-        # By default FSDP would round the policy's inputs (advantages) and outputs (log-probs) as well.
+        # By default FSDP also rounds the policy's inputs (advantages) and outputs (log-probs).
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -95,7 +95,7 @@ def check_processes(accelerator: Any) -> None:
 def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
     """Run ``work`` on every process and return the results of all; if one fails, all raise.
 
-    If only the failing process raised, the others would wait forever in the next collective.
+    Otherwise the others would wait forever in the next collective.
     """
     from accelerate.utils import gather_object
 
@@ -115,19 +115,19 @@ def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
 
 
 def on_main(accelerator: Any, work: Callable[[], _Result]) -> _Result | None:
-    """Run ``work`` in the first process only and return its result to all; if it fails, all raise."""
+    """Run ``work`` in the first process and return its result in all; if it fails, all raise."""
     return on_all(accelerator, lambda: work() if accelerator.is_main_process else None)[0]
 
 
 def map_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
-    """Call ``work`` in each process on its share of ``range(count)``; return the results of all, in order."""
+    """Call ``work`` in each process on its share of ``range(count)``; return all results, in order."""
     share = np.array_split(np.arange(count), accelerator.num_processes)[accelerator.process_index].tolist()
     parts = on_all(accelerator, lambda: work(share) if share else None)
     return [part for part in parts if part is not None]
 
 
 def seed_everything(*numbers: int) -> None:
-    """Seed Python's, NumPy's and torch's generators with one seed that is derived from all numbers."""
+    """Seed the generators of Python, NumPy and torch from all numbers."""
     from accelerate.utils import set_seed
 
     set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
@@ -135,7 +135,7 @@ def seed_everything(*numbers: int) -> None:
 
 @contextmanager
 def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
-    """Gather all weights on every device, so that processes may run different numbers of forward passes."""
+    """Gather all weights on every device: processes may then run different numbers of forward passes."""
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -144,14 +144,14 @@ def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            # The outermost module keeps its weights until backward, which is FSDP's default.
-            again = module is not policy and bool(accelerator.state.fsdp_plugin.reshard_after_forward)
-            module.set_reshard_after_forward(again, recurse=False)
+            # By FSDP's default, the outermost module keeps its weights until the backward.
+            reshards = module is not policy and bool(accelerator.state.fsdp_plugin.reshard_after_forward)
+            module.set_reshard_after_forward(reshards, recurse=False)
         reshard(policy)
 
 
 def reshard(policy: nn.Module) -> None:
-    """Free gathered weights: FSDP keeps the outermost module's after a forward without backward."""
+    """Free gathered weights; FSDP keeps those of the outermost module after a forward without backward."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

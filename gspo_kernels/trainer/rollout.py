@@ -21,14 +21,14 @@ from gspo_kernels.trainer.config import InputError, RolloutConfig
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; ``temperature`` 0 is greedy. top_k cuts first, then top_p."""
+    """How tokens are drawn; ``temperature`` 0 is greedy. top_k applies before top_p."""
 
     max_new_tokens: int
-    temperature: float = 1.0  # logits are divided by it
-    top_p: float = 1.0  # only the most likely tokens whose probabilities reach this sum are drawn
-    top_k: int = 0  # only this many of the most likely tokens are drawn; 0: all
-    return_mask: bool = False  # whether completions must name the tokens that could have been drawn
-    top_logprobs: int = 0  # completions must have the log-probs of so many most likely tokens
+    temperature: float = 1.0  # divides the logits
+    top_p: float = 1.0  # draw from the most likely tokens whose probabilities reach this sum
+    top_k: int = 0  # draw from this many of the most likely tokens; 0: all
+    return_mask: bool = False  # whether completions must have the mask of tokens they were drawn from
+    top_logprobs: int = 0  # number of most likely tokens whose log-probs completions must have
 
     def __post_init__(self) -> None:
         if self.return_mask and (self.temperature == 0 or not self.cuts):
@@ -36,7 +36,7 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether top_p or top_k keep some tokens from being drawn."""
+        """Whether top_p or top_k exclude tokens."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
@@ -58,20 +58,20 @@ class Completion:
 
     ids: Tensor  # [C] int64, up to and including the first end token
     finished: bool  # whether there is an end token
-    # [C] fp32, under the distribution that a token was drawn from, so after temperature and cuts; None if the
-    # engine returns none, and for greedy completions.
+    # [C] fp32, of the distribution that a token was drawn from, after temperature, top_k and top_p; None if
+    # the engine returns none, and for greedy completions.
     logprobs: Tensor | None = None
-    # [C] int64, the turn of each token, from 0; -1: a token that a tool or an environment wrote, which is not
-    # trained on. None: all tokens are one turn.
+    # [C] int64, the turn of each token, from 0; -1: a token of a tool or an environment, not trained on.
+    # None: all tokens are one turn.
     turn_ids: Tensor | None = None
-    mask: SamplingMask | None = None  # tokens that could have been drawn; None: not asked for, or not known
-    # [C, K]: the most likely tokens and log-probs as above; ids of -1: there are fewer, or a tool wrote.
+    mask: SamplingMask | None = None  # tokens that it was drawn from; None: not requested, or not known
+    # [C, K]: the most likely tokens and log-probs as above; ids of -1: there are fewer, or a tool wrote it.
     centering: ScoreCentering | None = None
 
     def counted(self, truncated: str = "keep") -> Tensor:
         """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
 
-        A completion without an end token counts if ``truncated`` is "keep", and not if it is "mask".
+        ``truncated`` is "keep", or "mask" to exclude a completion without an end token.
         """
         if truncated not in ("keep", "mask"):
             raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
@@ -83,10 +83,10 @@ class RolloutEngine(Protocol):
     """An engine that completes prompts for the trainer."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """Complete every prompt once, with the policy's current weights, and keep their order.
+        """Complete every prompt once, in order, with the policy's current weights.
 
-        Prompts are token ids, none empty; a prompt is repeated for each of its completions. Random numbers
-        come from torch's default generator.
+        Prompts are non-empty lists of token ids; a prompt is repeated for each of its completions. Random
+        numbers come from torch's default generator.
         """
         ...
 
@@ -95,15 +95,15 @@ class RolloutEngine(Protocol):
 class ModelEngine:
     """An engine that samples from the trained model itself, in a loop over tokens.
 
-    A prompt with several completions in a batch goes through the model once. Ended completions leave the
-    batch as soon as they are half of it. Prompts of similar length are batched together. Only the `Sampling`
-    decides how tokens are drawn: the model's generation config is not used.
+    A prompt is encoded once for all of its completions in a batch. Ended completions are removed from the
+    batch when they are half of it. Prompts of similar length are batched together. The model's generation
+    config is not used.
     """
 
-    model: Any  # that is trained, so that completions always come from its current weights
+    model: Any  # the trained model, with its current weights
     end_ids: list[int]  # tokens that end a completion
     pad_id: int  # token that pads rows on the left
-    batch_size: int  # completions generated at once; changes memory, speed and random numbers only
+    batch_size: int  # completions generated at a time; affects memory, speed and random numbers
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -176,7 +176,7 @@ class ModelEngine:
             if sampling.return_mask:
                 counts = ids.new_tensor([len(each) for each in sets[row][:length]])
                 sampled_from = SamplingMask(torch.cat(sets[row][:length]), counts)
-            # Copies, because a slice would be sent to other processes with the whole tensor.
+            # Copies: a slice would be pickled for other processes with its whole tensor.
             logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()
             done, centering = bool(finished[row]), None
             if K:
@@ -187,9 +187,9 @@ class ModelEngine:
 
 
 def new_cache(model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return an empty cache, and the options of a model's forward that fill it and give the last logits.
+    """Return an empty cache, and the options of a model's forward that fill it and return the last logits.
 
-    Under autocast it is in 16 bit: norms leave keys in fp32, which attention rounds anyway.
+    Under autocast it has 16 bits: norms return keys in fp32, which attention rounds.
     """
     cache: Any = transformers.DynamicCache(config=model.config)
     if torch.is_autocast_enabled(model.device.type):
@@ -203,17 +203,17 @@ def new_cache(model: Any) -> tuple[Any, dict[str, Any]]:
 def draw(
     logits: Tensor, sampling: Sampling, uniforms: Tensor
 ) -> tuple[Tensor, Tensor, Sequence[Tensor], ScoreCentering | None]:
-    """Draw a token from each row of logits [b, V]; the most likely one where the temperature is 0.
+    """Draw a token from each row of logits [b, V]; the most likely one if the temperature is 0.
 
-    A uniform number in [0, 1), [b, 1], picks the token in whose interval of the cumulative probabilities it
-    lies. This needs one softmax and one cumulative sum in fp64, and half the time of `torch.multinomial`.
-    Returns the tokens, [b] int64; their probabilities, [b]; with ``return_mask``, b tensors of possible ids;
-    and with ``top_logprobs`` so many of the most likely ids and their log-probs, [b, k].
+    A uniform number in [0, 1), [b, 1], selects a token by the cumulative probabilities. One softmax and one
+    cumulative sum in fp64 take half the time of `torch.multinomial`. Returns the tokens, [b] int64; their
+    probabilities, [b]; with ``return_mask``, b tensors of possible ids; with ``top_logprobs`` k, the k most
+    likely ids and their log-probs, [b, k].
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, torch.ones_like(logits[:, 0]), (), None
-    if sampling.temperature != 1.0:  # differences to the maximum keep more digits in the division
+    if sampling.temperature != 1.0:  # subtract the maximum first, for accuracy
         logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     sets: Sequence[Tensor] = ()
     if sampling.cuts:
@@ -224,9 +224,9 @@ def draw(
             sets = drawable.nonzero()[:, 1].to("cpu", torch.int32).split(drawable.sum(-1).tolist())
     probs = logits.softmax(-1)
     cumulative = exact(probs).cumsum(-1)
-    # The last factor keeps the product below the total, to which it could round up.
+    # The last factor keeps the product from rounding up to the total.
     shares = exact(uniforms) * cumulative[:, -1:] * (1.0 - max(2.0**-40, torch.finfo(cumulative.dtype).eps))
-    # right=True: the first sum above the share, so never a token of probability 0; NaN lands beyond the end.
+    # right=True: the first sum above the share, never a token of probability 0; NaN is beyond the end.
     tokens = torch.searchsorted(cumulative, shares, right=True).clamp(max=logits.shape[1] - 1)
     top = None
     if sampling.top_logprobs:

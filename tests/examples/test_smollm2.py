@@ -3,7 +3,7 @@
 import pytest
 
 from examples.smollm2 import __main__ as example
-from examples.smollm2.__main__ import BASE, CONFIG, HELD_OUT
+from examples.smollm2.__main__ import BASE, CONFIG
 from gspo_kernels.rewards import last_number
 from gspo_kernels.trainer.config import load_config
 
@@ -13,7 +13,7 @@ def test_sums_and_settings():
     rows, config = example.sums(), load_config(CONFIG)
     assert len({row["prompt"] for row in rows}) == len(rows) == 90**2
     assert all(eval(row["prompt"]) == int(row["answer"]) for row in rows)
-    assert config.evaluation.prompts == HELD_OUT and config.model == str(BASE) and config.update.steps <= 24
+    assert config.model == str(BASE) and config.update.steps <= 24
     answers = {"answer": [row["answer"] for row in rows[:2]]}
     assert last_number([], [f" {rows[0]['answer']}.", " 1"], [], **answers) == [1.0, 0.0]
     assert example.prompt_of("1 + 2").endswith("What is 1 + 2?<|im_end|>\n<|im_start|>assistant\n1 + 2 =")

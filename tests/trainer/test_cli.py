@@ -127,7 +127,13 @@ def test_one_message_names_all_that_must_change(jsonl, capsys):
     line = ["train", str(ROOT / "examples/gsm8k.yaml"), "--dataset", str(jsonl), "--eval-dataset", str(jsonl)]
     assert cli.main([*line, "--reward", "null"]) == 1
     message = capsys.readouterr().err
-    for words in ("model is missing", "reward is missing", "subset 'main'", "split 'test'", "no 'question'"):
+    for words in (
+        "model is missing",
+        "reward is missing",
+        "subset 'main'",
+        "split 'test[:256]'",
+        "no 'question'",
+    ):
         assert words in message, words
 
 
@@ -204,38 +210,11 @@ def test_ask_and_eval_take_a_run_or_a_model(tmp_path, llama, jsonl, reward_file,
         ("non-empty text", ["ask", run, ""]),
         ("temperature", ["ask", run, "ab", "--temperature", "-1"]),
         ("max_new_tokens", ["ask", run, "ab", "--max-new-tokens", "0"]),
-        ("the prompt is missing", ["ask", run]),
         ("--dataset is missing", ["eval", exported]),
         ("--reward is missing", ["eval", exported, "--dataset", str(jsonl)]),
         ("--count: got 0", ["eval", run, "--count", "0"]),
     ):
         assert cli.main(wrong) == 1 and words in capsys.readouterr().err, words
-
-
-def test_a_chat_keeps_the_conversation(tmp_path, monkeypatch, capsys):
-    tokenizer = demo.make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}a"
-    for each in (tiny_model("qwen3", tokenizer, max_position_embeddings=256), tokenizer):
-        each.save_pretrained(tmp_path / "chat")
-    words, seen = iter(["hi", "", "so"]), []
-    encode = type(tokenizer).apply_chat_template
-
-    def noted(self, messages, **options):
-        if messages[0]["content"] == "hi":  # not what prepare_prompts tries
-            seen.append([message["content"] for message in messages])
-        return encode(self, messages, **options)
-
-    def typed(_):
-        for each in words:
-            return each
-        raise EOFError
-
-    monkeypatch.setattr(type(tokenizer), "apply_chat_template", noted)
-    monkeypatch.setattr("builtins.input", typed)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert cli.main(["ask", str(tmp_path / "chat"), "--max-new-tokens", "4"]) == 0
-    assert [len(each) for each in seen] == [1, 3] and (seen[1][0], seen[1][2]) == ("hi", "so")
-    assert capsys.readouterr().out.startswith(seen[1][1])
 
 
 def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama, jsonl, reward_file, capsys):
@@ -247,19 +226,15 @@ def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama
         ("--model", "no/such/model", "no/such/model' cannot be loaded"),
         ("--model", "", "model is missing"),
         ("--model", str(tmp_path / "adapters"), "the directory has adapters; expected a full model"),
-        ("--model", str(tmp_path / "gguf"), "`tokenizers` library serialization file"),
         ("--model", str(tmp_path / "gguf"), "; the directory has model.gguf"),
         ("--model", str(tmp_path / "bare"), "has only special tokens: its files are missing"),
         ("--eval_dataset", "no/such/file.jsonl", "there is no dataset file no/such/file.jsonl"),
         ("--reward", "math:sqrt", "reward function sqrt cannot be called"),
         ("--update.minibatches", "9", "update.minibatches must be at most the 8"),
         ("--rollout.max-new-tokens", "61", "row 4: the prompt has 4 tokens"),
-        ("--reward", None, "reward is missing"),
         ("--attn_implementation", "eager", "'eager'; load it with sdpa"),
     ):
-        line = options(llama, jsonl, reward_file, tmp_path / "run")
-        position = line.index(key) if key in line else len(line)
-        line[position : position + 2] = [] if value is None else [key, value]
+        line = [*options(llama, jsonl, reward_file, tmp_path / "run"), key, value]
         assert cli.main(["train", *line]) == 1
         message = capsys.readouterr().err.splitlines()[-1]
         assert message.startswith("gspo train: error: ") and words in message, message
@@ -280,7 +255,6 @@ def test_the_demonstration_learns(tmp_path, capsys):
         assert record["minibatch_1/ratio/min"] == record["minibatch_1/ratio/max"] == 1.0
     kinds = ("minibatch_4/clip_fraction/low", "minibatch_4/clip_fraction/high")
     assert 0.1 < sum(record[kind] for record in later for kind in kinds) / len(later) < 0.9
-    assert (tmp_path / "demo" / "progress.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(text) for text in (tmp_path / "demo" / "held_out.jsonl").read_text().splitlines()]
     assert rows == demo.make_rows(shifted_seed(0) % 5)[1]
     capsys.readouterr()

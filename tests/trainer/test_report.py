@@ -25,18 +25,10 @@ from gspo_kernels.trainer.report import (
 from tests.trainer.conftest import make_accelerator
 
 RECORD = {
-    "step": 1,
-    "reward/mean": 0.25,
-    "groups_without_variance": 0.5,
-    "ratio/min": 0.99,
-    "ratio/max": 1.01,
-    "clip_fraction/low": 0.1,
-    "clip_fraction/high": 0.2,
-    "entropy": 1.5,
-    "kl/old": 2e-5,
+    "reward/mean": 0.25, "groups_without_variance": 0.5, "ratio/min": 0.99, "ratio/max": 1.01,
+    "clip_fraction/low": 0.1, "clip_fraction/high": 0.2, "entropy": 1.5, "kl/old": 2e-5,
     "tokens_per_second": 1234.0,
-}
-SHOWN = "reward 0.250 no-variance groups 50% ratio 0.9900..1.0100 clipped 10% low 20% high entropy 1.50"
+}  # fmt: skip
 
 
 def make_report(tmp_path, steps=20):
@@ -47,20 +39,18 @@ def make_report(tmp_path, steps=20):
 
 
 def test_metrics_are_finite_or_null(tmp_path, capsys):
-    report = make_report(tmp_path)
+    report, path = make_report(tmp_path), tmp_path / "metrics.jsonl"
     report.begin(None, changed=[], evaluates=False)
     for step in range(4):
         report.step(step, {"a": math.nan, "b": -math.inf, "c": 0.5, "d": None})
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads(path.read_text().splitlines()[0])
     assert first == {"step": 0, "a": None, "b": None, "c": 0.5, "d": None}
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    with path.open("a") as file:
         file.write('{"step": 4, "rew')
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3]
     report.begin(2, changed=["seed: 0 -> 1"], evaluates=False)
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    said = capsys.readouterr().out
-    assert "no eval dataset" in said and "settings changed: seed: 0 -> 1" in said
-    assert read_metrics(tmp_path / "none.jsonl") == []
+    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]
+    assert "seed: 0 -> 1" in capsys.readouterr().out and read_metrics(tmp_path / "none.jsonl") == []
 
 
 def test_a_full_disk_or_a_tracker_never_ends_a_run(tmp_path, monkeypatch, capsys):
@@ -86,7 +76,7 @@ def test_a_full_disk_or_a_tracker_never_ends_a_run(tmp_path, monkeypatch, capsys
     assert [record["step"] for record in map(json.loads, metrics.read_text().splitlines())] == [1, 2, 3, 4]
     said = " ".join(capsys.readouterr().out.split())
     for what in ("metrics.jsonl", "a tracker"):
-        assert said.count(f"warning: {what} cannot be written, and the run goes on: ") == 1
+        assert said.count(f"warning: {what} cannot be written") == 1
     assert "no server" in said
 
 
@@ -96,17 +86,14 @@ def test_a_step_is_a_line_with_the_time_left(tmp_path, monkeypatch, capsys, term
     report, now = make_report(tmp_path, steps=30), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    report.step(0, {"eval/greedy_reward": 7.0, "eval/sampled_reward": 0.25})
-    assert "eval reward: greedy 7.000, sampled 0.250" in capsys.readouterr().out
-    report.started = None
     for step in range(11, 31):  # resumed after step 10
         now[0] += 50.0
-        report.step(step, RECORD | {"step": step, "seconds": 50.0})
+        report.step(step, RECORD | {"seconds": 50.0})
     lines = [line for line in capsys.readouterr().out.splitlines() if "reward 0.250" in line]
     shown = [int(line.split()[1].removesuffix("/30")) for line in lines]
     assert shown == ([*range(11, 31)] if terminal else [20, 30])
     for step, line in zip(shown, lines, strict=True):
-        assert line.endswith(f" {50 * (30 - step)} s left") and SHOWN in " ".join(line.split())
+        assert line.endswith(f" {50 * (30 - step)} s left") and "ratio 0.9900..1.0100" in line
     assert "reward -" in metrics_line({}, STEP) and "greedy -" in metrics_line({}, EVALUATION)
 
 
@@ -122,33 +109,32 @@ FINE = {"reward/mean": 0.5, "groups_without_variance": 0.5, "completions/finishe
 
 
 @pytest.mark.parametrize(
-    ("symptom", "words"),
+    "symptom",
     [
-        ({"groups_without_variance": 1.0}, "nothing can be learned"),
-        ({"clip_fraction/after_first": 0.97}, "nearly every sequence is clipped"),
-        ({"minibatch_2/ratio/max": 1.0, "ratio/min": 1.0, "ratio/max": 1.0}, "every ratio is exactly 1"),
-        ({"completions/finished": 0.0}, "truncated"),
-        ({"reward/mean": None}, "no reward applies"),
-        ({"updates_left_out": 1.0}, "not finite"),
-        ({"mismatch/mean": 0.5}, "sampling and training disagree"),
-        ({"mismatch/mean": 1e-6, "mismatch/ratio": 1.2}, "sampling and training disagree"),
+        {"groups_without_variance": 1.0},
+        {"clip_fraction/after_first": 0.97},
+        {"minibatch_2/ratio/max": 1.0, "ratio/min": 1.0, "ratio/max": 1.0},
+        {"completions/finished": 0.0},
+        {"reward/mean": None},
+        {"updates_left_out": 1.0},
+        {"mismatch/mean": 0.5},
+        {"mismatch/mean": 1e-6, "mismatch/ratio": 1.2},
     ],
 )
-def test_warnings_come_after_some_steps_and_once(symptom, words):
+def test_warnings_come_after_some_steps_and_once(symptom):
     health = Health(TrainConfig())
     steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] + [FINE | symptom] * (PATIENCE + 2)
     if not symptom.keys() & FINE.keys():  # a step that does not measure a symptom leaves its count alone
         steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] * 3 + [FINE | symptom] * 2
     warnings = [health.check(metrics) for metrics in steps]
-    assert sum(map(len, warnings)) == 1
     (warning,) = (each for some in warnings for each in some)
-    assert words in warning and warning.startswith(f"for {PATIENCE} steps in a row")
-    assert symptom.keys() & SYMPTOMS.keys()
+    (text,) = (text for name, (_, text) in SYMPTOMS.items() if name in symptom)
+    assert text in warning
 
 
 @pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")  # of other tests
 def test_plot_of_any_run(tmp_path):
-    for steps, evaluated in ((0, False), (1, True), (40, False), (40, True)):
+    for steps, evaluated in ((0, False), (1, False), (5, True)):
         records = [{"step": 0}]
         for n in range(1, steps + 1):
             records.append(RECORD | {"step": n, "reward/mean": None if n == 3 else n / 40})

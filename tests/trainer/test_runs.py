@@ -139,7 +139,7 @@ def test_eval_reward_and_prompts_that_are_trained_on(tmp_path, tokenizer, capsys
 
 
 def test_trackers_get_metrics_and_settings(tmp_path, tokenizer, monkeypatch):
-    """accelerate's own trackers call a SummaryWriter, which takes no lists, and wandb, which are stand-ins."""
+    """accelerate calls a SummaryWriter, which takes no lists, and wandb; both are stand-ins."""
     board, wandb = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
@@ -254,10 +254,8 @@ def test_a_run_resumes_with_no_fewer_steps(tmp_path, tokenizer):
 
     with pytest.raises(InputError, match="returned 0 values"):
         train(6, fails=True)
-    before = (tmp_path / "config.yaml").read_text(), (tmp_path / "metrics.jsonl").read_text()
     with pytest.raises(InputError, match=r"update\.steps: got 2, expected at least 3"):
         train(2, resume=True, force=True)
-    assert before == ((tmp_path / "config.yaml").read_text(), (tmp_path / "metrics.jsonl").read_text())
     last = train(3, resume=True)
     assert last["step"] == 3 and last["eval/greedy/odd"] >= 0
 
@@ -330,7 +328,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, tokenizer, sections):
 
 
 MERGED = "a merged PeftModel"
-GIVEN = ["a directory", "a name", "a model", "a 16-bit model", MERGED, "a model, partly frozen"]
+GIVEN = ["a directory", "a name", "a 16-bit model", MERGED, "a model, partly frozen"]
 
 
 @pytest.mark.parametrize(
@@ -367,9 +365,9 @@ def test_each_export_loads_as_what_was_trained(
     config = small_config("run", model="a/base", update=update, lora=lora)
     trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=model)
     if adapters:
-        trained = {name.split(".")[-3] for name, p in trainer.model.named_parameters() if p.requires_grad}
+        trained = {name.split(".")[-4] for name, p in trainer.model.named_parameters() if p.requires_grad}
         assert "lm_head" not in trained and (
-            trained == {adapters} or adapters == "all-linear" and len(trained) == 7
+            trained == {adapters} or (adapters == "all-linear" and len(trained) == 7)
         )
     trainer.train()
     folders = [tmp_path / "run" / "model"]
@@ -431,20 +429,14 @@ def test_what_reaches_the_update(tmp_path, tokenizer):
 
 def test_a_seed_has_an_effect(tmp_path, tokenizer):
     """A seed decides what is sampled of one prompt, not only in which order prompts come."""
-
-    def sampled(seed):
-        seen = []
-
-        def reward(completion_ids):
-            seen.extend(completion_ids)
-            return odd_share(completion_ids)
-
-        config = small_config(tmp_path / "run", seed=seed, update={"steps": 1})
-        make_trainer(tokenizer, ROWS[:1], reward, config, eval_dataset=None).train(overwrite=True)
-        return seen
-
-    first = sampled(0)
-    assert sampled(0) == first != sampled(1)
+    first, again, other = (
+        [ids.tolist() for ids in batch_of(trainer).completions]
+        for trainer in (
+            make_trainer(tokenizer, ROWS[:1], odd_share, small_config(tmp_path, seed=seed))
+            for seed in (0, 0, 1)
+        )
+    )
+    assert first == again != other
 
 
 def test_options_that_change_no_other_run_here(tmp_path, tokenizer):
@@ -466,18 +458,17 @@ def test_options_that_change_no_other_run_here(tmp_path, tokenizer):
     whole, small, again = passes(), passes(micro_batch_tokens=4), passes(gradient_checkpointing=True)
     assert small["policy"] > whole["policy"] == again["policy"] and again["layer"] > whole["layer"]
     assert made(rollout={"batch_size": 5}).engine.batch_size == 5
+    update = {"weight_decay": 1e5, "learning_rate": 1e-6, "steps": 1}
+    trainer = made(update=update)
+    before = weights(trainer.model)
+    trainer.update(batch_of(trainer))
+    for name, weight in weights(trainer.model).items():  # two updates, and each gradient moves it by 1e-6
+        torch.testing.assert_close(weight, before[name] * 0.9**2, rtol=0, atol=1e-5)
     for precision, used, mixed in (("auto", "fp32", "no"), ("bf16", "bf16", "bf16")):
         AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first precision
         trainer = made(update={"precision": precision})
         assert trainer.accelerator.mixed_precision == mixed
         assert trainer.config.update.precision == trainer.updater.config.update.precision == used
-    flat = {"dataset": ROWS, "eval_dataset": None}  # without advantages only the decay moves weights
-    config = small_config(tmp_path / "decay", update={"steps": 1, "weight_decay": 0.5, "learning_rate": 0.1})
-    trainer = make_trainer(tokenizer, ROWS, lambda prompts: [0.0] * len(prompts), config, **flat)
-    before = weights(trainer.model)
-    trainer.train()
-    for name, weight in weights(trainer.model).items():  # two updates
-        torch.testing.assert_close(weight, before[name] * 0.95**2)
 
 
 def test_bad_input_is_refused_before_writing(tmp_path, tokenizer):
@@ -547,12 +538,11 @@ def test_warnings_when_nothing_can_be_learned(tmp_path, tokenizer, capsys):
     assert same(before, weights(trainer.model))  # without weight decay nothing moves
     for keep in (False, True):
         rollout = {"top_p": 0.9, "keep_sampling_mask": keep}
-        config = small_config(tmp_path / str(keep), rollout=rollout, update={"steps": 2}, **steps)
+        config = small_config(tmp_path / str(keep), rollout=rollout, update={"steps": 1}, **steps)
         model = tiny_qwen3(tokenizer, initializer_range=0.1)
-        make_trainer(tokenizer, ROWS, odd_share, config, model=model).train()
-        records = read_metrics(tmp_path / str(keep) / "metrics.jsonl")[1:]
-        assert capsys.readouterr().out.count("rollout.keep_sampling_mask") == (0 if keep else 1)
-        assert (max(each["mismatch/mean"] for each in records) < 1e-5) == keep
+        last = make_trainer(tokenizer, ROWS, odd_share, config, model=model, eval_dataset=None).train()
+        assert capsys.readouterr().out.count("rollout.keep_sampling_mask") == (not keep)
+        assert (last["mismatch/mean"] < 1e-5) == keep
 
 
 def test_outgrown_rope_frequencies_are_warned_about(tmp_path, tokenizer, capsys):
