@@ -23,7 +23,7 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
     rewards = {key: key.removeprefix("reward/") for key in sorted(measured) if key.startswith("reward/")}
     if len(rewards) == 2:  # a single reward, which the mean would hide
         rewards = {"reward/mean": "mean"}
-    panels = [("Mean reward of the rollouts", rewards, ""), *PANELS]
+    panels = [("Reward of the rollouts", rewards, ""), *PANELS]
     shown = [panel for panel in panels if measured.intersection(panel[1])]
     rows = max(-(-len(shown) // COLUMNS), 1)
     height = 3.4 * rows
@@ -60,14 +60,14 @@ def style(ax: Any, title: str, label: str) -> None:
 PANELS: list[tuple[str, dict[str, str], str]] = [
     ("Eval reward", {"eval/greedy_reward": "greedy", "eval/sampled_reward": "sampled"}, ""),
     ("Groups with equal rewards", {"groups_without_variance": "share of a rollout"}, "share"),
-    ("Completions that end by themselves", {"completions/finished": "share of a rollout"}, "share"),
-    ("Clipped share", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share"),
-    ("Ratio", {"ratio/max": "largest of a step", "ratio/min": "smallest"}, ""),
-    ("KL, nats per token", {"kl/old": "to the policy that sampled", "kl/ref": "to the reference"}, ""),
+    ("Completions with an end token", {"completions/finished": "share of a rollout"}, "share"),
+    ("Clip fraction", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share"),
+    ("Importance ratio", {"ratio/max": "maximum", "ratio/min": "minimum"}, ""),
+    ("KL, nats per token", {"kl/old": "to the sampling policy", "kl/ref": "to the reference"}, ""),
     ("Entropy, nats per token", {"entropy": "policy"}, ""),
     ("Tokens per completion", {"completions/length": "mean"}, "zero"),
     ("Gradient norm before clipping", {"grad_norm": "mean of the minibatches"}, "zero"),
-    ("Sampling against training, nats", {"mismatch/mean": "mean", "mismatch/max": "largest"}, "log"),
+    ("Mismatch of log-probs, nats", {"mismatch/mean": "mean", "mismatch/max": "maximum"}, "log"),
     ("Completion tokens per second", {"tokens_per_second": "whole step"}, "zero"),
     ("Seconds per step", {"seconds/rollout": "rollout", "seconds/update": "update"}, "zero"),
 ]

@@ -125,14 +125,14 @@ class Report:
                 self.unwritten = b""
         with self.output_to("a tracker"):
             self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
-        if "eval/greedy_reward" in record:
-            self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
         now = time.monotonic()
         self.started = self.started or (now - metrics.get("seconds", 0.0), max(step - 1, 0))
         if step > 0 and (sys.stdout.isatty() or step % 10 == 0 or step == steps):
             start, before = self.started
             left = (now - start) / max(step - before, 1) * (steps - step)
             self.say(f"step {step}/{steps}  {metrics_line(record, STEP)}  {left:.0f} s left")
+        if "eval/greedy_reward" in record:
+            self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
         for warning in self.health.check(record) if step > 0 else ():
             self.say(f"step {step}: {warning}", warning=True)
 

@@ -137,12 +137,9 @@ def test_one_message_names_all_that_must_change(jsonl, capsys):
         assert words in message, words
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
-def test_runs_of_local_models_resume_and_export(
-    tmp_path, llama, jsonl, reward_file, adapters, capsys, recwarn
-):
+def test_runs_of_local_models_resume_and_export(tmp_path, llama, jsonl, reward_file, capsys, recwarn):
     run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
-    line += ["--checkpoint.every", "1"] + ["--lora.rank", "1"] * adapters
+    line += ["--checkpoint.every", "1", "--lora.rank", "1"]
     assert cli.main(["train", *line]) == 0
     assert "eval reward" in capsys.readouterr().out
     assert not [each.message for each in recwarn if issubclass(each.category, FutureWarning)]
@@ -160,12 +157,10 @@ def test_runs_of_local_models_resume_and_export(
         for path in (llama, run / "model", *(tmp_path / name for name in ("newest", "first", "half")))
     )
     for name, weight in trained.items():
-        torch.testing.assert_close(newest[name], weight, rtol=1e-6, atol=1e-7 if adapters else 0.0)
+        torch.testing.assert_close(newest[name], weight, rtol=1e-6, atol=1e-7)
         assert torch.equal(newest[name].bfloat16(), half[name])
     assert not same(trained, first) and not same(before, first)
     assert {w.dtype for w in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
-    for path in (run / "model", tmp_path / "first"):
-        AutoTokenizer.from_pretrained(path)
     (run / "progress.png").unlink()
     assert cli.main(["plot", str(run)]) == 0
     assert (run / "progress.png").read_bytes().startswith(b"\x89PNG")
@@ -176,16 +171,13 @@ def test_runs_of_local_models_resume_and_export(
     ):
         assert cli.main(wrong) == 1
         assert words in capsys.readouterr().err
-    assert cli.main(["train", *line, "--overwrite"]) == 0
-    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
-def test_ask_and_eval_take_a_run_or_a_model(tmp_path, llama, jsonl, reward_file, adapters, capsys):
+def test_ask_and_eval_take_a_run_or_a_model(tmp_path, llama, jsonl, reward_file, capsys):
     """Answers and rewards are those of the trained model, with the run's prompts and rewards."""
     run, exported = str(tmp_path / "run"), str(tmp_path / "run" / "model")
     line = [*options(llama, jsonl, reward_file, run), "--data.prompt_template", "<{prompt}>", "--seed", "3"]
-    assert cli.main(["train", *line, "--update.learning_rate=0.1", *["--lora.rank", "1"] * adapters]) == 0
+    assert cli.main(["train", *line, "--update.learning_rate=0.1", "--lora.rank", "1"]) == 0
     record = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     config = ["--config", f"{run}/config.yaml"]
     held_out = ["--dataset", str(jsonl), "--reward", f"{reward_file}:odd"]

@@ -279,16 +279,22 @@ ENVIRONMENT = (
 )
 
 
-@pytest.mark.parametrize("setting", [*OPTIONS, *ENVIRONMENT.split()])
-def test_accelerates_settings_change_no_update(tmp_path, tokenizer, monkeypatch, setting):
-    """A setting of accelerate's, in its environment or an `Accelerator`, changes nothing or is refused."""
-    config = small_config(tmp_path, update={"precision": "fp32"})
+@pytest.fixture(scope="module")
+def updated(tokenizer, tmp_path_factory):
+    """Return a function that updates a tiny model with an accelerator, and its result for a plain one."""
+    config = small_config(tmp_path_factory.mktemp("plain"), update={"precision": "fp32"})
 
     def update(accelerator):
         trainer = make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator)
         return trainer.updater.update(batch_of(trainer)), whole(trainer.updater.tensors())
 
-    metrics, tensors = update(make_accelerator())
+    return update, update(make_accelerator())
+
+
+@pytest.mark.parametrize("setting", [*OPTIONS, *ENVIRONMENT.split()])
+def test_accelerates_settings_change_no_update(updated, monkeypatch, setting):
+    """A setting of accelerate's, in its environment or an `Accelerator`, changes nothing or is refused."""
+    update, (metrics, tensors) = updated
     AcceleratorState._reset_state(reset_partial_state=True)
     if setting not in OPTIONS:
         monkeypatch.setenv(*f"ACCELERATE_{setting}".split("="))
