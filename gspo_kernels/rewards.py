@@ -115,15 +115,15 @@ def math_answer(
     r"""Return 1 where math-verify finds the completion's final answer equal to the right answer, otherwise 0.
 
     The final answer is what math-verify extracts: ``\boxed{}`` first, then LaTeX in ``$``, then the last
-    expression. Models write expressions that take forever to compute (9^9^9^9). math-verify stops them by a
-    signal, which only a main thread gets. So math-verify runs in a process of its own, which the first call
-    starts. A process that a signal does not stop is killed, and the next completion starts another.
+    expression. Some expressions of models never finish (9^9^9^9). math-verify interrupts them by a signal,
+    which needs a main thread, so it runs in a separate process. A process that a signal does not interrupt is
+    killed; the next completion starts a new one.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
-        column: the column that holds the right answer, LaTeX or a number, alone or behind GSM8K's "####"; the
-            reward does not apply where the answer is None or math-verify cannot read it.
-        seconds: how long parsing or comparing may take; a completion that takes longer gets 0.
+        column: the column of the right answers, LaTeX or numbers, alone or after GSM8K's "####"; the reward
+            does not apply where the answer is None or math-verify cannot read it.
+        seconds: time limit of parsing and of comparing; a completion that exceeds it gets 0.
 
     Raises:
         ModuleNotFoundError: math-verify is not installed.
@@ -180,15 +180,15 @@ _verifier = _Verifier()
 
 
 def _verify() -> None:
-    """Answer the questions of a `_Verifier`, until it closes the pipe."""
+    """Answer the questions of a `_Verifier` until it closes the pipe."""
     from math_verify import parse, verify
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # math-verify warns at every completion that it gives up on, and wherever there is no time limit
+    # math-verify warns of every completion that exceeds the limit, and of missing limits
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # math-verify reads its grammars in this first call, so that no completion's time limit pays for it.
+    # The first call reads math-verify's grammars, outside the time limit of completions.
     verify(
         parse(r"$\frac{1}{2}$", parsing_timeout=None),
         parse("0.5", parsing_timeout=None),
