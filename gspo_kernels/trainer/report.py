@@ -149,26 +149,26 @@ class Report:
         per_token = len(advantages) != len(batch.lengths)
         values = [x.tolist() for x in (advantages.split(batch.lengths) if per_token else advantages)]
         values = values if len(values) == len(rollout.samples) else [None] * len(rollout.samples)
-        lines = []
-        for index, sample in enumerate(rollout.samples):
-            completion, row = sample.completion, prompts.rows[sample.row]
-            record = {
-                "step": step,
-                "weights_digest": digest,
-                "row": sample.row,
-                "columns": {name: row.get(name) for name in prompts.columns},
-                "prompt": tokenizer.decode(sample.prompt),
-                "prompt_ids": sample.prompt,
-                "completion": sample.text,
-                **finite({"reward": rollout.rewards.total[index].item()}),
-                "rewards": finite({name: each[index].item() for name, each in by_name.items()}),
-                "advantage": values[index],
-                "token_ids": sample.ids.tolist(),
-                "logprobs": None if completion.logprobs is None else completion.logprobs.tolist(),
-                "sampling_mask": None if completion.mask is None else completion.mask.to_lists(),
-            }
-            lines.append(json.dumps(record, default=str) + "\n")
         with self.output_to("rollouts/"):
+            lines = []
+            for index, sample in enumerate(rollout.samples):
+                completion, row = sample.completion, prompts.rows[sample.row]
+                record = {
+                    "step": step,
+                    "weights_digest": digest,
+                    "row": sample.row,
+                    "columns": {name: row.get(name) for name in prompts.columns},
+                    "prompt": tokenizer.decode(sample.prompt),
+                    "prompt_ids": sample.prompt,
+                    "completion": sample.text,
+                    **finite({"reward": rollout.rewards.total[index].item()}),
+                    "rewards": finite({name: each[index].item() for name, each in by_name.items()}),
+                    "advantage": values[index],
+                    "token_ids": sample.ids.tolist(),
+                    "logprobs": None if completion.logprobs is None else completion.logprobs.tolist(),
+                    "sampling_mask": None if completion.mask is None else completion.mask.to_lists(),
+                }
+                lines.append(json.dumps(record, default=str) + "\n")
             self.directory.rollouts.mkdir(exist_ok=True)
             write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
 
