@@ -96,6 +96,19 @@ def test_a_run_may_become_longer(decay):
     assert any("learning_rate_decay" in each for each in changed_settings(before, other))
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_some_settings_may_change_on_resume(free):
+    matter = "seed=1 data.split=test rollout.temperature=0.5 kl.beta=0.1 lora.rank=2 update.weight_decay=0.1"
+    line = (
+        "evaluation.every=3 checkpoint.keep=1 trackers=wandb update.micro_batch_tokens=5" if free else matter
+    )
+    for word in line.split():
+        config, _ = parse_arguments([f"--{word}"])
+        assert [text.split(":")[0] for text in changed_settings(TrainConfig(), config)] == (
+            [] if free else [word.split("=")[0]]
+        )
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
