@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.triton import batch_invariant_matmul as products
-from gspo_kernels.backends.triton import exponentials, one_pass, tiles
+from gspo_kernels.backends.triton import exponentials, logprobs, tiles
 from gspo_kernels.backends.triton import launch as launching
 from gspo_kernels.core.types import (
     KLPenalty,
@@ -78,7 +78,7 @@ def record(target: str, blocks: int = 0) -> list[Call]:
         if module is not launching:
             module.launch = launch
     launching.without_spills.cache_clear()
-    one_pass.max_blocks = lambda device: blocks
+    logprobs.max_blocks = lambda device: blocks
     tiles.multiprocessors = lambda device: 132
     exponentials.capability = lambda device: int(target[3:]) // 10
     products._has_tensor_maps = lambda device: target in ("sm_90", "sm_100")

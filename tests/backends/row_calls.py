@@ -55,7 +55,7 @@ class Rows:
         out = self._out(logits, logits.dtype, out)
         with pytest.MonkeyPatch.context() as patch:
             if not held:
-                patch.setattr("gspo_kernels.backends.triton.one_pass.on_chip_tile", lambda *_: None)
+                patch.setattr("gspo_kernels.backends.triton.logprobs.on_chip_tile", lambda *_: None)
             rows = self.rows(logits, labels, transform)
             stats = self.functions.logprobs_and_grad(rows, self.there(coefficients), out)
         return stats.each(Tensor.cpu), out.cpu()
@@ -190,9 +190,9 @@ def check(rows: Rows, logits, labels, grad, grad_entropy, transform=PLAIN):
     alone.hold(grad=rows.backward(logits, labels, stats, grad, None, transform))
     held = {True}
     if rows.name == "triton":
-        from gspo_kernels.backends.triton import one_pass
+        from gspo_kernels.backends.triton import logprobs
 
-        held = {one_pass.on_chip_tile(logits, logits, transform) is not None, False}
+        held = {logprobs.on_chip_tile(logits, logits, transform) is not None, False}
     else:
         known, row, factors = rows.and_rows(*given)
         assert same(known, alike)

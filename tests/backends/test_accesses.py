@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from gspo_kernels.backends import triton as kernels
-from gspo_kernels.backends.triton import gradients
+from gspo_kernels.backends.triton import logprobs
 from gspo_kernels.backends.triton.launch import Tile
 from gspo_kernels.core.types import LogitRows, RatioClip, RatioOperands, RowPair
 from tests.backends.accesses import backwards, counted, rebuilt, without_races
@@ -223,9 +223,9 @@ def test_programs_that_share_a_row_write_the_same(dtype, V, monkeypatch):
     logits, labels, *grads = draw(V, dtype, B=1, T=4)
     labels[0, 1], grads[0][0, 2], grads[1][0, 2] = IGNORE, 0.0, 0.0
     stats, found = ROWS.forward(logits, labels), []
-    monkeypatch.setattr(gradients, "_PARTS", dict.fromkeys((2, 4, 8), Tile(128, 4)))
+    monkeypatch.setattr(logprobs, "_PARTS", dict.fromkeys((2, 4, 8), Tile(128, 4)))
     for blocks in (1, 2, 3):
-        monkeypatch.setattr(gradients, "_BLOCKS", blocks)
+        monkeypatch.setattr(logprobs, "_BLOCKS", blocks)
         with without_races():
             found.append(ROWS.backward(logits, labels, stats, *grads))
             found.append(ROWS.backward(there := logits.clone(), labels, stats, *grads, out=there))

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.triton.launch import Tile, launch, typed_kernel
+from gspo_kernels.backends.triton.ratios import sum_sequence
 from gspo_kernels.backends.triton.rows import narrowed
-from gspo_kernels.backends.triton.sequences import sum_sequence
 from gspo_kernels.core.exact import MAX_IN_SUMS, power_of_two, times
 from gspo_kernels.core.types import stats_dtype
 from tests.backends.row_calls import DTYPES, same
@@ -28,7 +28,7 @@ FP32 = torch.float32
 @typed_kernel
 def summing_kernel(labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, T: tl.int32, BLOCK: tl.constexpr):
     count, total = sum_sequence(
-        0, 0, T, T, labels_ptr, 0, 1, -100, old_ptr, 0, 1, logprobs_ptr, False, True, tl.float32, BLOCK
+        0, 0, T, (labels_ptr, 0, 1), -100, (old_ptr, 0, 1), logprobs_ptr, False, True, tl.float32, BLOCK
     )
     tl.store(sums_ptr, total)
     tl.store(counts_ptr, count)
@@ -92,7 +92,7 @@ def test_numbers_of_all_sizes_round_as_in_pytorch(platform):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scaling(monkeypatch, dtype):
     """At most two programs share all blocks here."""
-    monkeypatch.setattr("gspo_kernels.backends.triton.scale._PROGRAMS", 2)
+    monkeypatch.setattr("gspo_kernels.backends.triton.row_scaling._PROGRAMS", 2)
     device = device_of("triton")
     # times 1.5, every other 16-bit number lies half-way between two
     factor = torch.tensor(-1.5, dtype=stats_dtype(dtype))

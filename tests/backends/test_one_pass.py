@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from gspo_kernels.backends import triton as kernels
-from gspo_kernels.backends.triton import launch, one_pass
-from gspo_kernels.backends.triton.one_pass import on_chip_tile
+from gspo_kernels.backends.triton import launch, logprobs
+from gspo_kernels.backends.triton.logprobs import on_chip_tile
 from gspo_kernels.core.types import LogitTransform
 from tests.backends.accesses import backwards, without_races
 from tests.backends.row_calls import (

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
 ALL = pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
-KERNELS = """logprobs_forward_kernel logprobs_backward_kernel logprobs_and_grad_kernel on_chip_row_kernel
+KERNELS = """logprobs_forward_kernel logprobs_backward_kernel on_chip_row_kernel
 divergence_kernel lengths_kernel merge_mask_kernel sequence_ratio_kernel ratio_step_kernel divide_kernel
 scale_kernel fixed_product_kernel product_operand_kernel scale_rows_kernel store_hidden_kernel
 sum_unit_kernel"""

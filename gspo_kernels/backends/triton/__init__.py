@@ -10,15 +10,23 @@ import torch
 
 from gspo_kernels.backends.triton.batch_invariant_matmul import batch_invariant_mm
 from gspo_kernels.backends.triton.divergences import divergence
-from gspo_kernels.backends.triton.gradients import logprobs_backward
 from gspo_kernels.backends.triton.launch import INTERPRETED, platform, triton_version
-from gspo_kernels.backends.triton.logprobs import logprobs_forward
+from gspo_kernels.backends.triton.logprobs import (
+    logprobs_and_grad,
+    logprobs_and_rows,
+    logprobs_backward,
+    logprobs_forward,
+    one_pass_pays,
+)
 from gspo_kernels.backends.triton.masks import lengths, merge_mask
-from gspo_kernels.backends.triton.one_pass import logprobs_and_grad, logprobs_and_rows, one_pass_pays
-from gspo_kernels.backends.triton.ratios import ratio_step
-from gspo_kernels.backends.triton.row_scaling import product_operand, scale_rows_, store_hidden, sum_unit
-from gspo_kernels.backends.triton.scale import scale_
-from gspo_kernels.backends.triton.sequence_ratio import sequence_ratio_forward
+from gspo_kernels.backends.triton.ratios import ratio_step, sequence_ratio_forward
+from gspo_kernels.backends.triton.row_scaling import (
+    product_operand,
+    scale_,
+    scale_rows_,
+    store_hidden,
+    sum_unit,
+)
 
 __all__ = [
     "batch_invariant_mm",

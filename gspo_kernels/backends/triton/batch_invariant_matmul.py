@@ -1,10 +1,9 @@
 """Matrix products whose sums have a fixed order: an element's bits depend on its row and its column alone.
 
 Libraries choose tiles, and how they split K, by the shapes of a product. Here tiles are the same for every
-number of rows and columns, and K is summed from its first value to its last, a step at a time. The sum of a
-product that is added to ``out`` begins with what ``out`` holds. To store fp32 sums and to load them again
-changes no bit; so products that are accumulated one after the other equal one product along the longer K, if
-K is cut at whole steps. A few programs walk over all tiles.
+number of rows and columns, and K is summed from its first value to its last, a step at a time. A sum that is
+accumulated begins with what ``out`` holds. Storing and loading fp32 sums changes no bit: accumulated products
+equal one product along the longer K, if K is cut at whole steps. A few programs walk over all tiles.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels.backends.triton.launch import launch, platform, typed_kernel, without_spills
 from gspo_kernels.backends.triton.rows import narrowed
-from gspo_kernels.backends.triton.tiles import GROUP, ProductTile, add_product, tile_at
+from gspo_kernels.backends.triton.tiles import ProductTile, add_product, halves, tile_at
 from gspo_kernels.core.self_test import SelfTest, tensor_maps_enabled
 
 STEP = 64
 """Products may be cut along K at multiples of this: the most values that a tile takes at a time."""
 _VECTOR_BYTES = 16
 
-# Registers hold the sums of a tile. Where tensor maps serve, they bring 16-bit operands that come in 16-byte
-# pieces to shared memory, and take no registers. Elsewhere each piece has an address. Operands that don't
-# come in pieces have one for each element and pass through registers; masks at the end of K take some, too.
+# Registers hold the sums of a tile. Tensor maps load 16-bit operands in 16-byte pieces and take no registers.
+# Otherwise each piece has an address, or each element of operands that don't come in pieces.
 _BULK = ProductTile(128, 256, 64, 32, 8, 4)
 _WIDE = {2: ProductTile(128, 128, 32, 32, 8, 4), 4: ProductTile(64, 64, 16, 32, 8, 3)}
 _NARROW = {2: ProductTile(64, 64, 32, 32, 8, 2), 4: ProductTile(32, 32, 16, 32, 4, 2)}
@@ -66,9 +64,7 @@ class ProductConstants(NamedTuple):
         BULK: whether ``a`` and ``b`` are tensor descriptors.
         WHOLE: whether K consists of whole steps.
         ACCUMULATE: whether the product is added to ``out``.
-        ROWS, COLUMNS, DEPTH: rows and columns of a tile, and the depth of a step along K.
-        PIECE: columns that are loaded or stored at a time.
-        GROUP: tiles of rows that are computed side by side.
+        TILE: rows, columns and depth of a tile, and the columns that are loaded or stored at a time.
         PLATFORM: see ``launch.platform``.
     """
 
@@ -80,55 +76,47 @@ class ProductConstants(NamedTuple):
     BULK: bool
     WHOLE: bool
     ACCUMULATE: bool
-    ROWS: int
-    COLUMNS: int
-    DEPTH: int
-    PIECE: int
-    GROUP: int
+    TILE: ProductTile
     PLATFORM: str
+
+
+@triton.jit
+def _piece_of_out(out_ptr, top, left, M, N, stride, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr):
+    """Return the addresses of a piece of a tile of ``out``, and which elements exist."""
+    VECTOR: tl.constexpr = PRODUCT.OUT_VECTOR
+    rows = _opaque(top, PRODUCT.PLATFORM) + tl.arange(0, PRODUCT.TILE.rows)
+    columns = _opaque(left, PRODUCT.PLATFORM) + tl.arange(0, COLUMNS)
+    columns = tl.max_contiguous(tl.multiple_of(columns, COLUMNS), COLUMNS)
+    lines = tl.multiple_of(out_ptr + rows.to(tl.int64) * stride, 16 if VECTOR > 1 else 1)
+    inside = (rows < M)[:, None] & (columns < N // VECTOR * VECTOR)[None, :]
+    return lines[:, None] + columns[None, :], inside
 
 
 @triton.jit
 def _load_sums(out_ptr, top, left, M, N, stride, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr):
     """Return what ``out`` holds of a tile, loaded PIECE columns at a time."""
-    ROWS: tl.constexpr = PRODUCT.ROWS
-    PLATFORM: tl.constexpr = PRODUCT.PLATFORM
-    VECTOR: tl.constexpr = PRODUCT.OUT_VECTOR
-    if COLUMNS > PRODUCT.PIECE:
+    if PRODUCT.TILE.piece < COLUMNS:
         HALF: tl.constexpr = COLUMNS // 2
         x0 = _load_sums(out_ptr, top, left, M, N, stride, HALF, PRODUCT)
         x1 = _load_sums(out_ptr, top, left + HALF, M, N, stride, HALF, PRODUCT)
-        x = tl.reshape(tl.permute(tl.join(x0, x1), [0, 2, 1]), [ROWS, COLUMNS])
+        x = tl.reshape(tl.permute(tl.join(x0, x1), [0, 2, 1]), [PRODUCT.TILE.rows, COLUMNS])
     else:
-        rows = _opaque(top, PLATFORM) + tl.arange(0, ROWS)
-        columns = _opaque(left, PLATFORM) + tl.arange(0, COLUMNS)
-        columns = tl.max_contiguous(tl.multiple_of(columns, COLUMNS), COLUMNS)
-        lines = tl.multiple_of(out_ptr + rows.to(tl.int64) * stride, 16 if VECTOR > 1 else 1)
-        inside = (rows < M)[:, None] & (columns < N // VECTOR * VECTOR)[None, :]
-        x = tl.load(lines[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        pointers, inside = _piece_of_out(out_ptr, top, left, M, N, stride, COLUMNS, PRODUCT)
+        x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     return x
 
 
 @triton.jit
 def _store_sums(x, out_ptr, top, left, M, N, stride, PRODUCT: tl.constexpr):
     """Store a tile PIECE columns at a time, so that few addresses are in registers."""
-    ROWS: tl.constexpr = PRODUCT.ROWS
-    PLATFORM: tl.constexpr = PRODUCT.PLATFORM
-    VECTOR: tl.constexpr = PRODUCT.OUT_VECTOR
     COLUMNS: tl.constexpr = x.shape[1]
-    if COLUMNS > PRODUCT.PIECE:
-        HALF: tl.constexpr = COLUMNS // 2
-        x0, x1 = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
+    if PRODUCT.TILE.piece < COLUMNS:
+        x0, x1 = halves(x)
         _store_sums(x0, out_ptr, top, left, M, N, stride, PRODUCT)
-        _store_sums(x1, out_ptr, top, left + HALF, M, N, stride, PRODUCT)
+        _store_sums(x1, out_ptr, top, left + COLUMNS // 2, M, N, stride, PRODUCT)
     else:
-        rows = _opaque(top, PLATFORM) + tl.arange(0, ROWS)
-        columns = _opaque(left, PLATFORM) + tl.arange(0, COLUMNS)
-        columns = tl.max_contiguous(tl.multiple_of(columns, COLUMNS), COLUMNS)
-        lines = tl.multiple_of(out_ptr + rows.to(tl.int64) * stride, 16 if VECTOR > 1 else 1)
-        inside = (rows < M)[:, None] & (columns < N // VECTOR * VECTOR)[None, :]
-        x = narrowed(x, out_ptr.dtype.element_ty, PLATFORM)
-        tl.store(lines[:, None] + columns[None, :], x, mask=inside)
+        pointers, inside = _piece_of_out(out_ptr, top, left, M, N, stride, COLUMNS, PRODUCT)
+        tl.store(pointers, narrowed(x, out_ptr.dtype.element_ty, PRODUCT.PLATFORM), mask=inside)
 
 
 @typed_kernel
@@ -141,10 +129,9 @@ def fixed_product_kernel(
     """Compute a program's share of the tiles of out (+)= a @ b + bias. ``a`` and ``b`` are tensor descriptors
     or addresses, PRODUCT is a ``ProductConstants``.
     """
-    PLATFORM: tl.constexpr = PRODUCT.PLATFORM
-    ROWS: tl.constexpr = PRODUCT.ROWS
-    COLUMNS: tl.constexpr = PRODUCT.COLUMNS
-    DEPTH: tl.constexpr = PRODUCT.DEPTH
+    ROWS: tl.constexpr = PRODUCT.TILE.rows
+    COLUMNS: tl.constexpr = PRODUCT.TILE.columns
+    DEPTH: tl.constexpr = PRODUCT.TILE.depth
     A_VECTOR: tl.constexpr = PRODUCT.A_VECTOR
     B_VECTOR: tl.constexpr = PRODUCT.B_VECTOR
     A_ALONG_K: tl.constexpr = PRODUCT.A_ALONG_K
@@ -163,7 +150,7 @@ def fixed_product_kernel(
         b_stride_n = 1
         b_stride_k = b_stride_k // B_VECTOR * B_VECTOR
     for tile in range(tl.program_id(0), height * width, tl.num_programs(0)):
-        row, column = tile_at(tile, height, width, PRODUCT.GROUP)
+        row, column = tile_at(tile, height, width)
         top = row * ROWS
         left = column * COLUMNS
         if PRODUCT.ACCUMULATE:
@@ -178,7 +165,7 @@ def fixed_product_kernel(
             for k in range(0, K, DEPTH):
                 x = a.load([top, k]) if A_ALONG_K else a.load([k, top]).T
                 y = b.load([left, k]).T if B_ALONG_K else b.load([k, left])
-                sums = add_product(sums, x, y, PLATFORM)
+                sums = add_product(sums, x, y, PRODUCT.PLATFORM)
         else:
             depths = tl.arange(0, DEPTH).to(tl.int64)
             a_lines = a + _lines(top, ROWS, M, 1 if A_ALONG_K else A_VECTOR) * a_stride_m
@@ -197,7 +184,7 @@ def fixed_product_kernel(
                     in_depth = k + tl.arange(0, DEPTH) < K
                     x = tl.load(a_pointers, mask=in_depth[None, :], other=0.0)
                     y = tl.load(b_pointers, mask=in_depth[:, None], other=0.0)
-                sums = add_product(sums, x, y, PLATFORM)
+                sums = add_product(sums, x, y, PRODUCT.PLATFORM)
                 a_pointers += DEPTH * a_stride_k
                 b_pointers += DEPTH * b_stride_k
         _store_sums(sums, out_ptr, top, left, M, N, out_stride, PRODUCT)
@@ -265,11 +252,7 @@ def batch_invariant_mm(
             BULK=bulk,
             WHOLE=whole or bulk,
             ACCUMULATE=accumulate,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=tile.depth,
-            PIECE=tile.piece,
-            GROUP=GROUP,
+            TILE=tile,
             PLATFORM=platform(),
         ),
     )  # fmt: skip
@@ -288,9 +271,8 @@ def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
 
 
 def _tile(size: int, wide: bool, whole: bool, device: torch.device) -> tuple[ProductTile, bool]:
-    """Return the tile for elements of ``size`` bytes, and whether tensor maps bring the operands.
-
-    ``wide``: both come in 16-byte pieces. ``whole``: K consists of whole steps.
+    """Return the tile for elements of ``size`` bytes, and whether tensor maps load the operands. ``wide``:
+    both come in 16-byte pieces. ``whole``: K consists of whole steps.
     """
     bulk = wide and size == 2 and _has_tensor_maps(device)
     if platform() == "interpreter":

@@ -1,15 +1,22 @@
-"""How kernels find and read a row's columns: 16 bytes at a time if all rows consist of 16-byte pieces,
-otherwise one element at a time.
+"""Addresses, loads, stores and sampling masks of a row's columns.
 
-The log-sum-exp takes blocks [loads, threads, vector]: 16 bytes of columns for each thread and load, counted
-from the row's first column. So neither the thread that adds a column nor the order depends on where the row
-begins.
+Columns are accessed 16 bytes at a time if all rows consist of 16-byte pieces, otherwise one by one. The
+log-sum-exp takes blocks [loads, threads, vector], counted from the row's first column: neither the thread
+that adds a column nor the order depends on the row's address. Kernels take a pointer to sampling masks
+(``types.LogitTransform.kept``), or None, for which no code is compiled.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def program_rows(count, ROWS: tl.constexpr):
+    """Return the ROWS rows of this program, and which of them exist."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return rows, rows < count
 
 
 @triton.jit
@@ -26,6 +33,14 @@ def row_pointer(pointer, b, t, stride_b, stride_t, ALIGNED: tl.constexpr):
     if ALIGNED:
         row = tl.multiple_of(row, 16)
     return row
+
+
+@triton.jit
+def aligned_width(width, ALIGNED: tl.constexpr):
+    """Return ``width``. ALIGNED: 16 divides it, and now the compiler knows."""
+    if ALIGNED:
+        width = width // 16 * 16
+    return width
 
 
 @triton.jit
@@ -67,10 +82,7 @@ def _load_elements(
     EVICT: tl.constexpr,
 ):
     """Load every STEP-th of VECTOR columns one after the other, so that each thread has all of its own.
-
-    Args:
-        pointers, columns: [loads, threads, 1], the first of these columns.
-        width: the number of columns of the row.
+    ``pointers`` and ``columns`` [loads, threads, 1] are the first of these.
     """
     if STEP == VECTOR:
         block = _load(pointers, columns, width, MASKED, EVICT)
@@ -79,3 +91,67 @@ def _load_elements(
         odd = _load_elements(pointers + STEP, columns + STEP, width, 2 * STEP, VECTOR, MASKED, EVICT)
         block = tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1], 2 * even.shape[2]])
     return block
+
+
+@triton.jit
+def is_kept(mask, columns, width):
+    """Return for each of ``columns`` whether the mask keeps it; False from ``width`` on."""
+    word = tl.load(mask + (columns >> 5), mask=columns < width, other=0)
+    return ((word >> (columns & 31)) & 1) != 0
+
+
+@triton.jit
+def in_row(label, width, mask):
+    """Return whether a label, int64, is a column of its row that the mask keeps."""
+    inside = (label >= 0) & (label < width)
+    if mask is not None:
+        inside = inside & is_kept(mask, tl.where(inside, label, 0), width)
+    return inside
+
+
+@triton.jit
+def mask_logits(logits, start, width, mask):
+    """Return logits [loads, threads, vector] of a block with -inf for columns that the mask excludes."""
+    if mask is not None:
+        LOADS: tl.constexpr = logits.shape[0]
+        THREADS: tl.constexpr = logits.shape[1]
+        VECTOR: tl.constexpr = logits.shape[2]
+        vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
+        bits = _bits_of_vectors(mask, start + vectors * VECTOR, width)
+        lanes = tl.arange(0, VECTOR)[None, None, :]
+        logits = tl.where(((bits[:, :, None] >> lanes) & 1) != 0, logits, -float("inf"))
+    return logits
+
+
+@triton.jit
+def store_zeros(row, begin, lanes, end, EVICT: tl.constexpr):
+    """Store zeros from column ``begin`` to ``end``, as many at a time as there are lanes."""
+    zeros = tl.zeros(lanes.shape, row.dtype.element_ty)
+    for start in range(begin, end, lanes.numel):
+        tl.store(row + (start + lanes), zeros, mask=start + lanes < end, eviction_policy=EVICT)
+
+
+@triton.jit
+def mask_gradient(gradient, start, end, mask, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the gradient of a block with 0 for columns that the mask excludes, whatever their logits and
+    the row's coefficients hold. ALIGNED: the row is read in vectors.
+    """
+    if mask is not None:
+        if not ALIGNED:
+            are_kept = is_kept(mask, start + tl.arange(0, gradient.shape[0]), end)
+        else:
+            VECTORS: tl.constexpr = gradient.shape[0] // VECTOR
+            first = start + tl.arange(0, VECTORS) * VECTOR
+            bits = _bits_of_vectors(mask, first, end)
+            are_kept = ((bits[:, None] >> tl.arange(0, VECTOR)[None, :]) & 1) != 0
+            are_kept = tl.reshape(are_kept, gradient.shape)
+        gradient = tl.where(are_kept, gradient, tl.zeros_like(gradient))
+    return gradient
+
+
+@triton.jit
+def _bits_of_vectors(mask, first, end):
+    """Return a number for each vector of columns that begins at ``first``; its bit i is the i-th column's."""
+    # A vector begins at a multiple of its length, which divides 32, so it is in one word of the mask.
+    word = tl.load(mask + (first >> 5), mask=first < end, other=0).to(tl.uint32, bitcast=True)
+    return word >> (first & 31).to(tl.uint32)

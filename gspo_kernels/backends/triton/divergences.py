@@ -1,24 +1,30 @@
 """Divergence of a student's rows of logits from a teacher's, and its gradient. One program owns one row of
-each.
+each. ``core.divergences`` has the formulas.
 
 Both rows are read for their log-sum-exps, and again, from the cache, for the divergence. Reverse KL and
-Jensen-Shannon read them once more for the gradient, which needs the sum over the whole row. Statistics that
-are known already need no reading, so a backward reads once. ``divergences`` has the formulas.
+Jensen-Shannon read them once more for the gradient, which needs the sum over the whole row. With known
+statistics a backward reads once.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.backends.triton.columns import element, load_columns, row_pointer
+from gspo_kernels.backends.triton.columns import (
+    aligned_width,
+    element,
+    is_kept,
+    load_columns,
+    row_pointer,
+    store_zeros,
+)
 from gspo_kernels.backends.triton.launch import (
-    DIVERGENCE,
     RowConstants,
+    Tile,
     is_aligned,
     launch,
     row_numbers,
@@ -34,26 +40,17 @@ from gspo_kernels.backends.triton.rows import (
     exp_flushed,
     log1p_unit,
     lowest,
-    narrowed,
     row_label,
     row_slopes,
     split_hi_lo,
+    store_gradient,
     transformed,
 )
-from gspo_kernels.backends.triton.sampling_mask import is_kept
 from gspo_kernels.core.types import Normalizers, PairStats, RowPair, allocate_pair_stats
 
-
-class PairConstants(NamedTuple):
-    """The constants for which a divergence is compiled.
-
-    Attributes:
-        KIND: "forward", "reverse" or "mixture".
-        KNOWN: which statistics are known already: "nothing", "normalizers" or "all".
-    """
-
-    KIND: str
-    KNOWN: str
+# With four numbers per lane and eight lanes a thread takes 62 to 72 registers: seven programs share an NVIDIA
+# multiprocessor.
+_TILES = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 
 
 @triton.jit
@@ -65,23 +62,6 @@ def _load(row, start, lanes, width, slopes, mask, ROW: tl.constexpr):
     if mask is not None:
         inside = inside & is_kept(mask, start + lanes, width)
     return tl.where(inside, z, -float("inf")), tanh_slope
-
-
-@triton.jit
-def _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW: tl.constexpr):
-    """Store a block of a gradient, 0 for columns that the mask excludes, whatever their logits and the row's
-    coefficients hold.
-    """
-    PLATFORM: tl.constexpr = ROW.PLATFORM
-    if ROW.SOFTCAP:
-        grad = grad * tanh_slope
-    grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
-    if mask is not None:
-        grad = tl.where(is_kept(mask, start + lanes, width), grad, tl.zeros_like(grad))
-    if ROW.NARROWS_IN_PLACE:
-        # Block k of the gradient overwrites logits of blocks up to k, which other threads may still read.
-        tl.debug_barrier()
-    tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
 
 
 @triton.jit
@@ -114,7 +94,7 @@ def _to_mixture(log_p, log_q, mixture, PLATFORM: tl.constexpr):
 
 @typed_kernel
 def divergence_kernel(
-    logits_ptr, labels_ptr, row_temperature_ptr, kept_ptr, teacher_logits_ptr, teacher_temperature_ptr,
+    logits_ptr, labels_ptr, temperature_ptr, kept_ptr, teacher_logits_ptr, teacher_temperature_ptr,
     lse_ptr, teacher_lse_ptr, divergences_ptr, centres_ptr, grad_ptr, out_ptr,
     T: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
     logits_b: tl.int64, logits_t: tl.int64, labels_b: tl.int64, labels_t: tl.int64,
@@ -124,40 +104,40 @@ def divergence_kernel(
     teacher_temperature_b: tl.int64, teacher_temperature_t: tl.int64,
     grad_b: tl.int64, grad_t: tl.int64, out_b: tl.int64, out_t: tl.int64,
     beta: tl.float64, log_odds: tl.float64, log_beta: tl.float64, log_rest: tl.float64,
-    ROW: tl.constexpr, TEACHER: tl.constexpr, PAIR: tl.constexpr,
+    ROW: tl.constexpr, TEACHER: tl.constexpr, KIND: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row's divergence and, if there is an ``out``, its gradient. Log-odds are those of ``beta``,
-    ``log_rest`` is log(1 - beta); ROW and TEACHER are ``RowConstants``.
+    """Compute one row's divergence and, if there is an ``out``, its gradient.
+
+    Args:
+        log_odds, log_beta, log_rest: of ``beta``; the last is log(1 - beta).
+        ROW, TEACHER: ``RowConstants`` of both sides.
+        KIND: "forward", "reverse" or "mixture".
+        KNOWN: which statistics are known already: "nothing", "normalizers" or "all".
     """
     STATS: tl.constexpr = ROW.STATS
-    BLOCK: tl.constexpr = ROW.BLOCK
-    PLATFORM: tl.constexpr = ROW.PLATFORM
+    LOGITS: tl.constexpr = logits_ptr.dtype.element_ty
     n = tl.program_id(0)
     b, t, _label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, kept_b, kept_t)
-    slopes = row_slopes(slope, inner, outer, row_temperature_ptr, b, t, temperature_b, temperature_t, STATS)
+    slopes = row_slopes(slope, inner, outer, temperature_ptr, b, t, temperature_b, temperature_t, STATS)
     teacher_slopes = row_slopes(
         teacher_slope, teacher_inner, teacher_outer, teacher_temperature_ptr, b, t,
         teacher_temperature_b, teacher_temperature_t, STATS,
     )  # fmt: skip
     row = row_pointer(logits_ptr, b, t, logits_b, logits_t, ROW.ALIGNED)
     other = row_pointer(teacher_logits_ptr, b, t, teacher_b, teacher_t, ROW.ALIGNED)
-    lanes = tl.arange(0, BLOCK)
-    width = V
-    if ROW.ALIGNED:
-        # the same number, but now the compiler knows that 16 divides it
-        width = width // 16 * 16
-    width = tl.where(counted, width, 0)
-    if PAIR.KNOWN == "nothing":
-        peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
-        total = tl.zeros([BLOCK], STATS)
+    lanes = tl.arange(0, ROW.BLOCK)
+    width = tl.where(counted, aligned_width(V, ROW.ALIGNED), 0)
+    if KNOWN == "nothing":
+        peak = tl.zeros([ROW.BLOCK], STATS) + lowest(STATS)
+        total = tl.zeros([ROW.BLOCK], STATS)
         other_peak = peak
         other_total = total
-        for start in range(0, width, BLOCK):
+        for start in range(0, width, ROW.BLOCK):
             z, _slope = _load(row, start, lanes, width, slopes, mask, ROW)
-            peak, total = _add_block(peak, total, z, PLATFORM)
+            peak, total = _add_block(peak, total, z, ROW.PLATFORM)
             z, _slope = _load(other, start, lanes, width, teacher_slopes, mask, TEACHER)
-            other_peak, other_total = _add_block(other_peak, other_total, z, PLATFORM)
+            other_peak, other_total = _add_block(other_peak, other_total, z, ROW.PLATFORM)
         zero = tl.zeros([], STATS)
         no_label = counted & False
         _logp, lse_hi, lse_lo, _ = combine_threads(peak, total, total, zero, no_label, False, STATS)
@@ -185,68 +165,66 @@ def divergence_kernel(
         coefficient = coefficient * (slopes[0][0] + slopes[0][1])
     # The gradient of a row without a softmax is NaN, unless its coefficient is 0.
     coefficient = tl.where(finite | (coefficient == 0), coefficient, float("nan"))
-    WRITES_AT_ONCE: tl.constexpr = (PAIR.KIND == "forward") and (out_ptr is not None)
-    value = tl.zeros([BLOCK], STATS)
-    to_mixture = tl.zeros([BLOCK], STATS)
+    WRITES_AT_ONCE: tl.constexpr = (KIND == "forward") and (out_ptr is not None)
+    value = tl.zeros([ROW.BLOCK], STATS)
+    to_mixture = tl.zeros([ROW.BLOCK], STATS)
     if WRITES_AT_ONCE:
         # no thread may overwrite what another still reads for the log-sum-exps
         tl.debug_barrier()
-    if WRITES_AT_ONCE or PAIR.KNOWN != "all":
-        for start in range(0, written if PAIR.KNOWN == "all" else width, BLOCK):
+    if WRITES_AT_ONCE or KNOWN != "all":
+        for start in range(0, written if KNOWN == "all" else width, ROW.BLOCK):
             z, tanh_slope = _load(row, start, lanes, width, slopes, mask, ROW)
             log_p = (z - lse_hi) - lse_lo
             z, _slope = _load(other, start, lanes, width, teacher_slopes, mask, TEACHER)
             log_q = (z - other_hi) - other_lo
-            p = exp_flushed(log_p, PLATFORM)
-            q = exp_flushed(log_q, PLATFORM)
-            if PAIR.KIND == "forward":
+            p = exp_flushed(log_p, ROW.PLATFORM)
+            q = exp_flushed(log_q, ROW.PLATFORM)
+            if KIND == "forward":
                 value += _relative_entropy(q, log_q, p, log_p)
-            elif PAIR.KIND == "reverse":
+            elif KIND == "reverse":
                 value += _relative_entropy(p, log_p, q, log_q)
             else:
-                student_part, teacher_part = _to_mixture(log_p, log_q, logs, PLATFORM)
+                student_part, teacher_part = _to_mixture(log_p, log_q, logs, ROW.PLATFORM)
                 student_part = tl.where(p == 0, 0.0, p * student_part)
                 teacher_part = tl.where(q == 0, 0.0, q * teacher_part)
                 to_mixture += student_part
                 value += (1.0 - share) * student_part + share * teacher_part
             if WRITES_AT_ONCE:
-                grad = coefficient * (p - q)
-                _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW)
-    if PAIR.KNOWN == "all":
+                grad = coefficient * (p - q) * tanh_slope
+                store_gradient(grad, out_row, start, lanes, written, mask, LOGITS, "", ROW)
+    if KNOWN == "all":
         divergence = tl.load(divergences_ptr + n)
         centre = tl.load(centres_ptr + n)
     else:
         divergence = tl.sum(value, axis=0)
         divergence = tl.where(finite | (width == 0), divergence, float("nan"))
         centre = divergence
-        if PAIR.KIND == "forward":
+        if KIND == "forward":
             centre = tl.zeros_like(divergence)
-        elif PAIR.KIND == "mixture":
+        elif KIND == "mixture":
             centre = tl.where(finite | (width == 0), tl.sum(to_mixture, axis=0), float("nan"))
         tl.store(divergences_ptr + n, divergence)
         tl.store(centres_ptr + n, centre)
     if out_ptr is not None:
-        if PAIR.KIND != "forward":
+        if KIND != "forward":
             tl.debug_barrier()
-            mean_slope = centre if PAIR.KIND == "reverse" else (1.0 - share) * centre
+            mean_slope = centre if KIND == "reverse" else (1.0 - share) * centre
             # An infinite divergence has no direction: the gradient is NaN.
             coefficient = tl.where(_is_finite(divergence) | (coefficient == 0), coefficient, float("nan"))
-            for start in range(0, written, BLOCK):
+            for start in range(0, written, ROW.BLOCK):
                 z, tanh_slope = _load(row, start, lanes, width, slopes, mask, ROW)
                 log_p = (z - lse_hi) - lse_lo
                 z, _slope = _load(other, start, lanes, width, teacher_slopes, mask, TEACHER)
                 log_q = (z - other_hi) - other_lo
-                p = exp_flushed(log_p, PLATFORM)
-                if PAIR.KIND == "reverse":
+                p = exp_flushed(log_p, ROW.PLATFORM)
+                if KIND == "reverse":
                     to_row = log_p - log_q
                 else:
-                    to_row, _to_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
+                    to_row, _to_teacher = _to_mixture(log_p, log_q, logs, ROW.PLATFORM)
                     to_row = (1.0 - share) * to_row
-                grad = coefficient * tl.where(p == 0, 0.0, p * (to_row - mean_slope))
-                _store_gradient(out_row, grad, tanh_slope, start, lanes, width, written, mask, ROW)
-        zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-        for start in range(0, tl.where(written != 0, 0, V), BLOCK):
-            tl.store(out_row + (start + lanes), zeros, mask=start + lanes < V)
+                grad = coefficient * tl.where(p == 0, 0.0, p * (to_row - mean_slope)) * tanh_slope
+                store_gradient(grad, out_row, start, lanes, written, mask, LOGITS, "", ROW)
+        store_zeros(out_row, 0, lanes, tl.where(written != 0, 0, V), "")
 
 
 def divergence(
@@ -259,7 +237,7 @@ def divergence(
     stats = allocate_pair_stats(logits, known)
     tensors = (logits, teacher_logits) if out is None else (logits, teacher_logits, out)
     mixed = 0 < beta < 1
-    tile = without_spills(DIVERGENCE[max(each.element_size() for each in tensors)], mixed)
+    tile = without_spills(_TILES[max(each.element_size() for each in tensors)], mixed)
     logs = (math.log(beta) - math.log1p(-beta), math.log(beta), math.log1p(-beta)) if mixed else (0.0,) * 3
     aligned = is_aligned(*tensors)
     student = RowConstants.of(logits, transform, tile, out)
@@ -272,9 +250,7 @@ def divergence(
         *strides(teacher_logits, teacher_transform.row_temperature, grad, out), beta, *logs,
         ROW=student._replace(ALIGNED=aligned),
         TEACHER=teacher._replace(STATS=student.STATS, ALIGNED=aligned),
-        PAIR=PairConstants(
-            KIND="mixture" if mixed else "reverse" if beta else "forward",
-            KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
-        ),
+        KIND="mixture" if mixed else "reverse" if beta else "forward",
+        KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
     )  # fmt: skip
     return stats

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gspo_kernels.backends.triton.columns import element
-from gspo_kernels.core.types import LogitTransform, stats_dtype
+from gspo_kernels.core.types import LogitTransform, RowStats, stats_dtype
 
 INTERPRETED = not isinstance(element, triton.runtime.JITFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1 and so run on CPU tensors."""
@@ -35,8 +35,8 @@ def triton_version() -> tuple[int, ...]:
 
 class Tile(NamedTuple):
     """How a kernel is launched: ``block`` columns at a time, ``warps`` per block of threads, ``stages`` of
-    the pipeline that feeds a product, ``blocks`` of threads per program (more than one make a cluster), and
-    at most ``registers`` per thread (None: the compiler chooses).
+    the pipeline that feeds a product, ``blocks`` of threads per program (several make a cluster), and at most
+    ``registers`` per thread (None: the compiler chooses).
     """
 
     block: int
@@ -48,41 +48,24 @@ class Tile(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Return the options with which Triton compiles a kernel.
 
-        Fusing of multiplications and additions is off, so that the same helper rounds the same in every
-        kernel: old log-probs from one kernel and new ones from another then don't differ at all. Kernels ask
-        for fma where it pays.
+        Fused multiply-adds are off except where kernels ask for them: a helper then rounds the same in every
+        kernel, and old log-probs from one kernel equal new ones from another.
         """
         options = {"num_warps": self.warps, "num_stages": self.stages, "num_ctas": self.blocks}
         options["enable_fp_fusion"] = False
         return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
-# Tiles by the bytes of one logit, the same on all devices. The forward keeps two numbers per thread (three
-# with entropy), and a block is two 16-byte loads per thread. It loads nothing ahead, because ptxas would move
-# such loads down to where their values are used; many programs at once hide the latency of memory. With 32 to
-# 48 registers, 10 to 16 programs of four warps share an NVIDIA multiprocessor, with 40 to 64 KiB of loads
-# under way. The backward keeps no such numbers and takes 64 bytes per thread.
+# The forward's tiles by the bytes of one logit. It keeps two numbers per thread (three with entropy), and a
+# block is two 16-byte loads per thread. It loads nothing ahead: ptxas would move such loads down to their
+# use. 10 to 16 programs of four warps with 32 to 48 registers share an NVIDIA multiprocessor.
 FORWARD = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
-BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
-
-# The on-policy kernel reads its row twice, the second time from the L2 cache, so only few rows may be in
-# flight at a time. A program takes 16 warps, and so many loads per thread that it needs more than 64
-# registers: only one fits on an NVIDIA multiprocessor. More warps would exceed the 1,024 threads of an AMD
-# workgroup.
-FORWARD_BACKWARD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
-
-# A divergence reads two rows and keeps four numbers per lane. With eight lanes a thread takes 62 to 72
-# registers, and seven programs share an NVIDIA multiprocessor.
-DIVERGENCE = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 
 
 @functools.lru_cache(maxsize=64)
 def without_spills(tile: Tile, much: bool, registers: int = 128) -> Tile:
-    """Return the tile, with a limit of registers on CUDA if the kernel keeps ``much`` alive at a time.
-
-    That is so under a softcap or in fp64. Without a limit ptxas gives some of these kernels a few registers
-    less than they need, to fit one more program, and spills a number to the stack. With a limit it gives them
-    what they need.
+    """Return the tile, with a limit of registers on CUDA if the kernel keeps ``much`` alive at a time, as
+    under a softcap or in fp64. Without a limit ptxas spills, to fit one more program on a multiprocessor.
     """
     if much and platform() == "cuda":
         return tile._replace(registers=registers)
@@ -97,17 +80,11 @@ def stats_type(dtype: torch.dtype) -> tl.dtype:
     return _STATS[stats_dtype(dtype)]
 
 
-ALIGNED_COLUMNS = 16
-"""Contiguous rows whose length is a multiple of this consist of 16-byte pieces, whatever their dtype."""
-
-
 def is_aligned(*tensors: Tensor) -> bool:
-    """Return whether all rows of two- or three-dimensional tensors consist of 16-byte pieces. Their last
-    stride must be 1.
-    """
+    """Return whether all rows of 2-D or 3-D tensors, whose last stride is 1, consist of 16-byte pieces."""
     for each in tensors:
         vector = 16 // each.element_size()
-        if each.shape[-1] % ALIGNED_COLUMNS or each.data_ptr() % 16:
+        if each.shape[-1] % 16 or each.data_ptr() % 16:
             return False
         if each.stride(0) % vector or each.stride(-2) % vector:
             return False
@@ -158,33 +135,41 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
     )
 
 
+def empty_stats(labels: Tensor, dtype: torch.dtype, entropy: bool) -> RowStats:
+    """Return memory for statistics in ``dtype`` of the rows of labels [B, T]."""
+    new = functools.partial(torch.empty, *labels.shape, device=labels.device)
+    return RowStats(new(dtype=dtype), new(dtype=torch.float64), new(dtype=dtype) if entropy else None)
+
+
 def strides(*tensors: Tensor | None) -> list[int]:
     """Return the strides of each tensor along its first two dimensions; 0 for None."""
     return [stride for each in tensors for stride in ((0, 0) if each is None else each.stride()[:2])]
 
 
+def strides_of(values: Tensor | None, packed: bool) -> tuple[int, int]:
+    """Return the strides along sequences and tokens of values [sequences] or like the tokens; 0 where one
+    value serves all.
+    """
+    if values is None:
+        return 0, 0
+    if values.ndim == 1:
+        return values.stride(0), 0
+    return 0 if packed else values.stride(0), values.stride(1)
+
+
 def slopes_of(transform: LogitTransform) -> tuple[float, float, float]:
     """Return (slope, inner, outer): z = slope * x, or with a softcap z = outer * tanh(inner * x)."""
     scale, softcap, temperature = transform[:3]
-    return (
-        scale / temperature,
-        scale / softcap if softcap else 1.0,
-        softcap / temperature if softcap else 1.0,
-    )
+    inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
+    return scale / temperature, inner, outer
 
 
-def row_numbers(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
-) -> list[int | float]:
+def row_numbers(logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int) -> list[Any]:
     """Return what kernels over logit rows take after their pointers: T, V, ignore_index, slopes, and the
     strides of logits, labels, temperatures and sampling masks.
     """
-    return [
-        *logits.shape[1:],
-        ignore_index,
-        *slopes_of(transform),
-        *strides(logits, labels, transform.row_temperature, transform.kept),
-    ]
+    strided = strides(logits, labels, transform.row_temperature, transform.kept)
+    return [*logits.shape[1:], ignore_index, *slopes_of(transform), *strided]
 
 
 class RowConstants(NamedTuple):
@@ -227,11 +212,9 @@ class RowConstants(NamedTuple):
 
 
 def typed_kernel(function: Callable[..., None]) -> Any:
-    """Apply ``triton.jit`` so that changes of shapes, strides or addresses don't compile the kernel again.
-
-    Only dtypes, which optional tensors there are, and the constants enter the specialization. Tensors come
-    first. All numbers are annotated with their types, and a constant says what vectorised accesses need to
-    know of addresses.
+    """Apply ``triton.jit`` so that only dtypes, the presence of optional tensors, and constants specialize
+    the kernel: new shapes, strides or addresses don't compile it again. Tensors come first, and all numbers
+    are annotated with their types.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
@@ -247,18 +230,11 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 def launch(
     kernel: Any, programs: int, device: torch.device, tile: Tile, *args: Any, **constants: Any
 ) -> None:
-    """Run ``programs`` programs of ``kernel`` on ``device``, which needn't be the current one.
+    """Run ``programs`` programs, if any, of a ``typed_kernel`` on the tensors' ``device``, which needn't be
+    the current one. ``args`` and ``constants`` are the kernel's parameters, in order.
 
     Triton's own launch compares all globals of a kernel, and takes longer than everything else here. It
     serves the first launch of each specialization; later ones call the compiled kernel.
-
-    Args:
-        kernel: a ``typed_kernel``.
-        programs: how many; 0: do nothing.
-        device: the device of all tensors.
-        tile: the options of the launch.
-        args: the kernel's parameters in order, up to its first constant.
-        constants: its constants, in order.
     """
     if programs == 0:
         return
@@ -282,7 +258,5 @@ def launch(
 
 
 def _dtype(arg: Tensor | TensorDescriptor | None) -> Any:
-    """Return the dtype of a tensor, or of a descriptor's, whose blocks are those of the constants."""
-    if arg is None or isinstance(arg, Tensor):
-        return None if arg is None else arg.dtype
-    return arg.base.dtype
+    """Return the dtype of a tensor, or of a descriptor's tensor; the constants have its blocks."""
+    return None if arg is None else arg.dtype if isinstance(arg, Tensor) else arg.base.dtype

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.backends.triton.columns import element
-from gspo_kernels.backends.triton.launch import Tile, launch, strides, typed_kernel
-from gspo_kernels.backends.triton.sequences import rows_of, strides_of
+from gspo_kernels.backends.triton.columns import element, program_rows
+from gspo_kernels.backends.triton.launch import Tile, launch, strides, strides_of, typed_kernel
 
 _TILE = Tile(1024, 4)
 
@@ -20,8 +20,7 @@ def merge_mask_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Merge a block of tokens."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < tokens
+    n, inside = program_rows(tokens, BLOCK)
     b = n // T
     t = n - b * T
     counted = tl.load(element(mask_ptr, b, t, mask_b, mask_t), mask=inside, other=0) != 0
@@ -47,6 +46,19 @@ def merge_mask(
         BLOCK=_TILE.block,
     )  # fmt: skip
     return counted, merged, None
+
+
+@triton.jit
+def rows_of(sequence, cu_seqlens_ptr, tokens, T):
+    """Return the first row of a sequence, and the row after its last."""
+    if cu_seqlens_ptr is not None:
+        # Clamped: unchecked values of cu_seqlens may give wrong results, but no address outside of the rows.
+        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), tokens)
+        last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), tokens)
+    else:
+        first = sequence * T
+        last = first + T
+    return first, last
 
 
 @typed_kernel

@@ -1,17 +1,20 @@
 """Operations on rows of hidden states before and after the gradient products, in one launch each.
 
 Coefficients of any size neither overflow nor vanish on the way: each is split into a power of two and the
-remaining factor. ``reference.row_scaling`` does it by PyTorch's operations for other backends.
+remaining factor.
 """
 
 # ruff: noqa: SIM300 - constants are what a kernel is compiled for.
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gspo_kernels.backends.triton.columns import aligned_width, program_rows
 from gspo_kernels.backends.triton.launch import (
     INTERPRETED,
     Tile,
@@ -26,13 +29,37 @@ from gspo_kernels.backends.triton.rows import narrowed
 _TILE = Tile(1024, 4)
 # The interpreter takes as long for one row as for many.
 _ROWS, _COLUMNS = (64, 64) if INTERPRETED else (4, _TILE.block)
+_SCALE_TILE = Tile(8192, 8)
+_PROGRAMS = 2048
+"""How many programs ``scale_`` has at most: enough for any GPU, and cheap if the factor is 1."""
+
+
+class LineConstants(NamedTuple):
+    """The constants for which a kernel over rows of hidden states is compiled.
+
+    Attributes:
+        STATS: the dtype of statistics.
+        ALIGNED: see ``launch.is_aligned``.
+        ROWS, BLOCK: rows of a program, and columns at a time.
+        PLATFORM: see ``launch.platform``.
+    """
+
+    STATS: tl.dtype
+    ALIGNED: bool
+    ROWS: int
+    BLOCK: int
+    PLATFORM: str
+
+    @staticmethod
+    def of(dtype: torch.dtype, *lines: Tensor) -> LineConstants:
+        """Return the constants for statistics of values of ``dtype``, and the lines that are accessed."""
+        return LineConstants(stats_type(dtype), is_aligned(*lines), _ROWS, _COLUMNS, platform())
 
 
 @triton.jit
 def power_of_two(value, STATS: tl.constexpr):
-    """Return the power of two at or below the magnitude of ``value``, and its inverse: multiplication by the
-    inverse rounds nothing and leaves less than 2. The power is held between the smallest normal number and
-    2^124 (fp32) or 2^1020 (fp64), also for 0, subnormal numbers, infinity and NaN.
+    """Return the power of two at or below the magnitude of ``value``, and its inverse, which multiplies
+    without rounding. The power is clamped to the smallest normal number and 2^124 (fp32) or 2^1020 (fp64).
     """
     if STATS == tl.float64:
         exponent = (value.to(tl.int64, bitcast=True) >> 52) & 0x7FF
@@ -64,32 +91,32 @@ def _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS: tl
 
 
 @triton.jit
-def _program_rows(count, ROWS: tl.constexpr):
-    """Return the rows of this program, int64, and which of them exist."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    return rows.to(tl.int64), rows < count
+def _addresses(values_ptr, rows, width, LINES: tl.constexpr):
+    """Return the addresses of contiguous rows."""
+    lines = values_ptr + rows.to(tl.int64) * width
+    if LINES.ALIGNED:
+        lines = tl.multiple_of(lines, 16)
+    return lines
+
+
+@triton.jit
+def _block_of(start, width, inside, LINES: tl.constexpr):
+    """Return some columns [1, columns] of a program's rows, and which elements exist."""
+    columns = (start + tl.arange(0, LINES.BLOCK))[None, :]
+    return columns, inside[:, None] & (columns < width)
 
 
 @typed_kernel
 def product_operand_kernel(
-    hidden_ptr,
-    coefficients_ptr,
-    factors_ptr,
-    active_ptr,
-    unit_ptr,
-    out_ptr,
-    count: tl.int32,
-    stride: tl.int64,
-    width: tl.int32,
-    bound: tl.float64,
-    ALIGNED: tl.constexpr,
-    STATS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLATFORM: tl.constexpr,
-):
-    """Compute some rows of the operand of dWeight's product: hidden states times coefficients."""
-    rows, inside = _program_rows(count, ROWS)
+    hidden_ptr, coefficients_ptr, factors_ptr, active_ptr, unit_ptr, out_ptr,
+    count: tl.int32, stride: tl.int64, width: tl.int32, bound: tl.float64,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """Compute some rows of the operand of dWeight's product: hidden states times coefficients. LINES is a
+    ``LineConstants``.
+    """
+    STATS: tl.constexpr = LINES.STATS
+    rows, inside = program_rows(count, LINES.ROWS)
     share, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     reads = inside & (share != 0)
     if active_ptr is not None:
@@ -101,21 +128,16 @@ def product_operand_kernel(
         share = times(share, factor)
     if unit_ptr is not None:
         share = share * power_of_two(tl.load(unit_ptr).to(STATS), STATS)[1]
-    sources = hidden_ptr + rows * width
-    targets = out_ptr + rows * width
-    if ALIGNED:
-        # the same numbers, but now the compiler knows what divides them
-        width = width // 16 * 16
-        sources = tl.multiple_of(sources, 16)
-        targets = tl.multiple_of(targets, 16)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        in_width = columns[None, :] < width
-        values = tl.load(sources[:, None] + columns[None, :], mask=reads[:, None] & in_width, other=0.0)
+    sources = _addresses(hidden_ptr, rows, width, LINES)
+    targets = _addresses(out_ptr, rows, width, LINES)
+    width = aligned_width(width, LINES.ALIGNED)
+    for start in range(0, width, LINES.BLOCK):
+        columns, mask = _block_of(start, width, inside, LINES)
+        values = tl.load(sources[:, None] + columns, mask=reads[:, None] & mask, other=0.0)
         # Selected: a row without gradient is not read, and its hidden state may be anything.
         values = tl.where(reads[:, None], values.to(STATS) * share[:, None], 0.0)
-        values = narrowed(values, out_ptr.dtype.element_ty, PLATFORM)
-        tl.store(targets[:, None] + columns[None, :], values, mask=inside[:, None] & in_width)
+        values = narrowed(values, out_ptr.dtype.element_ty, LINES.PLATFORM)
+        tl.store(targets[:, None] + columns, values, mask=mask)
 
 
 def product_operand(
@@ -136,24 +158,16 @@ def product_operand(
         hidden, coefficients, factors,
         None if active is None else active.contiguous().view(torch.int8),
         unit, out, count, coefficients.stride(0), width, bound,
-        ALIGNED=is_aligned(hidden, out), STATS=stats_type(hidden.dtype),
-        ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+        LINES=LineConstants.of(hidden.dtype, hidden, out),
     )  # fmt: skip
     return out
 
 
 @typed_kernel
 def sum_unit_kernel(
-    coefficients_ptr,
-    factors_ptr,
-    before_ptr,
-    out_ptr,
-    count: tl.int32,
-    stride: tl.int64,
-    bound: tl.float64,
-    STATS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    coefficients_ptr, factors_ptr, before_ptr, out_ptr, count: tl.int32, stride: tl.int64, bound: tl.float64,
+    STATS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute the unit in one program for all rows, which are no more than a chunk has."""
     peaks = tl.zeros([BLOCK], STATS)
     for start in range(0, count, BLOCK):
@@ -190,31 +204,18 @@ def sum_unit(
 @triton.jit
 def _unit_rows(sources, columns, mask, unit):
     """Load some columns of rows and multiply them by ``unit``: coefficients over a power of two, or 1."""
-    values = tl.load(sources[:, None] + columns[None, :], mask=mask, other=0.0)
-    return times(values, unit[:, None])
+    return times(tl.load(sources[:, None] + columns, mask=mask, other=0.0), unit[:, None])
 
 
 @typed_kernel
 def store_hidden_kernel(
-    values_ptr,
-    coefficients_ptr,
-    factors_ptr,
-    where_ptr,
-    hidden_ptr,
-    scales_ptr,
-    count: tl.int32,
-    stride: tl.int64,
-    first: tl.int64,
-    width: tl.int32,
-    STATS: tl.constexpr,
-    WHOLE_LAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLATFORM: tl.constexpr,
-):
-    """Store some rows of dHidden."""
-    rows, inside = _program_rows(count, ROWS)
+    values_ptr, coefficients_ptr, factors_ptr, where_ptr, hidden_ptr, scales_ptr,
+    count: tl.int32, stride: tl.int64, first: tl.int64, width: tl.int32,
+    WHOLE_LAST: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Store some rows of dHidden. LINES is a ``LineConstants``."""
+    STATS: tl.constexpr = LINES.STATS
+    rows, inside = program_rows(count, LINES.ROWS)
     coefficient, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     if WHOLE_LAST:
         scale = times(coefficient, factor)
@@ -227,23 +228,18 @@ def store_hidden_kernel(
     targets = first + rows
     if where_ptr is not None:
         targets = tl.load(where_ptr + rows, mask=inside, other=0).to(tl.int64)
-    sources = values_ptr + rows * width
-    lines = hidden_ptr + targets * width
-    if ALIGNED:
-        width = width // 16 * 16
-        sources = tl.multiple_of(sources, 16)
-        lines = tl.multiple_of(lines, 16)
+    sources = _addresses(values_ptr, rows, width, LINES)
+    lines = _addresses(hidden_ptr, targets, width, LINES)
+    width = aligned_width(width, LINES.ALIGNED)
     if scales_ptr is not None:
-        peaks = tl.zeros([ROWS], STATS)
-        for start in range(0, width, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            mask = inside[:, None] & (columns[None, :] < width)
+        peaks = tl.zeros([LINES.ROWS], STATS)
+        for start in range(0, width, LINES.BLOCK):
+            columns, mask = _block_of(start, width, inside, LINES)
             peaks = tl.maximum(peaks, tl.max(tl.abs(_unit_rows(sources, columns, mask, unit)), axis=1))
         power, shrink = power_of_two(peaks, STATS)
         tl.store(scales_ptr + targets, power * scale, mask=inside)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (columns[None, :] < width)
+    for start in range(0, width, LINES.BLOCK):
+        columns, mask = _block_of(start, width, inside, LINES)
         values = _unit_rows(sources, columns, mask, unit)
         if scales_ptr is not None:
             values = values * shrink[:, None]
@@ -251,8 +247,8 @@ def store_hidden_kernel(
             values = times(values, scale[:, None])
         else:
             values = values * scale[:, None]
-        values = narrowed(values, hidden_ptr.dtype.element_ty, PLATFORM)
-        tl.store(lines[:, None] + columns[None, :], values, mask=mask)
+        values = narrowed(values, hidden_ptr.dtype.element_ty, LINES.PLATFORM)
+        tl.store(lines[:, None] + columns, values, mask=mask)
 
 
 def store_hidden(
@@ -274,37 +270,26 @@ def store_hidden(
         hidden, scales, count, coefficients.stride(0),
         where.start if isinstance(where, slice) else 0,
         width,
-        STATS=stats_type(values.dtype), WHOLE_LAST=whole_last, ALIGNED=is_aligned(values, hidden),
-        ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+        WHOLE_LAST=whole_last, LINES=LineConstants.of(values.dtype, values, hidden),
     )  # fmt: skip
 
 
 @typed_kernel
 def scale_rows_kernel(
-    values_ptr,
-    scales_ptr,
-    factor_ptr,
-    count: tl.int32,
-    width: tl.int32,
-    ALIGNED: tl.constexpr,
-    STATS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    values_ptr, scales_ptr, factor_ptr, count: tl.int32, width: tl.int32, LINES: tl.constexpr
 ):
-    """Multiply some rows by the scale of each row and by one factor for all."""
-    rows, inside = _program_rows(count, ROWS)
-    scale = tl.load(scales_ptr + rows, mask=inside, other=0.0).to(STATS) * tl.load(factor_ptr).to(STATS)
-    lines = values_ptr + rows * width
-    if ALIGNED:
-        width = width // 16 * 16
-        lines = tl.multiple_of(lines, 16)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (columns[None, :] < width)
-        pointers = lines[:, None] + columns[None, :]
-        values = times(tl.load(pointers, mask=mask, other=0.0).to(STATS), scale[:, None])
-        tl.store(pointers, narrowed(values, values_ptr.dtype.element_ty, PLATFORM), mask=mask)
+    """Multiply some rows by the scale of each row and by one factor for all. LINES is a ``LineConstants``."""
+    rows, inside = program_rows(count, LINES.ROWS)
+    scale = tl.load(scales_ptr + rows, mask=inside, other=0.0).to(LINES.STATS) * tl.load(factor_ptr).to(
+        LINES.STATS
+    )
+    lines = _addresses(values_ptr, rows, width, LINES)
+    width = aligned_width(width, LINES.ALIGNED)
+    for start in range(0, width, LINES.BLOCK):
+        columns, mask = _block_of(start, width, inside, LINES)
+        pointers = lines[:, None] + columns
+        values = times(tl.load(pointers, mask=mask, other=0.0).to(LINES.STATS), scale[:, None])
+        tl.store(pointers, narrowed(values, values_ptr.dtype.element_ty, LINES.PLATFORM), mask=mask)
 
 
 def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
@@ -313,7 +298,39 @@ def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
     count = values.numel() // width
     launch(
         scale_rows_kernel, -(-count // _ROWS), values.device, _TILE,
-        values, scales, factor, count, width,
-        ALIGNED=is_aligned(values), STATS=stats_type(values.dtype),
-        ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+        values, scales, factor, count, width, LINES=LineConstants.of(values.dtype, values),
+    )  # fmt: skip
+
+
+@typed_kernel
+def scale_kernel(values_ptr, factor_ptr, count: tl.int64, LINES: tl.constexpr):
+    """Multiply a program's share of the blocks; LINES.ALIGNED: values begin at a multiple of 16 bytes. A
+    factor of 1, the usual upstream gradient, costs only the launch.
+    """
+    factor = tl.load(factor_ptr).to(LINES.STATS)
+    OUT: tl.constexpr = values_ptr.dtype.element_ty
+    first = tl.program_id(0).to(tl.int64) * LINES.BLOCK
+    end = tl.where(factor == 1, 0, count)
+    for start in range(first, end, tl.num_programs(0) * LINES.BLOCK):
+        pointers = values_ptr + (start + tl.arange(0, LINES.BLOCK))
+        if LINES.ALIGNED:
+            pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), LINES.BLOCK)
+        # Whole blocks take no mask: a mask of unknown alignment would split 16-byte accesses.
+        if start + LINES.BLOCK <= count:
+            values = tl.load(pointers).to(LINES.STATS) * factor
+            tl.store(pointers, narrowed(values, OUT, LINES.PLATFORM))
+        else:
+            inside = start + tl.arange(0, LINES.BLOCK) < count
+            values = tl.load(pointers, mask=inside, other=0.0).to(LINES.STATS) * factor
+            tl.store(pointers, narrowed(values, OUT, LINES.PLATFORM), mask=inside)
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """See ``protocol.RowBackend.scale_``."""
+    count = values.numel()
+    launch(
+        scale_kernel, min(-(-count // _SCALE_TILE.block), _PROGRAMS), values.device, _SCALE_TILE,
+        values, factor, count, LINES=LineConstants(
+            stats_type(values.dtype), values.data_ptr() % 16 == 0, 1, _SCALE_TILE.block, platform()
+        ),
     )  # fmt: skip

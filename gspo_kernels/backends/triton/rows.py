@@ -1,14 +1,14 @@
 """Row mathematics that the kernels share: scalar functions, the logit transform, the online log-sum-exp.
 
-A row is one token's logits. Its columns are read block by block; each thread keeps a running maximum and a
-running sum of exponentials of the columns that it has loaded, and the threads are combined once, when the row
-ends. The label's column stays out of those sums: with U = log-sum-exp of the *other* columns,
+A row is one token's logits, read block by block. Each thread keeps a running maximum and a running sum of
+exponentials of the columns that it has loaded, and the threads are combined once, when the row ends. The
+label's column stays out of those sums: with U = log-sum-exp of the *other* columns,
 
     log p(label) = -log(1 + exp(U - z_label)),
 
 which can't exceed 0 and keeps its relative accuracy where p(label) is close to 1.
 
-The scalar functions are written out because libdevice isn't available to the interpreter, and because a plain
+The scalar functions are written out because the interpreter has no libdevice, and because a plain
 ``exp(x) - 1`` or ``log(1 + x)`` leaves no accuracy near 0.
 """
 
@@ -18,13 +18,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gspo_kernels.backends.triton.columns import element, load_block
-from gspo_kernels.backends.triton.sampling_mask import mask_logits
+from gspo_kernels.backends.triton.columns import (
+    aligned_width,
+    element,
+    load_block,
+    mask_gradient,
+    mask_logits,
+)
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -37,12 +42,11 @@ def lowest(STATS: tl.constexpr):
 
 @triton.jit
 def exp_flushed(x, PLATFORM: tl.constexpr):
-    """Return exp(x) for x <= 0 by one hardware exponential; on NVIDIA, subnormal results become 0.
-
-    To keep subnormal results would cost three more instructions for each exponential, out of eight per logit.
+    """Return exp(x) for x <= 0 by one hardware exponential; on NVIDIA, subnormal results become 0: they would
+    cost three more instructions, out of eight per logit.
     """
     if PLATFORM == "cuda" and x.dtype == tl.float32:
-        return _exp2_flushed(x * _LOG2_E)
+        return _exp2_flushed(x * LOG2_E)
     return tl.exp(x)
 
 
@@ -84,6 +88,15 @@ def log1p_unit(x):
     for k in tl.static_range(16):
         tail = tail * q + 1.0 / (31.0 - 2.0 * k)
     return 2.0 * t * tail
+
+
+@triton.jit
+def logprob_of_excess(excess):
+    """Return -log(1 + exp(excess)), the log-prob of a label below all other columns by ``excess``, and
+    log(1 + exp(-|excess|)).
+    """
+    softplus_down = log1p_unit(tl.exp(-tl.abs(excess)))
+    return 0.0 - (tl.maximum(excess, 0.0) + softplus_down), softplus_down
 
 
 @triton.jit
@@ -150,28 +163,17 @@ def row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index):
 
 
 @triton.jit
-def row_slopes(
-    slope,
-    inner,
-    outer,
-    row_temperature_ptr,
-    b,
-    t,
-    temperature_b,
-    temperature_t,
-    STATS: tl.constexpr,
-):
-    """Return (slope, inner, outer) of ``launch.slopes_of`` for row (b, t).
-
-    Each factor is a sum of two numbers. A rounded factor would scale all logits of the row by the same error,
-    and that would change the log-prob and the entropy by much more than rounding each product does.
+def row_slopes(slope, inner, outer, temperature_ptr, b, t, temperature_b, temperature_t, STATS: tl.constexpr):
+    """Return (slope, inner, outer) of ``launch.slopes_of`` for row (b, t), each a sum of two numbers: a
+    rounded factor would scale all logits by the same error, which changes log-prob and entropy by much more
+    than rounding each product does.
     """
     # the interpreter passes floats of Python
     slope = tl.full([], slope, tl.float64)
     inner = tl.full([], inner, tl.float64)
     outer = tl.full([], outer, tl.float64)
-    if row_temperature_ptr is not None:
-        place = element(row_temperature_ptr, b, t, temperature_b, temperature_t)
+    if temperature_ptr is not None:
+        place = element(temperature_ptr, b, t, temperature_b, temperature_t)
         temperature = tl.load(place).to(tl.float64)
         slope = slope / temperature
         outer = outer / temperature
@@ -181,10 +183,9 @@ def row_slopes(
 @triton.jit
 def _unscaled_logits(raw, slopes, ROW: tl.constexpr):
     """Return logits before the multiplication by ``_scale``: softcapped, or as they are."""
-    PLATFORM: tl.constexpr = ROW.PLATFORM
     x = raw.to(ROW.STATS)
     if ROW.SOFTCAP:
-        x = tanh(_multiply(x, slopes[1]), ROW.STATS, PLATFORM)
+        x = tanh(_multiply(x, slopes[1]), ROW.STATS, ROW.PLATFORM)
     elif ROW.SCALED == -1:
         x = -x
     return x
@@ -214,16 +215,32 @@ def transformed(raw, slopes, ROW: tl.constexpr):
     return z, tanh_slope
 
 
+@triton.jit
+def store_gradient(
+    grad, out_row, start, lanes, end, mask, LOGITS: tl.constexpr, EVICT: tl.constexpr, ROW: tl.constexpr
+):
+    """Store a block of a gradient in the dtype of ``out_row``, 0 for columns that the mask excludes. LOGITS
+    is the dtype of the logits.
+    """
+    OUT: tl.constexpr = out_row.dtype.element_ty
+    NARROWER: tl.constexpr = OUT.primitive_bitwidth < LOGITS.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // (OUT.primitive_bitwidth if NARROWER else LOGITS.primitive_bitwidth)
+    grad = mask_gradient(narrowed(grad, OUT, ROW.PLATFORM), start, end, mask, VECTOR, ROW.ALIGNED)
+    if ROW.NARROWS_IN_PLACE:
+        # Block k of the gradient overwrites logits of blocks up to k, which other threads may still read.
+        tl.debug_barrier()
+    tl.store(out_row + (start + lanes), grad, mask=start + lanes < end, eviction_policy=EVICT)
+
+
 # --- the online log-sum-exp
 
 
 @triton.jit
 def _exp_scaled(x, power, ROW: tl.constexpr):
     """Return exp(x * scale) for x <= 0; ``power`` is the scale, times log2(e) where exp2 is used."""
-    PLATFORM: tl.constexpr = ROW.PLATFORM
     if ROW.SCALED == 0 and not ROW.SOFTCAP:
-        return exp_flushed(x, PLATFORM)
-    if PLATFORM == "cuda" and x.dtype == tl.float32:
+        return exp_flushed(x, ROW.PLATFORM)
+    if ROW.PLATFORM == "cuda" and x.dtype == tl.float32:
         return _exp2_flushed(_multiply(x, power))
     return tl.exp(_multiply(x, power))
 
@@ -250,21 +267,10 @@ def _add_block(state, x, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def online_logsumexp(
-    row,
-    label,
-    labelled,
-    width,
-    mask,
-    slopes,
-    ENTROPY: tl.constexpr,
-    EVICT: tl.constexpr,
-    ROW: tl.constexpr,
+    row, label, labelled, width, mask, slopes, ENTROPY: tl.constexpr, EVICT: tl.constexpr, ROW: tl.constexpr
 ):
-    """Return a row's log-prob of the label, log-sum-exp (two numbers) and entropy; each logit is read once.
-
-    The log-sum-exp is one of the logits plus a small rest: both together are more accurate than their rounded
-    sum. Which thread adds a column does not depend on the row's address, and so the bits of the result don't
-    either.
+    """Return a row's log-prob of the label, log-sum-exp and entropy; each logit is read once. The log-sum-exp
+    is one of the logits plus a small rest: both together are more accurate than their rounded sum.
 
     Args:
         row: the address of the row's first logit.
@@ -279,9 +285,7 @@ def online_logsumexp(
     BLOCK: tl.constexpr = ROW.BLOCK
     vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
     lanes = vectors[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
-    if ROW.ALIGNED:
-        # The same number, but now the compiler knows that VECTOR divides it.
-        width = width // VECTOR * VECTOR
+    width = aligned_width(width, ROW.ALIGNED)
     label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
     label_block = load_block(row, home * BLOCK, lanes, width, True, EVICT, ROW.ALIGNED)
@@ -289,7 +293,7 @@ def online_logsumexp(
     scale = _scale(slopes, ROW)
     scale_64 = scale[0].to(tl.float64) + scale[1].to(tl.float64)
     if ROW.PLATFORM == "cuda" and ROW.STATS == tl.float32:
-        scale_64 *= _LOG2_E  # for exp2
+        scale_64 *= LOG2_E  # for exp2
     power = _split_factor(scale_64, ROW.STATS)
 
     peak = tl.zeros([THREADS], ROW.STATS) + lowest(ROW.STATS)
@@ -336,8 +340,7 @@ def combine_threads(peak, total, moment, z_label, labelled, ENTROPY: tl.constexp
     z_label = tl.where(labelled, z_label, -float("inf"))
 
     excess = (top - z_label) + log_others
-    softplus_down = log1p_unit(tl.exp(-tl.abs(excess)))
-    logp = 0.0 - (tl.maximum(excess, 0.0) + softplus_down)
+    logp, softplus_down = logprob_of_excess(excess)
     # As in PyTorch, the log-prob of a label at +inf is inf - inf, which is NaN.
     logp = tl.where(labelled & (z_label != float("inf")), logp, float("nan"))
 

@@ -10,9 +10,6 @@ import triton.language as tl
 
 from gspo_kernels.backends.triton.launch import Tile, platform
 
-GROUP = 8
-"""Tiles of rows that are computed side by side: they share the other operand's lines in the L2 cache."""
-
 
 class ProductTile(NamedTuple):
     """The rows and columns of a tile, the depth of a step along the sum, the columns that are loaded or
@@ -43,12 +40,21 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def tile_at(number, height, width, GROUP: tl.constexpr):
-    """Return the row and the column, in tiles, of one of ``height`` times ``width`` tiles."""
+def tile_at(number, height, width, GROUP: tl.constexpr = 8):
+    """Return the row and the column, in tiles, of one of ``height`` times ``width`` tiles. GROUP tiles of
+    rows are computed side by side: they share the other operand's lines in the L2 cache.
+    """
     group = number // (GROUP * width) * GROUP
     members = tl.minimum(height - group, GROUP)
     within = number % (GROUP * width)
     return group + within % members, within // members
+
+
+@triton.jit
+def halves(x):
+    """Return the left and the right half of a tile's columns."""
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
 
 
 @triton.jit
