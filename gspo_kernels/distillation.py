@@ -16,8 +16,9 @@ from gspo_kernels.arguments.head import (
 )
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, tokens_of
 from gspo_kernels.arguments.terms import Terms, merge_mask, normalize_terms
+from gspo_kernels.backends.dispatch import refuse_backend
 from gspo_kernels.core import checks
-from gspo_kernels.core.batch_invariance import or_current, refuse_backend
+from gspo_kernels.core.batch_invariance import or_current
 from gspo_kernels.core.layout import as_rows, from_rows
 from gspo_kernels.core.types import DistillationOutput, LoRAHead, RowOptions
 from gspo_kernels.distributed.groups import Parallel

@@ -10,8 +10,9 @@ from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_input
 from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores
 from gspo_kernels.arguments.terms import mask_rows
+from gspo_kernels.backends.dispatch import refuse_backend
 from gspo_kernels.core import bits, checks
-from gspo_kernels.core.batch_invariance import or_current, refuse_backend
+from gspo_kernels.core.batch_invariance import or_current
 from gspo_kernels.core.layout import as_rows, from_rows
 from gspo_kernels.core.torch_internals import applied
 from gspo_kernels.core.types import LoRAHead, RowOptions, SelectedLogprobs, TokenLogprobs

@@ -12,9 +12,9 @@ from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_input
 from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
 from gspo_kernels.arguments.terms import Terms, TermsForm, leave_out_inactive, merge_mask, validate_terms
-from gspo_kernels.backends.dispatch import resolve
+from gspo_kernels.backends.dispatch import refuse_backend, resolve
 from gspo_kernels.core import checks
-from gspo_kernels.core.batch_invariance import or_current, refuse_backend
+from gspo_kernels.core.batch_invariance import or_current
 from gspo_kernels.core.layout import as_rows, from_rows
 from gspo_kernels.core.memory import LEAST_BYTES
 from gspo_kernels.core.torch_internals import applied

@@ -124,16 +124,3 @@ def refuse_groups(invariant: bool, **groups: Any) -> None:
                 f"{name}: got a process group in batch-invariant mode, expected None: collectives add up "
                 "ranks in an order that depends on the size of what they sum"
             )
-
-
-def refuse_backend(backend: str, requested: bool | None = None) -> None:
-    """Refuse the backend "reference", PyTorch's own operations, in a batch-invariant call; see ``in_force``.
-
-    Raises:
-        ValueError: with the reason.
-    """
-    if backend == "reference" and in_force(requested):
-        raise ValueError(
-            "backend: 'reference' can't serve a batch-invariant call, expected 'cpp' or 'triton': PyTorch "
-            "may split the sum over a row among threads"
-        )

@@ -14,9 +14,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gspo_kernels.arguments.head import Chunking, LinearOperands
-from gspo_kernels.backends.dispatch import hidden_kernels
+from gspo_kernels.backends.dispatch import hidden_kernels, refuse_backend
 from gspo_kernels.backends.protocol import HiddenKernels
-from gspo_kernels.core.batch_invariance import refuse_backend
 from gspo_kernels.core.memory import LEAST_BYTES, chunk_rows
 from gspo_kernels.core.types import NO_RATIO, RatioClip, RowOptions
 from gspo_kernels.distributed.groups import gathered_numbers
