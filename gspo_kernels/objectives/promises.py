@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.backends.dispatch import BACKENDS, ratio_backend, unavailable_reason
 from gspo_kernels.core.layout import layout_of
-from gspo_kernels.core.types import RatioWeight
+from gspo_kernels.core.types import LogitRows, LogitTransform, RatioOperands, RatioWeight
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import (
     Objective,
@@ -34,8 +35,9 @@ def check(objective: Objective) -> None:
 
     A wrong declaration is a wrong gradient without a word in the calls that rely on it. This draws batches
     with log-ratios of several sizes, and changes in each what the declarations say that a coefficient
-    dLoss/dlogprob does not depend on. A declaration that it finds no fault with may still be wrong for
-    batches that it does not draw.
+    dLoss/dlogprob does not depend on. An objective with a ``ratio_form`` is also evaluated by every backend
+    that is present, from log-probs and from logits. A declaration that it finds no fault with may still be
+    wrong for batches that it does not draw.
 
     Args:
         objective: with the options to check.
@@ -47,12 +49,17 @@ def check(objective: Objective) -> None:
     if not isinstance(objective, Objective):
         raise TypeError(f"objective: got {objective!r}, expected an instance of Objective")
     refuse_ignored_options(type(objective))
+
+    def refuse(faults: Iterator[str]) -> None:
+        if found := list(faults):
+            name = type(objective).__name__
+            raise ValueError("\n- ".join([f"objective: {name} is not what it declares:", *found]))
+
     for seed in range(_DRAWS):
         rng = torch.Generator().manual_seed(seed)
         for deviation in _DEVIATIONS:
-            if faults := list(_faults(objective, deviation, rng)):
-                name = type(objective).__name__
-                raise ValueError("\n- ".join([f"objective: {name} is not what it declares:", *faults]))
+            refuse(_faults(objective, deviation, rng))
+    refuse(_faults_of_backends(objective))
 
 
 def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Iterator[str]:
@@ -158,6 +165,55 @@ def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Ite
         clipped = _coefficients(objective, values, bounds=ratio_clip[:3])
         if aggregation != ratio_clip[3:] or not _equal(clipped, plain):
             yield "ratio_form is another loss than that of evaluate and its aggregation"
+
+
+def _faults_of_backends(objective: Objective) -> Iterator[str]:
+    """Yield the backends whose clipped ratio with the ``ratio_form`` is another loss than ``evaluate``'s."""
+    # these modules import this package
+    from gspo_kernels.arguments.terms import Terms
+    from gspo_kernels.objectives.evaluate import evaluate
+
+    ratio_clip = objective.ratio_form()
+    if ratio_clip is None:
+        return
+    rng = torch.Generator().manual_seed(0)
+    draws = [_draw(deviation, rng) for deviation in _DEVIATIONS if deviation]
+    values = {name: torch.cat([draw[name] for draw in draws]) for name in draws[0]}
+    logprobs, mask = values["logprobs"], values["mask"]
+    given = [values[name] for name in ("old_logprobs", "advantages", "rollout_weights", "lengths")]
+    divisors = None
+    if ratio_clip.divisor == "prompts":
+        # a call passes the divisor of each sequence's prompt along with the weights: here it is 1
+        ratio_clip = ratio_clip._replace(count_tokens=True, divisor="one", divisor_scale=1.0)
+        divisors = torch.ones_like(values["advantages"])
+    old, advantages, weights, lengths = given
+    terms = Terms(
+        old, advantages, mask, rollout_weights=weights, lengths=lengths, normalizer=divisors,
+        objective=objective.spec,
+    )  # fmt: skip
+    # of two columns, the first is the label's
+    logits = torch.stack([logprobs, (-torch.expm1(logprobs)).log()], -1)
+    labels = torch.zeros_like(mask, dtype=torch.int64)
+    devices = [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
+    for name in BACKENDS:
+        for device in devices:
+            if unavailable_reason(name, device) is not None or not hasattr(ratio_backend(name), "ratio_step"):
+                continue
+            backend, operands = ratio_backend(name), RatioOperands(*(each.to(device) for each in given))
+            tokens = logprobs.to(device)
+            step = backend.ratio_step(tokens, mask.to(device), operands, ratio_clip)
+            found = [(tokens, step.loss, step.grad_logprobs, step.metrics)]
+            if ratio_clip.level == "sequence":
+                rows = LogitRows(logits.to(device), labels.to(device), LogitTransform(), -100)
+                fused = backend.sequence_ratio_forward(rows, mask.to(device), operands, ratio_clip)
+                per_token = (fused.coefficients / fused.divisor).unsqueeze(1).expand(mask.shape)
+                found.append((fused.logprobs, fused.loss, per_token, fused.metrics))
+            for tokens, loss, gradient, metrics in found:
+                wanted = evaluate(tokens.cpu(), None, terms)
+                same = _equal(torch.where(mask, gradient.cpu(), 0.0), wanted.grad_logprobs)
+                if not (same and _equal(loss.cpu(), wanted.loss) and _equal(metrics.cpu(), wanted.metrics)):
+                    yield f"ratio_form is another loss than that of evaluate on the backend {name!r}"
+                    break
 
 
 def _draw(deviation: float, rng: torch.Generator) -> dict[str, Tensor]:

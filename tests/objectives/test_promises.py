@@ -153,6 +153,19 @@ class OtherForm(gk.GRPO):
         return super().ratio_form()._replace(log_high=0.5)
 
 
+class OtherRolloutWeights(gk.GSPO):
+    """Squares rollout weights, which no fused form does."""
+
+    def evaluate(self, batch):
+        weights = batch.rollout_weights
+        return super().evaluate(
+            dataclasses.replace(batch, rollout_weights=None if weights is None else weights**2)
+        )
+
+    def ratio_form(self):
+        return gk.GSPO().ratio_form()
+
+
 class OtherWeight(gk.CISPO):
     """Is centred with other bounds than its own."""
 
@@ -174,6 +187,7 @@ PLANTED = [
         (gk.GSPO(), "takes_token_advantages", True),
         (gk.Linear(), "needs", ()),
         (OtherForm(), "ratio_form", None),
+        (OtherRolloutWeights(), "ratio_form", None),
         (OtherWeight(), "ratio_weight", None),
     ),
     *((Unweighted(), "rollout_weights", None), (SumsOfRows(), "packed", None)),
