@@ -152,10 +152,10 @@ def test_overlapping_gradients_are_refused():
     ],
 )
 def test_clusters_need_a_triton_and_a_gpu(monkeypatch, version, capability, platform, blocks):
-    monkeypatch.setattr(one_pass.triton, "__version__", version)
-    monkeypatch.setattr(one_pass, "platform", lambda: platform)
+    monkeypatch.setattr(logprobs.triton, "__version__", version)
+    monkeypatch.setattr(logprobs, "platform", lambda: platform)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert one_pass.max_blocks(torch.device("cuda", 0)) == blocks
+    assert logprobs.max_blocks(torch.device("cuda", 0)) == blocks
 
 
 def test_unavailable_says_why(monkeypatch):
