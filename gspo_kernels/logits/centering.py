@@ -178,8 +178,9 @@ def _(tokens: Tensor, *_: Any) -> Tensor:
 
 
 @constant_when_traced
-def _weights(objective: str) -> tuple[RatioWeight, RatioWeight]:
-    return require_weight(from_spec(objective))
+def _weights(objective: str) -> list[tuple[RatioWeight, RatioWeight]]:
+    """Return f for A >= 0 and for A < 0, each of an id and of the mass that is left, where no id is large."""
+    return [(f, f._replace(eps=math.inf)) for f in require_weight(from_spec(objective))]
 
 
 def centering_loss(
@@ -206,14 +207,14 @@ def centering_loss(
         log_left_q = torch.log(-torch.expm1(log_q.logsumexp(-1, keepdim=True).clamp(max=0.0)))
         nothing = (log_left_p == -torch.inf) | (log_left_q == -torch.inf) | ~present.any(-1, keepdim=True)
 
-        def coefficients_of(weight: RatioWeight) -> Tensor:
-            of_left = weight._replace(eps=math.inf).times_q(log_left_p, log_left_q)
+        def coefficients_of(weight: RatioWeight, weight_of_left: RatioWeight) -> Tensor:
+            of_left = weight_of_left.times_q(log_left_p, log_left_q)
             return torch.cat([weight.times_q(log_p, log_q), torch.where(nothing, 0.0, of_left)], -1)
 
         positive, negative = _weights(objective)
-        coefficients = coefficients_of(positive)
+        coefficients = coefficients_of(*positive)
         if positive != negative:
-            coefficients = torch.where(factors < 0, coefficients_of(negative), coefficients)
+            coefficients = torch.where(factors < 0, coefficients_of(*negative), coefficients)
         coefficients = torch.where(factors != 0, factors * coefficients, 0.0)
     terms = torch.where(coefficients != 0, coefficients * torch.cat([log_p, log_left_p], -1), 0.0)
     total = exact_sum(terms.flatten())
