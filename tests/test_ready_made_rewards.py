@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -109,8 +110,9 @@ def test_math_answer():
 def test_math_answer_works_in_any_thread():
     pytest.importorskip("math_verify")
     both = RewardSet([functools.partial(math_answer, seconds=1)])
-    answers = {"answer": ["1/2", "42"]}
-    assert both(NONE[:2], ["0.5", "41"], [[], []], answers).total.tolist() == [1.0, 0.0]
+    with ThreadPoolExecutor(1) as pool:
+        of_thread = pool.submit(both, NONE[:2], ["0.5", "41"], [[], []], {"answer": ["1/2", "42"]})
+        assert of_thread.result().total.tolist() == [1.0, 0.0]
 
 
 def test_a_comparison_that_no_signal_stops(monkeypatch):
