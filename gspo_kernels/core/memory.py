@@ -84,17 +84,20 @@ HUGE_PAGES_FROM = 16 * 2**20
 """Bytes from which new memory on the CPU asks for huge pages."""
 
 
-def used_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def used_memory(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, *, larger: bool = True
+) -> Tensor:
     """Return an uninitialised, contiguous tensor, for data that is soon freed again.
 
     Faulting in new pages takes as long as all that is computed on them. On Linux a large tensor therefore
-    reuses the pages of one of the last two freed tensors, if that was up to twice as large. Until then the
-    system may take those pages whenever it needs memory (``MADV_FREE``). New tensors ask for huge pages.
+    reuses the pages of one of the last two freed tensors, if that had the same size or, if ``larger``, up to
+    twice that. Until then the system may take those pages whenever it needs memory (``MADV_FREE``). New
+    tensors ask for huge pages.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
         return torch.empty(shape, dtype=dtype, device=device)
-    pages = _pages(size)
+    pages = _pages(size, 2 * size if larger else size)
     # the tensor's storage alone holds this view, so both end together
     view = memoryview(pages)
     weakref.finalize(view, _give_back, pages).atexit = False
@@ -104,9 +107,9 @@ def used_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
 _given_back: list[mmap.mmap] = []
 
 
-def _pages(size: int) -> mmap.mmap:
+def _pages(size: int, largest: int) -> mmap.mmap:
     for pages in sorted(_given_back, key=len):
-        if size <= len(pages) <= 2 * size:
+        if size <= len(pages) <= largest:
             with contextlib.suppress(ValueError):  # another thread took them
                 _given_back.remove(pages)
                 return pages

@@ -107,10 +107,13 @@ class HeadSums:
         self._matmul, self._backend, self._kernels = matmul, load(backend), hidden_kernels(backend)
         self._power: Tensor | None = None
         self._wide: Tensor | None = None
+        self._weight: Tensor | None = None
         dtype = weight.dtype if once else self._dtype
-        # a sum that is rounded to the gradient's dtype is freed by the end of the backward
-        memory = torch.empty if dtype == weight.dtype else used_memory
-        self._weight = memory(weight.shape, dtype=dtype, device=device) if needs.weight else None
+        if needs.weight and dtype == weight.dtype:
+            self._weight = torch.empty(weight.shape, dtype=dtype, device=device)
+        elif needs.weight:
+            # freed by the end of the backward; it leaves the pages of logits to the next chunk
+            self._weight = used_memory(weight.shape, dtype, device, larger=False)
         self._bias = None
         if needs.bias:
             self._bias = torch.zeros(matmul.vocabulary, dtype=self._dtype, device=device)

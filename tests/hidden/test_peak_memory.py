@@ -39,7 +39,7 @@ CASES = {
 CENTRED = {
     "known, bf16": ("known", "bf16", 44, 500),
     "known, one chunk": ("known", "fp32", 440, 500),
-    "two_pass, bf16": ("two_pass", "bf16", 110, 8),
+    "two_pass, bf16": ("two_pass", "bf16", 220, 8),
 }
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept on Linux")
 
