@@ -76,11 +76,23 @@ ELSEWHERE = {
 }
 
 
+REPLACED = {
+    "docs/integrations/skyrl.md": [("skyrl.register_all()", "")],  # needs SkyRL: `make skyrl`
+    "docs/integrations/trl.md": [('"runs/trl"', '"runs/trl", use_cpu=True, report_to="none"')],
+}
+"""Texts of pages by what this test runs instead of them."""
+
+
 @pytest.mark.parametrize("page", sorted(set(PAGES[1:]) - set(ELSEWHERE)))
-def test_every_page_runs(page):
+def test_every_page_runs(page, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    given = {}
     if page == "docs/integrations/trl.md":
         pytest.importorskip("trl", reason="needs Python 3.11")
-    run(page)
+        given["prompts"] = pytest.importorskip("datasets").Dataset.from_dict({"prompt": ["ab", "cd"] * 2})
+    names = run(page, [("Qwen/Qwen3-0.6B", "DIR"), *REPLACED.get(page, [])], **given)
+    if given:
+        assert abs(names["trainer"].state.log_history[0]["ratio/max"] - 1) < 1e-6
 
 
 def anchors(path):
