@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from examples.self_distillation import with_self_distillation
 from gspo_kernels.demo import make_tokenizer
 from tests import oracle
 from tests.cases import call, generator, make_case
@@ -125,9 +126,9 @@ def test_calls_in_running_text_exist(page):
                 assert named <= set(inspect.signature(function).parameters), (page, code)
 
 
-def test_self_distillation_of_the_page():
+def test_self_distillation():
     """Loss and gradients are those of plain log-softmax in fp64, also where a label is among the ids."""
-    page, rng = run("docs/recipes.md"), generator(11)
+    rng = generator(11)
     shapes = ((3, 5, 8), (20, 8), (3, 5, 8))
     hidden, weight, teacher = (torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes)
     ids = torch.rand(3, 5, 20, generator=rng).topk(6).indices
@@ -149,7 +150,7 @@ def test_self_distillation_of_the_page():
 
     def ours(hidden, weight):
         given = {"mask": mask, "coef": 0.7, "objective": objective}
-        return page["with_self_distillation"](hidden, weight, labels, ids, old, advantages, teacher, **given)
+        return with_self_distillation(hidden, weight, labels, ids, old, advantages, teacher, **given)
 
     found = []
     for function in (ours, plain):
