@@ -405,8 +405,7 @@ def _store_rounded(value, pointers, mask, residual_ptrs, inside, PLATFORM: tl.co
     """Store fp32 values rounded to bf16, and what the rounding leaves of them."""
     rounded = narrowed(value, tl.bfloat16, PLATFORM)
     tl.store(pointers, rounded, mask=mask)
-    residual = tl.where(mask, value - rounded.to(tl.float32), 0.0)
-    tl.store(residual_ptrs, residual, mask=inside)
+    tl.store(residual_ptrs, value - rounded.to(tl.float32), mask=inside)
 
 
 @typed_kernel
@@ -459,9 +458,9 @@ def row_statistics_kernel(
         value = tl.where(logp == logp, -total, float("nan"))
         if ROW.SOFTCAP:
             value *= _softcap_grad(own + offset.to(tl.float64) * _LN_2, slopes)
+        value = tl.where(labelled, value.to(tl.float32), 0.0)
         elements = out_ptr + (row.to(tl.int64) * out_stride + place)
-        residuals = label_residuals_ptr + row
-        _store_rounded(value.to(tl.float32), elements, labelled, residuals, inside, ROW.PLATFORM)
+        _store_rounded(value, elements, labelled, label_residuals_ptr + row, inside, ROW.PLATFORM)
 
 
 @typed_kernel

@@ -132,12 +132,12 @@ def product_operand_kernel(
     targets = _addresses(out_ptr, rows, width, LINES)
     width = aligned_width(width, LINES.ALIGNED)
     for start in range(0, width, LINES.BLOCK):
-        columns, mask = _block_of(start, width, inside, LINES)
-        values = tl.load(sources[:, None] + columns, mask=reads[:, None] & (columns < width), other=0.0)
+        columns, mask = _block_of(start, width, reads, LINES)
+        values = tl.load(sources[:, None] + columns, mask=mask, other=0.0)
         # Selected: a row without gradient is not read, and its hidden state may be anything.
         values = tl.where(reads[:, None], values.to(STATS) * share[:, None], 0.0)
         values = narrowed(values, out_ptr.dtype.element_ty, LINES.PLATFORM)
-        tl.store(targets[:, None] + columns, values, mask=mask)
+        tl.store(targets[:, None] + columns, values, mask=inside[:, None] & (columns < width))
 
 
 def product_operand(
