@@ -12,7 +12,6 @@ from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends.cpp.products import best_instructions, multiplies
 from gspo_kernels.core.batch_invariance import is_batch_invariant
 from gspo_kernels.core.exact import exact_dtype
-from gspo_kernels.hidden.matmul import fp32_library
 from gspo_kernels.hidden.matmul.exponentials import unavailable_on
 from gspo_kernels.integrations.errors import IntegrationError, declared_range, require_package
 
@@ -54,7 +53,7 @@ def _frameworks() -> list[str]:
 
 def _products() -> list[str]:
     """Return lines that name the matmul of the lm_head on the CPU, for each dtype and mode."""
-    fp32 = fp32_library()
+    fp32 = "cpp" if multiplies(torch.float32) else "torch"
     bf16 = "fp32, by the library above: no AVX-512, or PyTorch may not use it"
     if multiplies(torch.bfloat16):
         without_amx = torch.ops.gspo_kernels_cpp.amx_unavailable()

@@ -22,8 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def library(request, monkeypatch):
     """Select the library that multiplies fp32 and bf16 heads, on any processor and for any weight."""
     ours = request.param == "cpp"
-    monkeypatch.setattr(products, "multiplies", lambda dtype: ours and dtype == BF16)
-    monkeypatch.setattr(products, "fp32_library", lambda: request.param)
+    monkeypatch.setattr(products, "multiplies", lambda dtype: ours and dtype in (BF16, FP32))
     monkeypatch.setattr(products, "SMALL", 0)
     return request.param
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.cpp.products import multiplies, on_intel
+from gspo_kernels.backends.cpp.products import multiplies
 from gspo_kernels.core.types import RowOptions
 from gspo_kernels.hidden.matmul.batch_invariant import SEGMENT, BatchInvariantMatmul
 from gspo_kernels.hidden.matmul.cpp_blocks import CppMatmul, StreamedMatmul
@@ -20,7 +20,6 @@ from gspo_kernels.hidden.matmul.pytorch import HeadMatmul, SlabMatmul
 __all__ = [
     "SEGMENT",
     "HeadMatmul",
-    "fp32_library",
     "select_matmul",
 ]
 
@@ -66,10 +65,8 @@ def select_matmul(
         whole_logits: whether the caller works on the logits, not only on statistics and gradient rows.
     """
     head = weight if base is None else base
-    if head.dtype == torch.float32:
-        in_blocks = head.is_cpu and head.numel() >= SMALL and fp32_library() == "cpp"
-    else:
-        in_blocks = head.is_cpu and multiplies(head.dtype)
+    large = head.dtype != torch.float32 or head.numel() >= SMALL
+    in_blocks = head.is_cpu and large and multiplies(head.dtype)
     if invariant:
         kind: type[HeadMatmul] = BatchInvariantMatmul
         converts = head.is_cpu and head.dtype == torch.float16
@@ -87,20 +84,3 @@ def select_matmul(
         kind, converts = StreamedMatmul if head.is_cpu else SlabMatmul, True
     products = kind(head, bias, logits_dtype, converts, options)
     return products if base is None else LoRAMatmul(products, weight)
-
-
-def fp32_library() -> str:
-    """Return which library multiplies large fp32 matrices on this processor: "torch" (MKL) or "cpp".
-
-    Milliseconds of the three products of a head, [256, 2048, 512], and their share of the peak at
-    [512, 32000, 512] on one thread, AVX-512:
-
-    | processor | torch | cpp |
-    |---|---|---|
-    | Intel Xeon with AMX | 5.3 ms | 7.4 ms |
-    | AMD EPYC (Zen 4) | 0.79 to 0.83 | 0.80 to 0.84 |
-
-    Torch's products may give a token other bits when other rows are projected with it, cpp's never do. So cpp
-    multiplies where it is no slower.
-    """
-    return "cpp" if multiplies(torch.float32) and not on_intel() else "torch"

@@ -33,9 +33,10 @@ class ExponentialMatmul(HeadMatmul):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        from gspo_kernels.backends.triton.exponentials import ALIGNED
+        from gspo_kernels.backends.triton import exponentials
 
-        self._stride = -(-self.vocabulary // ALIGNED) * ALIGNED
+        self._kernels = exponentials
+        self._stride = -(-self.vocabulary // exponentials.ALIGNED) * exponentials.ALIGNED
         self.row_bytes = self._stride * self.rows_dtype.itemsize
         self.block_dtype = self.rows_dtype
         self._first = 0
@@ -59,9 +60,9 @@ class ExponentialMatmul(HeadMatmul):
         return Projected(out, stats, written, factors, label_residual)
 
     def _project(self, chunk: Chunk, out: Tensor | None, entropy: bool) -> Any:
-        from gspo_kernels.backends.triton.exponentials import exponentials
-
-        return exponentials(**self._operands(chunk), out=out, entropy=entropy, with_softcap_grad=not entropy)
+        return self._kernels.exponentials(
+            **self._operands(chunk), out=out, entropy=entropy, with_softcap_grad=not entropy
+        )
 
     def _operands(self, chunk: Chunk) -> dict[str, Any]:
         hidden, bias, options = chunk.hidden.contiguous(), self.bias, chunk.options
@@ -83,12 +84,11 @@ class ExponentialMatmul(HeadMatmul):
 
     def known_rows(self, chunk: Chunk, stats: RowStats, grads: RowGradients, active: Tensor) -> Any:
         """Return the rows with their log-sum-exp as offset."""
-        from gspo_kernels.backends.triton.exponentials import KnownRows
-
         stats, coefficients = stats.each(lambda stat: stat.contiguous()), None
         if grads.grad_entropy is None:
             coefficients = grads.grad_logprobs.to(stats.logprobs.dtype).flatten().contiguous()
-        return KnownRows(**self._operands(chunk), stats=stats, coefficients=coefficients, active=active)
+        operands = self._operands(chunk)
+        return self._kernels.KnownRows(**operands, stats=stats, coefficients=coefficients, active=active)
 
     def column_rows(
         self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
@@ -101,20 +101,15 @@ class ExponentialMatmul(HeadMatmul):
 
     def add_entropy(self, projected: Projected, chunk: Chunk, grads: RowGradients) -> None:
         """Turn exponentials into the gradient of log-probs and entropy, in place."""
-        from gspo_kernels.backends.triton.exponentials import HeadRows
-
-        head = HeadRows(projected.stats, projected.factors, projected.label_residual)
+        head = self._kernels.HeadRows(projected.stats, projected.factors, projected.label_residual)
         self._add_entropy(projected.values, head, chunk, grads)
 
-    @staticmethod
-    def _add_entropy(values: Tensor, head: Any, chunk: Chunk, grads: RowGradients) -> None:
-        from gspo_kernels.backends.triton.exponentials import entropy_rows_
-
+    def _add_entropy(self, values: Tensor, head: Any, chunk: Chunk, grads: RowGradients) -> None:
         dtype, zeros = head.stats.logprobs.dtype, torch.zeros_like(head.stats.logprobs)
         both = (grads.grad_logprobs, zeros if grads.grad_entropy is None else grads.grad_entropy)
         of_logprobs, of_entropy = (each.to(dtype).flatten().contiguous() for each in both)
         options = chunk.options
-        entropy_rows_(
+        self._kernels.entropy_rows_(
             values,
             chunk.labels,
             options.transform,
