@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -331,7 +332,7 @@ def script(name):
     return SimpleNamespace(**runpy.run_path(str(DOCS / f"{name}.py")))
 
 
-OBJECTIVES, SCALING = map(script, ("generate_objectives", "generate_scaling"))
+OBJECTIVES, SCALING, SITE = map(script, ("generate_objectives", "generate_scaling", "mkdocs_hooks"))
 
 
 def test_pages_are_up_to_date():
@@ -343,3 +344,9 @@ def test_pages_are_up_to_date():
 
 
 # --- the site
+
+
+def test_the_reference_has_every_public_name():
+    shown = [name for _, names in SITE.REFERENCE.values() for name in names.split()]
+    assert all(pkgutil.resolve_name(name).__doc__ for name in shown)
+    assert set(gk.__all__) - {"objectives"} <= {name.removeprefix("gspo_kernels.") for name in shown}

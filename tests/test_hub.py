@@ -108,3 +108,12 @@ def test_layers_take_the_place_of_a_model_s_own(folder, bias, compiled):
     assert type(got[0].grad_fn).__name__ != type(want[0].grad_fn).__name__
     got[0].sum().backward()
     assert first.weight.grad.any() and (not bias or first.bias.grad.any())
+
+
+def test_a_folder_of_others_is_kept(folder, tmp_path):
+    (folder / "build" / "left_over").touch()
+    hub.build(folder)
+    (tmp_path / "mine").touch()
+    with pytest.raises(FileExistsError):
+        hub.build(tmp_path)
+    assert (tmp_path / "mine").exists() and not (folder / "build" / "left_over").exists()

@@ -135,7 +135,7 @@ class GSPOTrainer:
         with self.saved_if_it_fails(before):
             rollout = self.rollout()  # prompts, a group of completions of each, and their rewards
             batch = self.compare(rollout)  # rewards become advantages
-        digest = weights_digest(self.model) if config.save_rollouts else ""
+            digest = weights_digest(self.model) if config.save_rollouts else ""
         sampled = time.monotonic()
         metrics = rollout_metrics(rollout) | self.update(batch)  # an optimizer step per minibatch
         ended = time.monotonic()

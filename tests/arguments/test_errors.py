@@ -14,7 +14,9 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import advantages, off_policy
+from gspo_kernels.arguments import terms
 from gspo_kernels.core import operators as library
+from gspo_kernels.logits import policy_step
 from tests.cases import generator
 
 B, T, V, H = 3, 4, 11, 5
@@ -676,6 +678,21 @@ def test_every_backend_looks_at_values(backend):
         call.refuses("old_logprobs: got NaN", old_logprobs=with_value(call.old, NAN, 0, 0), backend=backend)
         call.refuses("old_logprobs: got 3", old_logprobs=torch.full((B, T), 3.0), backend=backend)
         call.refuses("advantages: got NaN", advantages=with_value(call.advantages, NAN, 0), backend=backend)
+
+
+def test_unchecked_nan_makes_the_result_nan(monkeypatch):
+    """Values are not checked on a GPU without GSPO_KERNELS_VALIDATE=1."""
+    for module in (policy_step, terms):
+        monkeypatch.setattr(module, "checked_values", lambda device: False)
+    for objective in OBJECTIVES.values():
+        call = Call(policy, objective)
+        assert call(advantages=with_value(call.advantages, NAN, 1)).isnan()
+
+
+def test_a_backend_that_cannot_serve_is_refused():
+    call = {name: value.to("meta") for name, value in arguments(token).items()}
+    with pytest.raises(RuntimeError, match="backend='cpp' can't serve tensors on meta"):
+        token(**call, backend="cpp")
 
 
 def test_compiled_calls_look_at_values():

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import __main__ as command_line
 from benchmarks import campaign, report
+from benchmarks.measure import SUITES
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -59,3 +60,22 @@ def test_a_contestant_that_breaks_a_device_is_skipped(tmp_path, monkeypatch):
     campaign.run_stage(stage, "cpu", tmp_path, 30.0)
     assert asked == [{}, {"rough kernel": "broke the device: illegal access"}]
     assert stage.status == "done"
+
+
+def test_stages_name_suites_and_files():
+    plan = campaign.stages()
+    assert {stage.name for stage in plan if stage.kind == "suite"} <= SUITES.keys()
+    files = {word for stage in plan for word in stage.arguments if word.startswith("tests/")}
+    assert files and all((ROOT / path).exists() for path in files)
+
+
+def test_failures_in_reports_of_tests_are_read(tmp_path):
+    path = tmp_path / "report.xml"
+    cases = {"a": "", "b": '<failure message="1 != 2"/>', "c": '<error message="no fixture"/>'}
+    lines = "".join(f'<testcase classname="m" name="{name}">{x}</testcase>' for name, x in cases.items())
+    counts = 'tests="3" failures="1" errors="1" skipped="0"'
+    path.write_text(f"<testsuites><testsuite {counts}>{lines}</testsuite></testsuites>")
+    stage = campaign.Stage("gpu tests", "tests", 1.0)
+    campaign.read_tests(stage, path)
+    assert stage.tests == {"tests": 3, "failures": 1, "errors": 1, "skipped": 0}
+    assert stage.failures == ["m::b: 1 != 2", "m::c: no fixture"]

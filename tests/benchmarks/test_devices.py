@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import benchmarks.__main__  # noqa: F401  it registers contestants and suites
-from benchmarks import products
+from benchmarks import products, profile
 from benchmarks.measure import SUITES, Options
 
 TINY = Options(torch.device("cpu"), "tiny", repeats=1)
@@ -46,6 +46,29 @@ def test_a_wrong_exponential_product_is_not_timed(fault, monkeypatch):
     judged, timed = found["right"], any(name.endswith("ours") for name in found)
     assert re.search(FAULTS[fault], judged["reason"]) and bool(judged["reason"]) == bool(fault)
     assert timed == (not fault) and (fault or judged["share"] <= 1)
+
+
+def test_products_in_a_fixed_order_are_compared(monkeypatch):
+    def lines():
+        return {line["name"]: line for line in SUITES["fixed"].run(TINY)["lines"]}
+
+    assert all(lines()[f"{name}: right"]["share"] <= 1 for name in ("logits", "dHidden", "dWeight"))
+    plain = products.batch_invariant_mm
+    moved = lambda a, b, out: plain(a, b, out).mul_(1 + 1e-6 * len(a))  # noqa: E731
+    monkeypatch.setattr(products, "batch_invariant_mm", moved)
+    found = lines()["dWeight: right"]
+    assert found["share"] > 1 and "other bits" in found["reason"]
+
+
+def test_gaps_are_times_in_which_nothing_ran():
+    """The second kernel overlaps the first; b ends last but starts before c."""
+    spans = [("c", 40.0, 45.0), ("a", 0.0, 10.0), ("b", 5.0, 30.0), ("a", 12.0, 20.0), ("c", 48.0, 50.0)]
+    found = profile.timeline([profile.Span(*span) for span in spans], calls=2)
+    assert (found["ms"], found["idle_ms"], found["busy_ms"]) == (0.025, 0.0065, 0.0185)
+    assert [(gap["us"], gap["after"], gap["before"]) for gap in found["gaps"]] == [
+        (10, "b", "c"),
+        (3, "c", "c"),
+    ]
 
 
 def test_kernels_and_gaps_are_recorded():

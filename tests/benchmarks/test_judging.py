@@ -58,6 +58,15 @@ def test_exact_answers_are_autograds(task, situation, monkeypatch):
         assert (answer.gradients[name] - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
 
+def test_problems_are_what_their_names_say():
+    def clipped(problem):
+        return int((judging.coefficients(problem, problem.logprobs)[1] == 0).all(1).sum())
+
+    twenty = hidden.draw("hidden", 40, 50, 8, 20, torch.float32)
+    assert clipped(tiny_problem("hidden")) == 0 and clipped(twenty.situation("10% clipped")) == 2
+    assert clipped(tiny_problem("hidden", "half inactive")) == SHAPE[3] // 2
+
+
 # --- which contestants are timed
 
 
@@ -127,6 +136,16 @@ def test_scores_are_judged_by_their_own_precision(precision, monkeypatch):
 
     found = outcomes("scoring", {"16-bit logits": rounded}, monkeypatch, problem, precision=precision)
     assert found["16-bit logits"]["status"] == ("right" if precision == "input" else "wrong")
+
+
+def test_ratios_are_to_the_floor(monkeypatch):
+    """Forward, backward and each of the floor's three products take one second."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(measure, "_LEAST", 0.0)
+    monkeypatch.setattr(measure.Clock, "mark", lambda self: self.marks.append(next(ticks)))
+    calls = {"a": hidden.naive, "b": hidden.naive}
+    for one in outcomes("hidden", calls, monkeypatch, tiny_problem("hidden"), 3).values():
+        assert one["seconds"]["both"] == [2] * 3 and one["x_floor"]["median"] == pytest.approx(2 / 3)
 
 
 def test_peak_memory_is_measured_in_a_process():

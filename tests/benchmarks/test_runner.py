@@ -65,6 +65,13 @@ def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
     assert all(line.startswith("hidden, all active: ours, auto") and line.endswith(word) for line in found)
 
 
+def test_without_a_floor_ratios_are_to_naive_pytorch():
+    times = {"naive PyTorch": [2.0, 4.0], "ours, auto": [1.0, 1.0]}
+    results = [{"contestant": name, "seconds": {"both": both}} for name, both in times.items()]
+    found = report.ratios({"floor": {"probes": {}}, "results": results})
+    assert found["ours, auto"] == {"median": 0.375, "low": 0.25, "high": 0.5}
+
+
 # --- reporting
 
 

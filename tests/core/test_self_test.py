@@ -1,11 +1,14 @@
 """Products by tensor maps: a switch enables them, and a device's first use compares them."""
 
+import copy
 from threading import Thread
 
 import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels import doctor
+from gspo_kernels.backends import dispatch
 from gspo_kernels.core import self_test
 from gspo_kernels.core.self_test import VARIABLE, SelfTest
 from gspo_kernels.hidden.matmul import exponentials
@@ -132,3 +135,46 @@ def test_other_threads_wait_for_the_comparison(monkeypatch):
     reason = first.unavailable_reason(GPU)
     other.join()
     assert reason is not None and answers == [reason]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compare the products on a GPU")
+def test_self_tests_find_a_wrong_product(monkeypatch):
+    """A factor of one row, a log-prob whose bits depend on what is stored, a sum of one kind of operand."""
+    rows = pytest.importorskip("gspo_kernels.backends.triton.exponentials")
+    matmul = pytest.importorskip("gspo_kernels.backends.triton.batch_invariant_matmul")
+    right, known, device = rows.exponentials, {}, torch.device("cpu")
+    for fault in (None, lambda head: head.factors, lambda head: head.stats.logprobs[0]):
+
+        def product(*args, fault=fault, **options):
+            stores = args[6] is not None
+            if stores not in known:  # the interpreter is slow
+                known[stores] = copy.deepcopy((right(*args, **options), args[6]))
+            head, out = copy.deepcopy(known[stores])
+            if stores:
+                args[6].copy_(out)
+            if stores and fault is not None:
+                fault(head)[16] *= 1.02
+            return head
+
+        monkeypatch.setattr(rows, "exponentials", product)
+        assert (exponentials.excess(device) < 1) == (fault is None)
+    for error in (0.0, 0.1, torch.nan):
+
+        def add_sums(a, b, out, accumulate, error=error):
+            out += a.float() @ b.float()
+            out[135, 263] += error * (a.stride(1) != 1)
+            return out
+
+        monkeypatch.setattr(matmul, "batch_invariant_mm", add_sums)
+        assert (matmul.excess(device) <= 1) == (error == 0)
+
+
+def test_doctor_prints_results_of_self_tests(monkeypatch):
+    matmul = pytest.importorskip("gspo_kernels.backends.triton.batch_invariant_matmul")
+    monkeypatch.setattr(dispatch, "unavailable_reason", lambda *_: None)
+    pretend(monkeypatch)
+    for result, words in ((0.5, "passed"), (2.0, "off by 2"), (torch.OutOfMemoryError("full"), "full")):
+        test = SelfTest(lambda _, result=result: raised(result))
+        monkeypatch.setattr(exponentials, "_SELF_TEST", test)
+        monkeypatch.setattr(matmul, "TENSOR_MAPS", test)
+        assert all(words in line for line in doctor.own_products(GPU))

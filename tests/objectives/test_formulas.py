@@ -10,6 +10,7 @@ from tests import oracle
 from tests.cases import AGGREGATIONS, generator, run, scores_of
 from tests.judging import expect
 from tests.objectives.sample_batches import (
+    Batch,
     close,
     coefficients,
     declaring,
@@ -53,6 +54,16 @@ def test_from_log_probs(objective, kind):
     got, expected = assert_equals_the_formula(objective, batch)
     if kind != "far":
         assert expected.any() and not got[expected == 0].any()  # what is clipped is exactly 0
+
+
+def test_cppo_on_many_sequences():
+    """In few of them a token is kept or not depending on how the percentile is interpolated."""
+    rng, shape = generator(0), (1000, 7)
+    old, moved = -2 * torch.rand(2, *shape, generator=rng, dtype=torch.float64)
+    mask = torch.rand(shape, generator=rng) < 0.6
+    batch = Batch(0.8 * old + 0.2 * moved - 1e-3, old - 1e-3, torch.ones(len(mask)).double(), mask)
+    objective = gk.CPPO(bound=0.03, prefix_bound_low=0.0, prefix_bound_high=1.0, min_weight=0.5)
+    assert_equals_the_formula(objective, batch)
 
 
 @every_declaration

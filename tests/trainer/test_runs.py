@@ -427,6 +427,13 @@ def test_what_reaches_the_update(tmp_path, tokenizer):
     assert torch.equal(found.advantages, gdpo(table, group_size=4, weights=each))
 
 
+def test_a_column_that_is_not_json_ends_no_run(tmp_path, tokenizer, capsys):
+    rows = [{**row, "table": {(1, 2): 3}} for row in ROWS]
+    config = small_config(tmp_path, update={"steps": 1}, save_rollouts=True)
+    last = make_trainer(tokenizer, rows, odd_share, config, eval_dataset=None).train()
+    assert last["step"] == 1 and "rollouts/ cannot be written" in capsys.readouterr().out
+
+
 def test_a_seed_has_an_effect(tmp_path, tokenizer):
     """A seed decides what is sampled of one prompt, not only in which order prompts come."""
 

@@ -103,6 +103,8 @@ SPOILED = {
     "two choices": (lambda answer: {"choices": answer["choices"] * 2}, "gave another answer than vLLM"),
     "not JSON": (lambda answer: "<html>", "gave another answer than vLLM does: <html>"),
     "no log-probs": (choice(logprobs=None), "returned None as log-probs of 3 tokens"),
+    "too few log-probs": (scored([-1.0]), r"returned \[-1.0\] as log-probs of 3"),
+    "no number": (scored([None] * 3), "gave another answer than vLLM"),
     "NaN": (scored([float("nan")] * 3), r"returned \[nan, nan, nan\] as log-probs"),
     "no likely tokens": (scored([-1.0] * 3, top_logprobs=[]), "log-probs of 0 places"),
     "another token": (scored([-1.0] * 3, top_logprobs=[{"token_id:258": -1.0}] * 3), "of unknown tokens"),
