@@ -272,6 +272,10 @@ def test_prefetched_lengths_serve_one_call(gpu):
             gpu.looks.clear()
             gk.linear_token_logprobs(hidden, weight, labels, **chunk).logprobs.sum().backward()
             assert gpu.looks.total() == count
+    with pytest.raises(ValueError, match="loss_mask: got shape"):
+        gk.prefetch(labels, mask[:1])
+    with pytest.raises(ValueError, match="advantages: got shape"):
+        gk.prefetch(labels, mask, advantages[1:])
 
 
 # --- masks and offsets that the caller has on the host

@@ -145,9 +145,6 @@ def test_hidden_gradients_lose_nothing_to_rounding(dtype, whole_last, width):
     assert same([hidden[3:13]], [times(units, scale.unsqueeze(1)).to(dtype)])
 
 
-# --- the interpreter itself
-
-
 @interpreted
 def test_a_unit_is_the_largest_power_so_far():
     factors, chosen, most = 8 * rows_of(16, FP32)[1], [1, 3], MAX_IN_SUMS[FP32]
@@ -157,3 +154,23 @@ def test_a_unit_is_the_largest_power_so_far():
         given = SIZES[chosen], factors[chosen], torch.tensor(before)
         unit, shrink = kernels.sum_unit(*given, most, FP32)
         assert unit == expected and shrink == before / unit
+
+
+# --- the interpreter itself
+
+
+@triton.jit
+def sums_and_products(out_ptr, x: tl.int32, y: tl.int32):
+    tl.store(out_ptr, x + y)
+    tl.store(out_ptr + 1, x - y)
+    tl.store(out_ptr + 2, x * y)
+
+
+@interpreted
+def test_an_integer_that_overflows_is_found():
+    out = torch.zeros(3, dtype=torch.int32)
+    sums_and_products[(1,)](out, -(2**31) + 1, 1)
+    assert out.tolist() == [-(2**31) + 2, -(2**31), -(2**31) + 1]
+    for name, x, y in (("add", 2**31 - 1, 1), ("sub", -(2**31), 1), ("mul", 2**16, 2**15)):
+        with pytest.raises(Exception, match=f"int32 overflow detected for operation {name}"):
+            sums_and_products[(1,)](out, x, y)

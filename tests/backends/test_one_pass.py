@@ -9,7 +9,7 @@ from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.triton import launch, logprobs
 from gspo_kernels.backends.triton.logprobs import on_chip_tile
 from gspo_kernels.core.types import LogitTransform
-from tests.backends.accesses import backwards, without_races
+from tests.backends.accesses import backwards, counted, without_races
 from tests.backends.row_calls import (
     IGNORE,
     NEGATIVE,
@@ -91,11 +91,11 @@ def test_rows_over_their_own_logits_are_exact(narrow):
     assert torch.equal(elsewhere, got) and torch.equal(known.logprobs, stats.logprobs)
 
 
-@pytest.mark.skipif(GPU, reason="the interpreter orders programs")
+@pytest.mark.skipif(GPU, reason="the interpreter orders programs and counts accesses")
 @pytest.mark.parametrize("out_dtype", (FP32, BF16))
 @pytest.mark.parametrize("coefficients", (False, True))
-def test_results_do_not_depend_on_the_order_of_programs(coefficients, out_dtype):
-    """An ignored row isn't read, and its gradient is 0."""
+def test_each_logit_is_read_once_in_any_order(coefficients, out_dtype):
+    """The label's logit is read once more. An ignored row isn't read, and every gradient is written once."""
     logits, labels, grad, _ = draw(CHUNK, FP32, B=1, T=3)
     labels[0, 1], grad[0, 2] = IGNORE, 0.0
     logits[0, 1] = float("nan")
@@ -105,7 +105,13 @@ def test_results_do_not_depend_on_the_order_of_programs(coefficients, out_dtype)
             return ROWS.and_grad(values, labels, grad, out=out)[1]
         return ROWS.and_rows(values, labels, out=out)[1]
 
-    want = call(logits, torch.full_like(logits, torch.nan, dtype=out_dtype)).clone()
+    out = torch.full_like(logits, torch.nan, dtype=out_dtype)
+    with counted(logits, out) as traffic:
+        want = call(logits, out).clone()
+    reads = torch.ones_like(logits, dtype=torch.int64).scatter(-1, labels.clamp(min=0).unsqueeze(-1), 2)
+    reads[0, 1] = 0
+    assert torch.equal(traffic.reads[0].view_as(logits), reads)
+    assert traffic.per_row(traffic.writes, 1) == [1] * 3
     assert (want[0, 1] == 0).all() and (want[0, 2] == 0).all() == coefficients
     with backwards(), without_races():
         assert torch.equal(call(*chunk_of(logits, out_dtype)), want)

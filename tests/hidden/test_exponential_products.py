@@ -8,8 +8,9 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.dispatch import unavailable_reason
+from gspo_kernels.core.types import LogitTransform, RowOptions, Shard
 from gspo_kernels.hidden import gradients
-from gspo_kernels.hidden.matmul import exponentials
+from gspo_kernels.hidden.matmul import exponentials, select_matmul
 from tests import test_infinities
 from tests.cases import generator, make_case, run
 from tests.fake_gpu import FakeGpu
@@ -35,6 +36,25 @@ def here(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", wide_mm)
     monkeypatch.setattr(torch, "addmm", wide_addmm)
+
+
+def test_which_calls_are_served(here):
+    """Of bf16, with rows that begin at multiples of 16 bytes, and with all columns on this rank."""
+    weight, padded = (torch.empty(50, width, dtype=BF16) for width in (16, 24))
+    plain = RowOptions(LogitTransform(), -100, "triton")
+
+    def serves(weight=weight, base=None, logits_dtype="float32", invariant=False, whole=False, **changes):
+        matmul = select_matmul(weight, None, base, logits_dtype, invariant, plain._replace(**changes), whole)
+        return isinstance(matmul, exponentials.ExponentialMatmul)
+
+    assert serves() and serves(padded[:, :16])
+    others = [weight.float(), weight.half(), torch.empty(50, 17, dtype=BF16)[:, :16], padded[:, 1:17]]
+    others.append(weight[:, :12])  # hidden states of this width begin elsewhere
+    kept = LogitTransform(kept=torch.zeros(1, 1, 2, dtype=torch.int32))
+    options = [{"logits_dtype": "input"}, {"invariant": True}, {"whole": True}, {"transform": kept}]
+    options += [{"shard": Shard("group")}, {"backend": "reference"}]
+    assert not any(map(serves, others)) and not any(serves(**each) for each in options)
+    assert not serves(torch.empty(50, 4), base=weight)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,8 @@ def test_runs_of_local_models_resume_and_export(tmp_path, llama, jsonl, reward_f
     ):
         assert cli.main(wrong) == 1
         assert words in capsys.readouterr().err
+    assert cli.main(["train", *line, "--overwrite"]) == 0
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_ask_and_eval_take_a_run_or_a_model(tmp_path, llama, jsonl, reward_file, capsys):

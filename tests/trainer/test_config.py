@@ -21,7 +21,6 @@ from gspo_kernels.trainer.update import check_config, make_objective
 MINIBATCHES = {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}}
 KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
 CENTRED = {"name": "CISPO", "centering": 20}
-SERVER = {"url": "http://localhost:1"}
 WRONG = [
     ({"group_size": 4}, ["unknown key group_size", "did you mean", "rollout.group_size"]),
     ({"rolout": {"group_size": 4}}, ["unknown key rolout", "did you mean rollout"]),
