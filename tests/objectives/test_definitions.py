@@ -1,8 +1,12 @@
 """Which formula runs: that of an objective's own class and options, and of nothing that looks like it."""
 
+import copy
 import dataclasses
 import functools
 import math
+import pickle
+import sys
+import types
 from dataclasses import InitVar, dataclass
 
 import numpy as np
@@ -75,6 +79,13 @@ def test_objectives_of_one_name(entry, base):
         assert float(way(objective)) == pytest.approx(each * want)
 
 
+def test_objectives_of_one_name_compiled():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda objective: loss(objective) * 1, fullgraph=True, backend="aot_eager")
+    one, ten = made(1.0), made(10.0)
+    assert [factor(each, compiled) for each in (one, ten, made(3.0), one)] == [1, 10, 3, 1]
+
+
 @dataclass(frozen=True, eq=False)
 class ByIdentity(Scaled):
     scale: float = 1.0
@@ -111,6 +122,34 @@ def test_options_are_exact():
     for value in 2 * EXACT:
         objective = OfTypeAndSign(option=value)
         assert factor(objective) == objective.factor()
+
+
+SOURCE = """
+from tests.objectives.test_definitions import *
+@dataclass(frozen=True)
+class Own(Scaled):
+    scale: float = 1.0
+    @functools.cached_property
+    def table(self):
+        return torch.full((2,), self.{})
+    def factor(self):
+        return self.table.mean().item()
+"""
+
+
+def test_pickled_after_use(monkeypatch):
+    """Another process, or a module that is loaded again, has another class of the same name."""
+    here, there = types.ModuleType("own_objectives"), types.ModuleType("own_objectives")
+    for module, body in ((here, "scale"), (there, "scale * 10")):
+        monkeypatch.setitem(sys.modules, "own_objectives", module)
+        exec(SOURCE.format(body), vars(module))
+    monkeypatch.setitem(sys.modules, "own_objectives", here)
+    objective = here.Own(scale=2.0)
+    assert objective.factor() == 2 and factor(objective) == 2
+    sent = pickle.dumps(objective)
+    assert factor(pickle.loads(sent)) == factor(copy.deepcopy(objective)) == 2
+    monkeypatch.setitem(sys.modules, "own_objectives", there)
+    assert factor(pickle.loads(sent)) == 20 and factor(objective) == 2
 
 
 class Undecorated(gk.GSPO):
