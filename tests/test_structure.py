@@ -1,5 +1,6 @@
 """The public signatures, and light imports."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,17 @@ def test_public_names_have_docstrings():
     assert set(gk.__all__) == set(dir(gk)) and set(gk.objectives.__all__) < set(gk.__all__)
     for name in gk.__all__:
         assert getattr(gk, name).__doc__, name
+
+
+def test_options_are_keywords_with_one_default():
+    """Some functions take these optional tensors by position, too."""
+    tensors = {"teacher_logits", "teacher_hidden", "teacher_weight", "loss_mask", "advantages"}
+    public, defaults = [getattr(gk, name) for name in gk.__all__], {}
+    for function in [*filter(inspect.isfunction, public), gk.advantages.group_normalized]:
+        for each in inspect.signature(function).parameters.values():
+            if each.default is not each.empty:
+                assert each.kind is each.KEYWORD_ONLY or each.name in tensors, (function, each)
+                assert defaults.setdefault(each.name, each.default) == each.default, (function, each)
 
 
 # --- imports
