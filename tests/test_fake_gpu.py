@@ -168,6 +168,16 @@ def test_losses_from_logits_never_sync(gpu, name):
     assert not gpu.looks
 
 
+def test_a_weight_on_the_host_is_one_copy(gpu):
+    *_, old, advantages = problem(torch.float32)
+    terms = {"old_logprobs": old, "advantages": advantages, "objective": gk.GRPO()} | REFERENCE
+    with gpu:
+        beta = torch.tensor(0.1, dtype=torch.float64)
+        out = gk.policy_loss(old + 0.1, **terms | {"kl_beta": beta})
+        assert gpu.looks == {"copy to the device": 1}
+        assert torch.equal(out.loss, gk.policy_loss(old + 0.1, **terms).loss)
+
+
 HOLES = torch.ones(B, 2).index_fill(1, torch.tensor([1]), 0.0)
 # ratios of every other sequence are clipped
 CLIPPED = {"objective": gk.GSPO(0.5, 1e9), "advantages": -torch.ones(B)}

@@ -117,6 +117,17 @@ def rows_of(width, dtype):
 
 
 @interpreted
+def test_operands_of_rows_without_gradient_are_zero():
+    """Their hidden states may be anything."""
+    hidden, active = rows_of(16, FP32)[0], torch.ones(len(SIZES), dtype=torch.bool)
+    hidden[0], hidden[3], active[3] = torch.nan, torch.inf, False
+    given = (MAX_IN_SUMS[FP32], FP32)
+    got = kernels.product_operand(hidden, SIZES[2].expand(len(SIZES)), None, active, None, *given)
+    assert got[3].eq(0).all() and got[0].isnan().all() and got[4:].isfinite().all()
+    assert kernels.product_operand(hidden, SIZES, None, None, None, *given)[0].eq(0).all()
+
+
+@interpreted
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum warns of rows of NaN
 @pytest.mark.parametrize("width", [16, 130])
 @pytest.mark.parametrize("whole_last", [False, True])

@@ -14,6 +14,7 @@ from tests.backends.row_calls import (
     IGNORE,
     NEGATIVE,
     PLAIN,
+    SOFT,
     WARM,
     Rows,
     Truth,
@@ -118,6 +119,19 @@ def test_each_logit_is_read_once_in_any_order(coefficients, out_dtype):
 
 
 # --- which rows
+
+
+def test_rows_come_along_only_where_that_is_less_work():
+    """Nor where log-probs are compared, as sums have another order; 4,104 columns have no whole pieces."""
+
+    def pays(V=4096, dtype=FP32, transform=PLAIN, active=True, compared=False):
+        rows = ROWS.rows(empty(V, dtype)[0], None, transform)
+        return kernels.one_pass_pays(rows, all_rows_active=active, logprobs_compared=compared)
+
+    kept = PLAIN._replace(kept=torch.empty(1, 2, 128, dtype=torch.int32))
+    others = ({"active": False}, {"compared": True}, {"V": 4104}, {"V": 0}, {"dtype": FP64})
+    assert pays() and not any(pays(**each) for each in others)
+    assert not pays(transform=SOFT) and not pays(transform=kept)
 
 
 # --- what is refused
