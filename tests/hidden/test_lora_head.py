@@ -179,3 +179,12 @@ def test_every_adapter_learns_in_a_loop_or_is_refused(kind, options, refused):
         gradients = torch.autograd.grad((weights * logprobs).sum(), trained)
         found.append([logprobs.detach(), *gradients])
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+def test_mismatch_refuses_an_adapter_on_the_head():
+    from gspo_kernels.integrations.transformers import IntegrationError
+    from gspo_kernels.mismatch.scoring import Samples, Setting, score
+
+    samples = Samples([torch.arange(4)], [torch.arange(5)], torch.zeros(5))
+    with pytest.raises(IntegrationError, match="its lm_head carries LoRA"):
+        score(lambda dtype, attention: adapted_model().eval(), samples, Setting(), 64)
