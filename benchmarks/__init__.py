@@ -1,1 +1,1 @@
-"""Benchmarks that a sceptic can run again: ``python -m benchmarks --help``, from the root of a checkout."""
+"""Reproducible benchmarks: run ``python -m benchmarks --help`` from the root of a checkout."""

@@ -23,7 +23,7 @@ for _module in ("logits", "hidden", "step", "large", "fidelity", "profile", "pro
 
 
 def run_suite(name: str, options: Options, out: Path | None) -> dict[str, Any]:
-    """Run one suite, write its record, return it."""
+    """Run one suite; write and return its record."""
     suite, device = SUITES[name], options.device
     start = time.perf_counter()
     record: dict[str, Any] = {"suite": name, "title": suite.title, "size": options.size, **machine(device)}
@@ -52,7 +52,7 @@ def _write(record: dict[str, Any], out: Path | None) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Round numbers to five significant digits, more than any measurement has; None if they are infinite."""
+    """Round numbers to five significant digits; return None for infinity."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -69,16 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     run.add_argument("--out", type=Path, help="folder for a JSON file per suite")
     run.add_argument(
-        "--size", default="full", choices=("full", "tiny"), help="tiny: a rehearsal without peaks"
+        "--size", default="full", choices=("full", "tiny"), help="tiny: a dry run without peak memory"
     )
     run.add_argument("--repeats", type=int, help="interleaved rounds; default: each case's own number")
     run.add_argument("--contestants", nargs="+", default=[], metavar="PART", help="parts of names")
     run.add_argument("--cases", nargs="+", default=[], metavar="PART", help="parts of names")
-    run.add_argument("--without", nargs="+", default=[], metavar="NAME=REASON", help="not these contestants")
+    run.add_argument("--without", nargs="+", default=[], metavar="NAME=REASON", help="skip these contestants")
     report = commands.add_parser("report", help="write docs/benchmarks.md, its plots and the README's table")
     report.add_argument("--results", type=Path, help="report on this folder instead, into it")
-    report.add_argument("--check", action="store_true", help="only tell whether they are up to date")
-    compare = commands.add_parser("compare", help="ratios of two folders of results, and which differ")
+    report.add_argument("--check", action="store_true", help="only check whether they are up to date")
+    compare = commands.add_parser("compare", help="compare the ratios of two folders of results")
     compare.add_argument("a", type=Path)
     compare.add_argument("b", type=Path)
     campaign = commands.add_parser("campaign", help="tests and suites on a GPU, in nine minutes")
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 done, 1 not up to date or different, 2 cannot run, 3 the device is broken."""
+    """Return the exit status: 0 done, 1 stale or different, 2 cannot run, 3 the device is broken."""
     args = _parser().parse_args(argv)
     if args.command == "run":
         return _run(args)

@@ -1,23 +1,21 @@
 """``python -m benchmarks campaign --out DIR``: tests and suites on a GPU, in nine minutes.
 
-Every stage is a process with a share of the time, the most important first. If a stage fails, hangs or loses
-the device, that is recorded and the next one starts; a contestant that breaks the device is skipped in a
-second try. Time that a stage does not use goes to the next ones, and the report is always written. DIR then
-holds a JSON file per suite, reports of pytest, the page, its plots, and ``campaign.json`` with all outcomes.
-``--device cpu`` rehearses it on tiny shapes.
+Every stage is a process with a time limit, the most important first. If a stage fails, hangs or loses the
+device, this is recorded and the next one starts; a contestant that breaks the device is skipped in a second
+try. Unused time is passed on to the next stages, and the report is always written. DIR then contains a JSON
+file per suite, reports of pytest, the page, its plots, and ``campaign.json`` with all outcomes.
+``--device cpu`` is a dry run on tiny shapes.
 
-A rented machine often has PyTorch and transformers, but no network. Prepare the tree on a machine with the
-same processor and a glibc that is not newer:
+Without a network, prepare the tree on a machine with the same processor and the same or an older glibc:
 
 1. ``python setup.py build_ext --inplace`` builds the extension, for every Python and torch from 2.11 on.
-2. ``pip download --no-deps --only-binary=:all: --python-version 3.12 --dest wheels NAMES`` fetches what the
-   machine lacks: the packages of the extra ``train`` and what they need, pytest, pytest-xdist, matplotlib,
-   and contestants.
+2. ``pip download --no-deps --only-binary=:all: --python-version 3.12 --dest wheels NAMES`` fetches missing
+   packages: the extra ``train`` with its dependencies, pytest, pytest-xdist, matplotlib, and contestants.
 3. There, ``pip install --no-index --no-deps --target site wheels/*.whl`` and then ``PYTHONPATH=site python -m
    benchmarks campaign --out DIR && tar czf DIR.tgz DIR``. The package itself is used from the tree.
 
-The suite ``hidden`` measures every case with products by tensor maps, too, and ``fixed`` the batch-invariant
-product. If they are right and faster, commit the results and set ``core.self_test.DEFAULT`` to "1".
+The suite ``hidden`` also measures every case with matmuls by tensor maps, and ``fixed`` the batch-invariant
+matmul. If they are correct and faster, commit the results and set ``core.self_test.DEFAULT`` to "1".
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ class Stage:
     """One process and its outcome.
 
     Attributes:
-        name: also the suite's name where ``kind`` is "suite".
+        name: the stage's name, or that of the suite.
         kind: "tests", "suite" or "report".
-        seconds: its share of nine minutes, in a shorter campaign proportionally less; with 0 it runs if the
-            stages before it leave ``SPARE`` seconds.
+        seconds: its share of nine minutes, proportionally less in a shorter campaign; with 0 it runs if
+            earlier stages leave ``SPARE`` seconds.
         arguments: after ``pytest``, or after ``python -m benchmarks run NAME``.
         status: "waiting", "done", "failed", "out of time", or "skipped".
     """
@@ -68,7 +66,7 @@ class Stage:
         return f"{self.name.replace(' ', '_')}.{kind}"
 
 
-# Tests of backends and of kernels. Tests that compile for other targets need no GPU and are left out.
+# Tests of backends and kernels, without those that compile for other targets.
 _ON_DEVICE = (
     "tests/backends/test_exponentials.py",
     "tests/backends/test_rows.py",
@@ -81,13 +79,13 @@ _OURS = ("--contestants", "ours", "naive PyTorch", "torch linear_cross_entropy")
 PARALLEL = "--numprocesses=8"
 """Tests spend most of their time on compiling kernels. Those of the trainer are timed, and run alone."""
 SPARE = 60.0
-"""The least seconds of a stage without a share."""
+"""Minimum of seconds of a stage without a share."""
 STOPPING = 5.0
 """Seconds reserved for stopping a stage that is out of time."""
 
 
 def stages() -> list[Stage]:
-    """Return the stages, the most important first: an early end loses the last ones."""
+    """Return the stages, the most important first."""
     return [
         # without the trainer's file, whose imports take seconds in each of the processes
         Stage("gpu tests", "tests", 40, ("tests/gpu/test_gpu.py", "-k", "not sanitizer", PARALLEL)),
@@ -106,7 +104,7 @@ def stages() -> list[Stage]:
 
 
 def limit_of(plan: Sequence[Stage], index: int, left: float, minutes: float) -> float:
-    """Return a stage's seconds: its own share and what earlier stages left over, no later stage's share."""
+    """Return a stage's seconds: its share and the unused time of earlier stages."""
     less = min(1.0, 60 * minutes / sum(stage.seconds for stage in plan))
     return left - less * (STOPPING + sum(stage.seconds for stage in plan[index + 1 :]))
 

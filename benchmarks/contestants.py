@@ -1,4 +1,4 @@
-"""What contestants of several suites share: packages that may be missing, and how a loss is registered."""
+"""Helpers for contestants of several suites: optional packages, and registration of losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo_kernels.hidden.matmul.exponentials import unavailable_on
 Call = Callable[..., Tensor]
 PLAIN = "naive PyTorch"
 OTHERS = r"(?!ours)(?!.*packed).*"
-"""All contestants but ours and packed ones, which each case names itself."""
+"""All contestants except ours and packed ones, which each case lists."""
 
 
 def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
@@ -60,7 +60,7 @@ def from_logprobs(name: str, *tasks: str, flat: bool = True, **about: Any) -> Ca
 
 
 def tensor_maps_missing(device: torch.device, product: str) -> str | None:
-    """Enable products by tensor maps; return why one of them does not serve a device, or None."""
+    """Enable matmuls by tensor maps; return the reason if one of them does not support a device, or None."""
     gk.enable_tensor_maps(True)
     if device.type != "cuda":
         return "its products need the tensor maps of a GPU"
@@ -80,7 +80,7 @@ def our_loss(
     tensor_maps: str = "",
     **options: Any,
 ) -> None:
-    """Register one of our losses with options; ``tensor_maps`` names the product that takes them."""
+    """Register one of our losses with options; ``tensor_maps`` names the matmul that uses them."""
 
     @contestant(f"ours, {name}", task, ours=True, **{"precision": "float32", **(about or {})})
     def load(device: torch.device) -> Call:

@@ -1,15 +1,15 @@
 """The suite ``fidelity``: errors of log-probs of bf16 models, and the clip decisions that they flip.
 
-GSPO clips 3e-4 below and 4e-4 above 1, so log s, the mean of logp - logp_old over a sequence, must be known
-more precisely than that. Every contestant that computes log-probs from hidden states is measured against fp64
-on the same bf16 hidden states and weight:
+GSPO clips 3e-4 below and 4e-4 above 1, which requires a smaller error of log s, the mean of logp - logp_old
+over a sequence. Every contestant with log-probs from hidden states is compared with fp64 on the same bf16
+hidden states and weight:
 
 - *error of log s*: RMS over random sequences of the error of the mean log-prob;
 - *clip decisions*: the share of sequences that the objective clips and fp64 does not, or the reverse, at a
-  log-uniform distance of log s from a bound. Old log-probs are exact except for their storage in fp32.
+  log-uniform distance of log s from a bound. Old log-probs are exact up to fp32 rounding.
 
-The error of storing the new and the old log-prob in fp32, averaged over a sequence's tokens, is its
-*resolution*, up to 5e-7. Sequences closer to a bound than that do not count (``left_out``).
+The rounding of new and old log-probs to fp32, averaged over a sequence's tokens, is its *resolution*, up to
+5e-7. Sequences closer to a bound than that are excluded (``left_out``).
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ def draw(rows: Problem, count: int, length: int, nearest: float, farthest: float
 
 
 def wrong(values: Tensor, drawn: Drawn) -> Tensor:
-    """Return whether the objective, with these log-probs of the pool, decides otherwise than fp64, [B]."""
+    """Return whether the clip decision with these log-probs of the pool differs from fp64's, [B]."""
     terms = (values[drawn.rows], drawn.old_logprobs, drawn.advantages)
     coefficients = gk.policy_coefficients(*terms, objective=gk.GSPO())
     return (coefficients == 0).all(1) != drawn.clipped
 
 
 def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
-    """Return the same for ``fused_linear_policy_loss`` itself, whose dHidden is zero where it clips, on the
+    """Return the same for ``fused_linear_policy_loss``, whose dHidden is zero where it clips, on the
     ``nearest`` sequences that count.
     """
     near = drawn.distance.masked_fill(~drawn.counts, torch.inf).argsort()[:nearest]

@@ -1,4 +1,4 @@
-"""The suites ``hidden``, ``realistic`` and ``scoring``: from hidden states, next to the bare products."""
+"""The suites ``hidden``, ``realistic`` and ``scoring``: from hidden states, relative to bare matmuls."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def realistic(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Problem:
-    """Draw a batch like those of training, from a fixed seed: groups of 4 sequences of log-normal length, at
-    most ``longest``. 40% of the groups have no advantages, and sequences with 15% of the tokens are clipped.
+    """Draw a realistic batch from a fixed seed: groups of 4 sequences of log-normal length, at most
+    ``longest``. 40% of the groups have zero advantages, and sequences with 15% of the tokens are clipped.
     """
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(sequences, generator=generator) * 0.8 + math.log(0.35 * longest)
@@ -65,7 +65,7 @@ def realistic(
     groups = sequences // GROUP
     rewards = torch.randn(groups, GROUP, generator=generator)
     values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-    # of 64 draws of ``flat`` groups, the one whose share of tokens is nearest to 40%
+    # of 64 draws of ``flat`` groups, take the one whose share of tokens is closest to 40%
     tokens = torch.tensor(sizes).view(groups, GROUP).sum(1)
     flat = round(0.4 * groups)
     draws = [torch.randperm(groups, generator=generator)[:flat] for _ in range(64)]
@@ -73,7 +73,7 @@ def realistic(
     advantages = values.flatten()
     target, clipped, total = 0.15 * sum(sizes), [False] * sequences, 0
     for index in torch.randperm(sequences, generator=generator).tolist():
-        # clip a sequence if that brings the total nearer to the target
+        # clip a sequence if the total is then closer to the target
         if advantages[index] != 0 and abs(total + sizes[index] - target) < abs(total - target):
             clipped[index], total = True, total + sizes[index]
     shape = (sequences * longest, vocabulary, width, sequences)
@@ -81,7 +81,7 @@ def realistic(
 
 
 def products(problem: Problem) -> dict[str, Callable[[], Any]]:
-    """Return the products of the counted tokens in the inputs' dtype, into preallocated memory."""
+    """Return the matmuls of the counted tokens in the inputs' dtype, into preallocated memory."""
     hidden, weight = problem.layout("padded" if problem.mask.all() else "packed").inputs
     hidden = hidden.flatten(0, -2)
     logits = hidden.new_empty(len(hidden), len(weight))
@@ -137,14 +137,14 @@ def _load_compiled(device: torch.device) -> Any:
 
 @from_logprobs("torch linear_cross_entropy", *FROM_HIDDEN)
 def _load_torch_linear(device: torch.device) -> Any:
-    """Use chunks, as torch's default options choose them; needs torch 2.13 or newer."""
+    """Use the default chunks; needs torch 2.13 or newer."""
     function, chunks = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
     return lambda hidden, weight, labels: -function(hidden, weight, labels, reduction="none", options=chunks)
 
 
 @contestant("torch linear_cross_entropy, by sequence", "hidden")
 def _load_torch_sequences(device: torch.device) -> Any:
-    """Take a mean per sequence, which torch 2.15 computes by a CuTe kernel; on a GPU refuse its fallback."""
+    """Use a mean per sequence, a CuTe kernel in torch 2.15; its fallback on a GPU is an error."""
     function, chunks = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
     module = package("torch.nn.modules.linear_cross_entropy", device)
     fell_back = RuntimeError("torch's CuTe kernel did not run")
@@ -170,7 +170,7 @@ def _load_trl(device: torch.device) -> Any:
 
 @contestant("Liger LigerFusedLinearGRPOLoss", "hidden", roundings=lambda problem: len(problem.advantages))
 def _load_liger(device: torch.device) -> Any:
-    """Leave ``compiled`` off: it would only compile the arithmetic on values per token."""
+    """Disable ``compiled``, which would only compile the arithmetic on values per token."""
     loss = package("liger_kernel.chunked_loss", device).LigerFusedLinearGRPOLoss(
         beta=0.0, compiled=False, use_ref_model=False, epsilon_low=CLIP_LOW,
         epsilon_high=CLIP_HIGH, loss_type="grpo", importance_sampling_level="sequence",
@@ -252,7 +252,7 @@ from_hidden = functools.partial(case, "hidden")
 @suite("hidden", "Loss and gradients from hidden states")
 def hidden(options: Options) -> dict[str, Any]:
     """Every schedule; half of the sequences inactive; a tenth clipped; a frozen head; on-policy; bf16; a
-    larger vocabulary; a tiny shape. On a GPU each case is measured without and with products by tensor maps.
+    larger vocabulary; a tiny shape. On a GPU each case is measured without and with tensor maps.
     """
     size, dtype = options.choose(**SIZES), options.dtype
     schedules = r"ours, (auto|aligned|deferred|two_pass|least memory)(, 16-bit logits)?"

@@ -1,14 +1,13 @@
 """A GSPO problem, its fp64 answer, and the judge of answers.
 
 Suites draw the inputs, whose logits have a standard deviation of 3. Tokens are drawn from the policy. Old
-log-probs put every sequence's ratio 5% away from 1: to the side where its advantage can't be clipped, or to
-the other side if the problem says that it is clipped. So the noise of bf16 logits turns no contestant's
-gradient on or off.
+log-probs put every sequence's ratio 5% away from 1, on the side where it is clipped or not, as specified by
+the problem. The noise of bf16 logits therefore does not change clip decisions.
 
-Only a contestant with a right answer is timed: ``error <= 2 x the error of plain PyTorch at the same
+Only a contestant with a correct answer is timed: ``error <= 2 x the error of plain PyTorch at the same
 precision + one rounding of the largest value``, for loss and gradients (scoring: log-probs), against fp64 on
-the very problem that is timed. No budget exceeds what the precision of the logits explains. A contestant that
-sums gradients in 16 bits gets half a rounding more for each further rounding of its sums.
+the timed problem. No budget exceeds the effect of the precision of logits. A contestant that accumulates
+gradients in 16 bits gets half a rounding more for each further rounding.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Problem:
         return self
 
     def leaves(self, copy: bool = False) -> tuple[Tensor, ...]:
-        """Return fresh leaves for autograd, the first a copy if ``copy``. A frozen weight has no gradient."""
+        """Return new leaves for autograd, the first a copy if ``copy``. A frozen weight has no gradient."""
         first, *weight = (tensor.detach() for tensor in self.inputs)
         first = first.clone() if copy else first
         wants = self.task != "scoring"

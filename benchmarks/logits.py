@@ -1,4 +1,4 @@
-"""The suite ``logits``: a loss and its gradient from logits, next to a copy that moves as many bytes."""
+"""The suite ``logits``: a loss and its gradient from logits, relative to a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw(
 
 
 def copy(problem: Problem) -> dict[str, Callable[[], Any]]:
-    """Return a copy of the logits, which is two accesses per logit, to preallocated memory."""
+    """Return a copy of the logits to preallocated memory, two accesses per logit."""
     (source,) = problem.inputs
     target = torch.empty_like(source)
     return {"copy": lambda: target.copy_(source)}
@@ -121,7 +121,7 @@ def case(
 
 @suite("logits", "Loss and gradient from logits")
 def logits(options: Options) -> dict[str, Any]:
-    """Both dtypes; on-policy and half inactive, where fewer accesses are needed; a tiny shape."""
+    """Both dtypes; on-policy and half inactive, with fewer accesses; a tiny shape."""
     size = options.choose(cpu=(8, 64, 32000), gpu=(16, 1024, 151936), tiny=(2, 8, 300))
     first, second = options.dtype, "bf16" if options.dtype == "fp32" else "fp32"
     small = (2, 4, 50) if options.tiny else (4, 16, 1000)

@@ -1,12 +1,12 @@
 """Contestants, suites, and the runner, which judges the contestants of a case and measures them.
 
-A *contestant* is a way to compute a task. Its decorated function takes the device, imports what it needs,
-and returns the call; if it raises ImportError or ``Missing``, tables show that reason. A *suite* is a
-function from the options of a run to its record; most run a list of ``Case`` by ``run_cases``. Each suite's
-file has its problem, its contestants, and the bare operations that times are divided by, its *floor*.
+A *contestant* is a way to compute a task. Its decorated function takes the device, imports its dependencies,
+and returns the call; if it raises ImportError or ``Missing``, tables show the reason. A *suite* is a function
+from the options of a run to its record; most run a list of ``Case`` by ``run_cases``. Each suite's file has
+its problem, its contestants, and its *floor*, the bare operations that times are divided by.
 
-Contestants with a right answer and the bare operations take turns, in alternating order. Peak memory beyond
-the inputs is resident memory of another process on a CPU (Linux), and the allocator's on a GPU.
+Contestants with a correct answer and the bare operations are interleaved, in alternating order. Peak memory
+beyond the inputs is resident memory of a separate process on a CPU (Linux), and the allocator's on a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TASKS = ("logits", "hidden", "scoring")
 
 
 class Missing(Exception):
-    """A contestant is not available here; the message says why."""
+    """A contestant is not available, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Contestant:
         task: one of ``TASKS``.
         load: device -> call. The call takes a problem and its leaves and returns the loss; for "scoring"
             the log-probs.
-        precision: "float32" or "input": the precision that its logits are rounded to (from logits: its
-            statistics). Plain PyTorch at this precision sets its budget.
-        only_16_bit: whether it takes part with 16-bit inputs only.
-        roundings: how often it rounds the sum of a gradient to the inputs' dtype, given the problem.
-        overwrites: whether its backward overwrites the logits, which are then restored outside the clock.
-        layout: "padded", "packed" or "next", see ``Problem.layout``; laid out outside the clock.
+        precision: "float32" or "input", the precision of its logits (from logits: of its statistics). Plain
+            PyTorch at this precision determines its budget.
+        only_16_bit: whether it runs with 16-bit inputs only.
+        roundings: problem -> number of roundings of a gradient's sum to the inputs' dtype.
+        overwrites: whether its backward overwrites the logits, which are then restored, untimed.
+        layout: "padded", "packed" or "next", see ``Problem.layout``; the conversion is untimed.
         ours: whether it is this package.
     """
 
@@ -73,7 +73,7 @@ class Contestant:
     ours: bool = False
 
     def get(self, device: torch.device) -> Callable[..., Any]:
-        """Return the call, or raise ``Missing`` with the reason why there is none."""
+        """Return the call, or raise ``Missing`` with the reason."""
         try:
             return self.load(device)
         except (ImportError, AttributeError, OSError) as error:
@@ -96,12 +96,12 @@ class Options:
 
     Attributes:
         device: "cpu" or "cuda".
-        size: "full", or "tiny" for a rehearsal whose times say nothing.
-        repeats: interleaved rounds that count; None for the suite's own number.
+        size: "full", or "tiny" for a dry run with meaningless times.
+        repeats: interleaved rounds that count; None for the suite's default.
         only: parts of names of contestants; empty for all.
         cases: parts of names of cases; empty for all.
-        without: contestants to skip, with the reason that the tables give.
-        save: is called after each case with what is known so far of the record, so that none is lost.
+        without: contestants to skip, with the reason for the tables.
+        save: called after each case with the partial record.
     """
 
     device: torch.device
@@ -114,7 +114,7 @@ class Options:
 
     @property
     def tiny(self) -> bool:
-        """Whether this is a rehearsal."""
+        """Whether this is a dry run."""
         return self.size == "tiny"
 
     @property
@@ -123,7 +123,7 @@ class Options:
         return "fp32" if self.device.type == "cpu" else "bf16"
 
     def choose(self, *, cpu: Any, gpu: Any, tiny: Any) -> Any:
-        """Return what this run takes of three."""
+        """Return the value for this run's device and size."""
         return tiny if self.tiny else cpu if self.device.type == "cpu" else gpu
 
 
@@ -182,7 +182,7 @@ PATIENCE = 20.0
 ALLOTTED = 4.0
 """Seconds for all rounds of a contestant in a case; a contestant gets at least three rounds."""
 _LEAST = 2e-2
-"""The least seconds of one measurement; shorter calls are repeated."""
+"""Minimum of seconds of one measurement; shorter calls are repeated."""
 Call = Callable[..., Any]
 
 
@@ -341,7 +341,7 @@ class Entrant:
         return forward, backward, (loss.detach(), gradients)
 
     def judge(self, judge: Any, case: Case, options: Options) -> None:
-        """Load the contestant and judge its answer. If it may not be timed, the record says why."""
+        """Load the contestant and judge its answer; record the reason if it may not be timed."""
         device, name = options.device, self.name
         if name in options.without:
             self.record.update(status="missing", reason=options.without[name])
@@ -360,8 +360,8 @@ class Entrant:
             if verdict.complaint:
                 self.record.update(status="wrong", reason=verdict.complaint)
                 return
-            # The first call warmed up and may have compiled and tuned. A second one tells the time and memory
-            # of a call, unless the first was long and compiled nothing.
+            # The first call may have compiled and tuned: measure time and memory of a second one, unless the
+            # first was long and compiled nothing.
             compiles = "compile" in name or device.type == "cuda"
             if (case.repeats or peak is not None) and (sum(seconds) < 0.5 or compiles):
                 (*seconds, _), peak = peak_of(lambda: self.once(device), device)
@@ -380,7 +380,7 @@ class Entrant:
 
     @contextmanager
     def refusal(self, device: torch.device) -> Iterator[None]:
-        """Record an error of the block; raise DeviceBroken if the device does not work any more."""
+        """Record an error of the block; raise DeviceBroken if the device stopped working."""
         try:
             yield
             return
@@ -398,7 +398,7 @@ class Entrant:
 
 
 def run_case(case: Case, options: Options) -> dict[str, Any]:
-    """Judge, time and measure everyone; return the record of the case."""
+    """Judge, time and measure all contestants; return the record of the case."""
     device = options.device
     problem = case.make(device)
     judge = case.judge(problem)
@@ -453,7 +453,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
 
 
 def run_cases(cases: Sequence[Case], options: Options) -> list[dict[str, Any]]:
-    """Run the cases that the options ask for; print the table of each."""
+    """Run the selected cases; print the table of each."""
     records: list[dict[str, Any]] = []
     for case in cases:
         if options.cases and not any(part in case.name for part in options.cases):
@@ -473,7 +473,7 @@ def _resident(what: str) -> int:
 
 
 def give_memory_back() -> None:
-    """Return large blocks to the system when they are freed, so that resident memory is memory in use."""
+    """Return large freed blocks to the system, to make resident memory the memory in use."""
     with suppress(OSError, AttributeError):
         for threshold in (-3, -1):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc
             ctypes.CDLL(None).mallopt(threshold, 131072)
@@ -493,7 +493,7 @@ def peaks_in_a_process(entrants: Sequence[Entrant], problem: Any) -> list[int]:
 
 
 def print_peaks(path: Path) -> None:
-    """Print a line with each contestant's peak. If a first call warms something up, measure the second."""
+    """Print a line with each contestant's peak, that of the second call if the first one warms up."""
     give_memory_back()
     problem, asked = torch.load(path, weights_only=False)
     device = torch.device("cpu")
@@ -508,7 +508,7 @@ def print_peaks(path: Path) -> None:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
         entrant.once(device, leaves)
         print("peak_bytes", _resident("VmHWM") - before, flush=True)
         del leaves

@@ -1,4 +1,4 @@
-"""Matrix products of our own next to torch's: with exponentials in the epilogue, and in a fixed order."""
+"""Our matmuls and torch's: with exponentials in the epilogue, and batch-invariant ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SINGLE = torch.finfo(torch.float32).eps
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Multiply 16-bit matrices into any dtype; on a CPU, where torch can't, in fp32."""
+    """Multiply 16-bit matrices into any dtype; in fp32 on a CPU, where torch does not support it."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda:
@@ -48,7 +48,7 @@ def product_table(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 class Lines:
-    """The record of a suite: a line per product, saved as they come."""
+    """The record of a suite, one line per matmul, saved after each."""
 
     def __init__(self, options: Options):
         self.options, self.record = options, {"lines": list[dict[str, Any]](), "table": list[Row]()}
@@ -123,8 +123,8 @@ def fixed(options: Options) -> dict[str, Any]:
 
 
 def load_product(device: torch.device) -> Call | None:
-    """Return the product that ships: (hidden, weight, labels, store=True) -> e [N, V], factors and residuals
-    [N], and log-probs [N]; without ``store`` log-probs alone. None where there are no tensor maps.
+    """Return the package's matmul: (hidden, weight, labels, store=True) -> e [N, V], factors and residuals
+    [N], and log-probs [N], or only log-probs without ``store``; None without tensor maps.
     """
     if device.type != "cuda":
         return None

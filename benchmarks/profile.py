@@ -43,13 +43,13 @@ class Span(NamedTuple):
 
 
 def spans_of(call: Call, device: torch.device, calls: int) -> list[Span]:
-    """Return what ran on the device in some calls, one after the other; on a CPU the outermost operators."""
+    """Return the kernels of some calls in order of time; on a CPU the outermost operators."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"
     call()
     synchronize(device)
-    # the host's operators are left out on a GPU, because recording them makes the gaps longer
+    # host operators are not recorded on a GPU, as this would lengthen the gaps
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
         for _ in range(calls):
             call()

@@ -1,7 +1,7 @@
-"""``python -m benchmarks report``: write the results into docs/benchmarks.md and the README, and the plots.
+"""``python -m benchmarks report``: write results to docs/benchmarks.md and the README, and the plots.
 
-In both files the text between two markers is replaced.
-With ``--results DIR`` it writes the page and the plots of one run into that folder.
+In both files the text between two markers is replaced. With ``--results DIR`` the page and the plots of one
+run are written to that folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLES = {
 }
 """The tables of a section by title, and the suites of each."""
 YARDSTICK = "naive PyTorch"
-"""The contestant whose time divides the others' in a case without bare operations."""
+"""The contestant that others are compared with in a case without bare operations."""
 Record = dict[str, Any]
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
 TRAINER = ("s per step", "s of rollout", "s of update", "tokens per s", "GiB")
@@ -72,7 +72,7 @@ def load(folder: Path) -> dict[str, Record]:
 
 
 def compare(a: Path, b: Path) -> int:
-    """Print how two runs' ratios differ, which depend less on the machine than seconds.
+    """Print the differences of two runs' ratios, which depend less on the machine than seconds.
 
     Two runs agree on a contestant if their spreads (lowest to highest over the rounds) overlap. Return 0 if
     all agree, otherwise 1.
@@ -141,12 +141,12 @@ def _cells(case: Record) -> dict[str, str]:
 
 
 def _hidden(name: str) -> bool:
-    """Return whether tables and plots skip it: the reference, and schedules that ``auto`` takes itself."""
+    """Return whether tables and plots skip it: the reference, and schedules that ``auto`` selects."""
     return "reference" in name or name in ("ours, aligned", "ours, known", "ours, frozen")
 
 
 def missing_line(records: Sequence[Record]) -> str:
-    """List the contestants that could not run, and why; without those that ran in one of the records."""
+    """List the contestants that ran in none of the records, with the reasons."""
     results = [result for record in records for case in record.get("cases", []) for result in case["results"]]
     ran = {one["contestant"] for one in results if one["status"] != "missing"}
     by_reason: dict[str, list[str]] = {}
@@ -236,7 +236,7 @@ def page() -> str:
 
 
 def replaced(path: Path, text: str) -> str:
-    """Return what a file holds, with another text between the markers."""
+    """Return a file's content with the text between the markers replaced."""
     before, begin, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -247,7 +247,7 @@ def replaced(path: Path, text: str) -> str:
 # --- the README's table
 
 OURS = ("ours, auto", "ours, triton", "ours, cpp")
-"""The contestants that run what a call without options runs, by task and device."""
+"""The contestants that are equivalent to a call without options, by task and device."""
 README_ROWS = (
     ("from hidden states: ms", "hidden", "all active"),
     ("from logits: ms", "logits", "bf16, all active"),

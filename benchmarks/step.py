@@ -1,4 +1,4 @@
-"""The suite ``step``: one training step of a small model; times are divided by those of plain PyTorch."""
+"""The suite ``step``: one training step of a small model, relative to plain PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Step:
         return compute(self.inner, hidden, self.model.lm_head.weight)
 
     def finish(self, leaves: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
-        """Take the optimizer's step; the learning rate is 0, so that every round computes the same."""
+        """Take an optimizer step with a learning rate of 0, to keep rounds identical."""
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
         self.optimizer.step()

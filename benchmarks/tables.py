@@ -64,7 +64,7 @@ def shape_text(shape: dict[str, Any]) -> str:
 
 
 def floor_text(probes: dict[str, float]) -> str:
-    """Say what times are compared with: a copy of the logits, or ``torch.mm`` over the counted tokens."""
+    """Describe the floor: a copy of the logits, or ``torch.mm`` over the counted tokens."""
     if "copy" in probes:
         return f"a copy of {2 * probes['copy']:g} accesses per logit"
     return "one torch.mm" if len(probes) == 1 else "three torch.mm of these shapes"

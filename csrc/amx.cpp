@@ -1,7 +1,7 @@
-// Products of bf16 by AMX: four registers hold a tile of 32 x 32 sums, an instruction takes 16 pairs along K.
+// Matmuls of bf16 by AMX: four registers hold a tile of 32 x 32 sums, an instruction takes 16 pairs along K.
 //
-// The kernel calls a few functions on tiles, which have two implementations: the instructions, and plain C++
-// with the same bits, with which any processor can test the kernel.
+// The functions on tiles have two implementations: the instructions, and bitwise identical plain C++ to test
+// the kernel on any processor.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -27,7 +27,7 @@ namespace {
 
 constexpr int64_t kSide = 16;  // rows of a register, and its columns of 32 bits
 
-// tdpbf16ps rounds each step to nearest even, takes subnormal numbers for 0, and gives none.
+// tdpbf16ps rounds each step to nearest even, and flushes subnormal inputs and results to 0.
 float flushed(float x) {
     return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
@@ -85,8 +85,7 @@ struct PlainTiles {
 
 #ifdef GSPO_AMX
 
-// The compiler must neither move memory accesses over these statements nor think that they read less memory
-// than they do.
+// Compiler barriers for memory accesses.
 struct HardwareTiles {
     template <int tile>
     void zero() {
@@ -173,7 +172,7 @@ void multiply(const Tile& tile) {
 
 #ifdef GSPO_AMX
 
-// Whether the instructions' sums equal those of plain C++ except for roundings.
+// Whether the instructions' sums equal those of plain C++ up to rounding.
 bool sums_agree() {
     constexpr int64_t depth = 4 * kAmxUnits;
     std::mt19937 draw(1);

@@ -2,7 +2,7 @@
 
 #ifdef GSPO_AVX512
 
-// GCC 12 takes its own intrinsics' undefined operands for mistakes (bug 105593).
+// GCC 12 warns about undefined operands of its own intrinsics (bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -103,9 +103,9 @@ alignas(64) constexpr uint32_t kPowers[kLanes] = {
     0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d,
 };
 
-// exp_nonpositive, with an error of 1.1e-7 of exp(x) for x above -10 and of 3.2e-7 at the lowest x: far less
-// than what rounding x has cost there. It takes six multiplications, the polynomial takes ten: with
-// x = n ln(2) / 16 + r a table in a register has 2^(n / 16), and three terms are enough for exp(r).
+// exp_nonpositive with a relative error of 1.1e-7 for x above -10 and of 3.2e-7 at the lowest x, far less
+// than that of rounding x. With x = n ln(2) / 16 + r and a table of 2^(n / 16) in a register, exp(r) needs
+// three terms: six multiplications in all, instead of ten.
 class Exponential {
     using C = ExpConstants<float>;
 
@@ -149,7 +149,7 @@ GSPO_INLINE void for_each_vector(int64_t n, const Work& work) {
 template <class T>
 float maximum(const T* z, int64_t n) {
     const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __m512 highest[4] = {lowest, lowest, lowest, lowest};  // four, as each waits for its previous comparison
+    __m512 highest[4] = {lowest, lowest, lowest, lowest};  // four independent chains, to hide latency
     int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
         for (int j = 0; j < 4; ++j) highest[j] = _mm512_max_ps(read(z + i + j * kLanes, kAll), highest[j]);

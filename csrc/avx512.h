@@ -1,5 +1,4 @@
-// Loops of blocks.h, written by hand for AVX-512. They also read and write 16-bit floats, without a buffer in
-// between.
+// Loops of blocks.h, written by hand for AVX-512. They also read and write 16-bit floats, without a buffer.
 #pragma once
 
 #include <type_traits>
@@ -36,7 +35,7 @@ template <class T>
 ExpSums<float> sum_exp_weighted(const T* z, int64_t n, float shift);
 template <class T>
 float write_exp(const T* z, int64_t n, float shift, float* out);
-// `stream` writes past the caches: `out` must then be floats that begin with a cache line, and not z.
+// `stream` uses non-temporal stores: `out` must be floats aligned to a cache line, and not z.
 template <class T, class O>
 void gradient(const T* z, int64_t n, const RowGradient<float>& row, O* out, bool stream = false);
 

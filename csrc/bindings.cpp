@@ -51,15 +51,15 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
                       Tensor teacher_logits, OptionalTensor teacher_row_temperature,
                       double teacher_logit_scale, double teacher_softcap, double teacher_temperature,
                       double beta, bool normalizers_known, bool all_known, OptionalTensor grad, Tensor lse,
-                      Tensor teacher_lse, Tensor divergences, Tensor centres, OptionalTensor out) {
+                      Tensor teacher_lse, Tensor divergences, Tensor centers, OptionalTensor out) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     const LogitOptions teacher{teacher_row_temperature, kept,        teacher_logit_scale, teacher_softcap,
                                teacher_temperature,     ignore_index};
-    const PairTensors pairs{lse, teacher_lse, divergences, centres, normalizers_known, all_known};
+    const PairTensors pairs{lse, teacher_lse, divergences, centers, normalizers_known, all_known};
     divergence(logits, teacher_logits, labels, options, teacher, beta, grad, pairs, out);
 }
 
-// In order: the mask holds more than 0 and 1; the values need a closer look; neither.
+// In order: the mask has values other than 0 and 1; values must be rechecked; neither.
 enum Verdict : int64_t { kNoMask, kRecheck, kValid };
 
 int64_t boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
@@ -163,7 +163,7 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor teacher_logits, Tensor? teacher_row_temperature, float teacher_logit_scale, "
                 "float teacher_softcap, float teacher_temperature, float beta, bool normalizers_known, "
                 "bool all_known, Tensor? grad, Tensor(a!) lse, Tensor(b!) teacher_lse, "
-                "Tensor(c!) divergences, Tensor(d!) centres, Tensor(e!)? out) -> ()");
+                "Tensor(c!) divergences, Tensor(d!) centers, Tensor(e!)? out) -> ()");
     library.def("ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
                 "Tensor? ref_logprobs, Tensor? kl_beta, int kl_estimator, Tensor(a!) loss, "
                 "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> int");
@@ -210,7 +210,7 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) 
     library.impl("on_intel", TORCH_BOX(&gspo_kernels::on_intel));
 }
 
-// Importing the module is what registers the operators; it has no contents of its own.
+// The module is empty; importing it registers the operators.
 extern "C" PyMODINIT_FUNC PyInit__C() {
     static PyModuleDef module = {
         PyModuleDef_HEAD_INIT, "_C", nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr};

@@ -1,8 +1,7 @@
 // Each loop is compiled once per instruction set.
 //
-// `#pragma omp simd` (-fopenmp-simd: no OpenMP runtime) lets just these sums be reordered over vector lanes.
-// The order depends on the instruction set alone, so results don't change from run to run or with the number
-// of threads.
+// `#pragma omp simd` (-fopenmp-simd, without an OpenMP runtime) allows these sums to be reordered over vector
+// lanes. The order depends only on the instruction set; results are reproducible for any number of threads.
 #include "blocks.h"
 
 #include <algorithm>
@@ -127,7 +126,7 @@ GSPO_INLINE LogProbs<S> log_probs(S z, S t, const Normalizers<S>& rows) {
     return {(z - rows.shift) - rows.log_sum, (t - rows.teacher_shift) - rows.teacher_log_sum};
 }
 
-// A term of the sum of q log(q / p) - q + p: never below 0, and roundings of the log-sum-exps cancel in it.
+// A term of the sum of q log(q / p) - q + p, never below 0, in which roundings of the log-sum-exps cancel.
 template <class S>
 GSPO_INLINE S relative_entropy(S q, S log_q, S p, S log_p) {
     return select(q == 0, p, q * (log_q - log_p) + (p - q));
@@ -181,8 +180,8 @@ struct ToMixture {
     S student, teacher;  // log(p / m), log(q / m)
 };
 
-// Computed from x = log(beta q) - log((1 - beta) p), where m = (1 - beta) p + beta q: if one of p and q is 0,
-// no two infinite logarithms are subtracted.
+// Computed from x = log(beta q) - log((1 - beta) p), where m = (1 - beta) p + beta q, to avoid inf - inf if p
+// or q is 0.
 template <class S>
 GSPO_INLINE ToMixture<S> to_mixture(S log_p, S log_q, const Mixture<S>& mixture) {
     const S x = (log_q - log_p) + mixture.log_odds;
@@ -343,8 +342,7 @@ void store(const float* g, int64_t n, BFloat16* out) {
     GSPO_BEST(store(g, n, out));
 }
 
-// Some processors convert fp16 by one instruction. Without it that takes a dozen of integer work, as long
-// as an exponential.
+// Some processors convert fp16 by one instruction, others need a dozen, as long as an exponential.
 #ifdef GSPO_F16C
 
 #define GSPO_TARGET_F16C __attribute__((target("arch=x86-64-v3")))

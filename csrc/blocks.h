@@ -1,4 +1,4 @@
-// The vectorised loops: each works on one block of a row, of at most kBlock elements, which stays in L1.
+// The vectorized loops: each works on one block of a row, of at most kBlock elements, which stays in L1.
 //
 // S is the dtype of statistics (float, or double for fp64 logits), T the dtype of a tensor. z are transformed
 // logits.
@@ -45,7 +45,7 @@ struct Divergences {
     S to_mixture;  // the student's forward KL to the mixture
 };
 
-// beta of the generalised Jensen-Shannon divergence, with the logarithms that go with it.
+// beta of the generalized Jensen-Shannon divergence, with the logarithms that go with it.
 template <class S>
 struct Mixture {
     S beta, log_odds, log_teacher, log_student;  // log(beta / (1 - beta)), log(beta), log(1 - beta)

@@ -7,11 +7,11 @@ namespace {
 
 // `PairTensors` of one row.
 struct PairNumbers {
-    double lse, teacher_lse, divergence, centre;
+    double lse, teacher_lse, divergence, center;
 };
 
 // A student's row and a teacher's: their divergence for `beta` (0 is the forward KL(q || p), 1 the reverse
-// KL(p || q), and between them the generalised Jensen-Shannon divergence), and its gradient.
+// KL(p || q), and between them the generalized Jensen-Shannon divergence), and its gradient.
 template <class T>
 class RowPair {
   public:
@@ -59,15 +59,15 @@ class RowPair {
             });
         }
         row.divergence = sums.value;
-        row.centre = beta_ == 0 ? 0 : beta_ == 1 ? sums.value : sums.to_mixture;
+        row.center = beta_ == 0 ? 0 : beta_ == 1 ? sums.value : sums.to_mixture;
     }
 
     // The forward KL's gradient needs no sum over the row.
     bool compares_while_writing() const { return beta_ == 0; }
 
-    // Writes the gradient of `c` times the divergence to `out`, which may be the student's logits, or
-    // narrower rows inside their memory: each block is read before it is written, and the rest of the row
-    // lies behind it. Returns the forward KL, if that is the divergence and a gradient is computed.
+    // Writes the gradient of `c` times the divergence to `out`, which may be the student's logits or narrower
+    // rows in their memory: blocks ascend, and each is read before it is written. Returns the forward KL, if
+    // that is the divergence and a gradient is computed.
     template <class O>
     double write(const PairNumbers& row, S c, O* out) {
         if (c == 0) {
@@ -85,14 +85,14 @@ class RowPair {
         return std::isfinite(row.lse) && std::isfinite(row.teacher_lse);
     }
 
-    // Whether there is a gradient: an infinite divergence has no direction, except for the forward KL.
+    // Whether the gradient is defined; that of an infinite divergence is not, except for the forward KL.
     bool directed(const PairNumbers& row) const {
         return comparable(row) && (beta_ == 0 || std::isfinite(row.divergence));
     }
 
     template <class O>
     double write_slopes(const PairNumbers& row, S c, O* out) {
-        const S centre = static_cast<S>(row.centre);
+        const S center = static_cast<S>(row.center);
         double sum = 0;
         each_block([&](const S* z, const S* t, int64_t begin, int64_t n) {
             S* g = buffer_;
@@ -100,9 +100,9 @@ class RowPair {
             if (beta_ == 0) {
                 sum += forward_kl(z, t, n, rows_, c, g);
             } else if (beta_ == 1) {
-                reverse_kl_gradient(z, t, n, rows_, c, centre, g);
+                reverse_kl_gradient(z, t, n, rows_, c, center, g);
             } else {
-                jensen_shannon_gradient(z, t, n, rows_, mixture_, c, centre, g);
+                jensen_shannon_gradient(z, t, n, rows_, mixture_, c, center, g);
             }
             if (student_.soft_capped()) multiply(g, slope_, n);
             student_.cut_block(begin, n, g, 0);
@@ -140,7 +140,7 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
         const Tensor& shape = out ? *out : logits;
         const Rows<O> out_rows(shape, out ? out->mutable_data_ptr() : nullptr);
         const S* c = values<S>(grad);
-        S *divergence = mutable_values<S>(pairs.divergences), *centre = mutable_values<S>(pairs.centres);
+        S *divergence = mutable_values<S>(pairs.divergences), *center = mutable_values<S>(pairs.centers);
         double *lse = mutable_values<double>(pairs.lse),
                *teacher_lse = mutable_values<double>(pairs.teacher_lse);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
@@ -149,9 +149,9 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
             if (inputs.ignored(i)) {
                 if (out) write_zeros(out_row, out_rows.vocabulary);
             } else {
-                const Row<T> row_student = inputs.unlabelled(i), row_teacher = teacher.unlabelled(i);
+                const Row<T> row_student = inputs.unlabeled(i), row_teacher = teacher.unlabeled(i);
                 RowPair<T> pair(row_student, row_teacher, beta);
-                row = {lse[i], teacher_lse[i], divergence[i], centre[i]};
+                row = {lse[i], teacher_lse[i], divergence[i], center[i]};
                 pairs.normalizers_known ? pair.take_normalizers(row) : pair.compute_normalizers(row);
                 const bool at_once = out && c[i] != 0 && pair.compares_while_writing();
                 if (!pairs.all_known && !at_once) pair.compare(row);
@@ -159,7 +159,7 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
                     const double sum = pair.write(row, c[i], out_row);
                     if (!pairs.all_known && at_once) {
                         row.divergence = sum;
-                        row.centre = 0;
+                        row.center = 0;
                     }
                 }
             }
@@ -169,7 +169,7 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
             }
             if (!pairs.all_known) {
                 divergence[i] = static_cast<S>(row.divergence);
-                centre[i] = static_cast<S>(row.centre);
+                center[i] = static_cast<S>(row.center);
             }
         });
     };

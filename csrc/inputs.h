@@ -1,4 +1,4 @@
-// What row operations share: the threads' loop over rows, types for dtypes, and the tensors to read.
+// Shared by row operations: the parallel loop over rows, types for dtypes, and the input tensors.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -12,8 +12,7 @@
 namespace gspo_kernels {
 namespace {
 
-// Threads take chunks from a shared counter: masked rows cost little, so equal shares would not be equal
-// work.
+// Dynamic scheduling, because masked rows are almost free.
 template <class F>
 void for_each_row(int64_t rows, int64_t vocabulary, const F& work) {
     constexpr int64_t kChunkElements = 1 << 15;
@@ -67,7 +66,7 @@ struct Inputs {
     bool ignored(int64_t i) const { return label[i] == options.ignore_index; }
 
     Row<T> row(int64_t i) const { return row(i, label[i]); }
-    Row<T> unlabelled(int64_t i) const { return row(i, -1); }
+    Row<T> unlabeled(int64_t i) const { return row(i, -1); }
 
   private:
     Row<T> row(int64_t i, int64_t label_of_row) const {

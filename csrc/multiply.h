@@ -1,4 +1,4 @@
-// A matrix product in blocks that stay in cache, written to a matrix or handed on a block at a time.
+// A matmul in blocks that stay in cache, written to a matrix or passed to a callback block by block.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,8 +14,8 @@
 
 namespace gspo_kernels {
 
-// Units along K that are summed up in registers before they are added to the rest. Results depend on this
-// number: the fewer units, the closer to pairwise summation.
+// Units along K that are summed in registers before they are added to the total. Results depend on this
+// number; fewer units are closer to pairwise summation.
 constexpr int64_t kPieceUnits = 128;
 
 inline int64_t divide_up(int64_t a, int64_t b) {
@@ -26,7 +26,7 @@ inline int64_t divide_up(int64_t a, int64_t b) {
 struct Blocks {
     int64_t count, size;
 
-    // Cuts `lines` into about `blocks` blocks of about the same size.
+    // Splits `lines` into about `blocks` blocks of similar size.
     static Blocks equal(int64_t lines, int64_t tile, int64_t blocks) {
         const int64_t tiles = divide_up(lines, tile);
         const int64_t size =
@@ -35,7 +35,7 @@ struct Blocks {
     }
 };
 
-// An uninitialised array that starts at a cache line.
+// An uninitialized array that starts at a cache line.
 template <class T>
 struct Lined {
     explicit Lined(int64_t count) : data(new (std::align_val_t(64)) T[count]) {}
@@ -49,21 +49,21 @@ struct Output {
     int64_t stride, rows, columns, depth;
     const float* bias;
     bool accumulate;
-    const int64_t* ends;  // where the pieces along K end; null: each is as long as it may be
+    const int64_t* ends;  // ends of the pieces along K; null for pieces of maximum length
 };
 
-// A computed block of a product that is not stored in a matrix.
+// A computed block of a matmul that is not stored in a matrix.
 struct Computed {
     const float* values;
     int64_t stride, row, column, height, width;
 };
 
-// A part of K that is summed up in registers; the parts before it have `before` units.
+// A part of K that is summed in registers; previous parts have `before` units.
 struct Piece {
     int64_t begin, end, before, units;
 };
 
-// The pieces of K. There is at least one, maybe empty, because a bias is added to the first piece.
+// The pieces of K: at least one, possibly empty, because the bias is added to the first piece.
 template <class Format>
 std::vector<Piece> pieces_of(const Output& out) {
     using Operand = Lines<typename Format::Value>;
@@ -80,8 +80,8 @@ std::vector<Piece> pieces_of(const Output& out) {
     return pieces;
 }
 
-// An operand in panels, as `pack` makes them. A small operand that many blocks of the product share is packed
-// once, beforehand. Of other operands each thread packs the blocks that it multiplies.
+// An operand in panels, see `pack`. A small operand that many blocks share is packed once, beforehand;
+// otherwise each thread packs the blocks that it multiplies.
 template <class T, auto pack>
 class Panels {
   public:
@@ -102,7 +102,7 @@ class Panels {
         });
     }
 
-    // The panels of a block and a piece; packed into `own` if they weren't packed beforehand.
+    // The panels of a block and a piece, packed into `own` unless packed beforehand.
     const uint32_t* of(int64_t block, const Piece& piece, uint32_t* own) const {
         if (shared_) return place(block, piece);
         pack_block(block, piece, own);
@@ -128,7 +128,7 @@ class Panels {
     const Lined<uint32_t> memory_;
 };
 
-// Computes a product. Without `take` it is written to `out.data`; otherwise threads pass blocks to `take`.
+// Computes a matmul, written to `out.data`, or passed to `take` block by block.
 template <class Format, class Take>
 void multiply(const Lines<typename Format::Value>& a, const Lines<typename Format::Value>& b,
               const Output& out, Blocks rows, Blocks columns, TileProduct tile_product, const Take& take) {
@@ -140,13 +140,13 @@ void multiply(const Lines<typename Format::Value>& a, const Lines<typename Forma
     const Panels<T, Format::pack_b> columns_packed(b, out.columns, columns, pieces, rows.count);
     const bool streams = !hands_on && out.rows * out.columns * sizeof(float) >= kStreamBytes &&
                          out.stride % 16 == 0 && reinterpret_cast<uintptr_t>(out.data) % 64 == 0;
-    // Rows a power of two apart would share the same few lines of a cache.
+    // A power-of-two row stride would cause cache conflicts.
     const int64_t sums_stride = columns.size + (hands_on ? 16 : 0);
     const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tasks);
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
         const Lined<uint32_t> own_rows(rows_packed.own_units()), own_columns(columns_packed.own_units());
-        // Sums of earlier pieces stay in cache: each value of `out` is written once, and read at most once.
+        // Partial sums stay in cache: each value of `out` is written once and read at most once.
         const Lined<float> sums(hands_on || pieces.size() > 1 ? rows.size * sums_stride : 0);
         if (tile_product.begin) tile_product.begin();
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
@@ -193,7 +193,7 @@ void multiply(const Lines<typename Format::Value>& a, const Lines<typename Forma
 // The best instructions for these operands on this processor.
 Instructions best_instructions(bool bf16);
 
-// Whether this processor has these instructions, and they serve these operands.
+// Whether this processor has these instructions, and they support these operands.
 bool has_instructions(Instructions instructions, bool bf16);
 
 // Calls `work` with the format of panels and the tile product of some instructions.

@@ -6,8 +6,7 @@
 namespace gspo_kernels {
 namespace {
 
-// Rows of a block of logits that is reduced while it is in cache: so many that packing the weight costs
-// little compared with multiplying it.
+// Rows of a block of logits that is reduced in cache, enough for packing of the weight to be cheap.
 constexpr int64_t kRowsAtOnce = 43 * kTileRows;
 static_assert(kBlock % kTileColumns == 0);
 

@@ -1,8 +1,8 @@
-// Statistics of rows whose logits come some columns at a time, and are gone before the next columns come.
+// Running statistics of rows over blocks of columns.
 //
-// A row keeps a line of `sums`, fp64 and contiguous, [rows, 2 + 3 * ceil(V / kBlock)]: whether its label has
-// been met, the label's logit, and for each block of columns, without the label's, the maximum and both sums.
-// Blocks of a row are added up in their order, as for a row in memory, so that bits are the same.
+// `sums` is fp64 and contiguous, [rows, 2 + 3 * ceil(V / kBlock)]: whether the label has been read, the
+// label's logit, and for each block of columns, without the label's, the maximum and both sums. Blocks are
+// added in order, with results that are bitwise identical to those of a row in memory.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,8 +14,9 @@
 
 namespace gspo_kernels {
 
-// Adds logits [1, rows, columns]: the columns of `vocabulary` from `first` on, a multiple of kBlock. All
-// else is as in rows.h, except that `options.kept` has the whole vocabulary. Lines of `sums` begin as zeros.
+// Adds logits [1, rows, columns], the columns of `vocabulary` from `first`, a multiple of kBlock. Other
+// arguments are those of rows.h, except that `options.kept` covers the whole vocabulary. `sums` is initially
+// zero.
 void add_columns(const Tensor& logits, const Tensor& labels, const LogitOptions& options, int64_t first,
                  int64_t vocabulary, bool entropy, Tensor& sums);
 
@@ -25,7 +26,7 @@ void add_products(const Tensor& hidden, const Tensor& weight, const std::optiona
                   const Tensor& labels, const LogitOptions& options, bool entropy, int64_t instructions,
                   Tensor& sums);
 
-// Computes the statistics of rows.h, fp32 or fp64, once all columns have been added.
+// Computes the statistics of rows.h, fp32 or fp64, after all columns have been added.
 void statistics_of_sums(const Tensor& sums, const Tensor& labels, int64_t ignore_index, Tensor& logprobs,
                         Tensor& lse, std::optional<Tensor>& entropy);
 

@@ -46,7 +46,7 @@ struct EightUnits {
     Four low, high;
 };
 
-// Makes units of pairs: the i-th unit has the i-th values of `first` and of `second`.
+// Interleaves: the i-th unit has the i-th values of `first` and `second`.
 GSPO_INLINE EightUnits interleave(EightShorts first, EightShorts second) {
     return {(Four)__builtin_shuffle(first, second, EightShorts{0, 8, 1, 9, 2, 10, 3, 11}),
             (Four)__builtin_shuffle(first, second, EightShorts{4, 12, 5, 13, 6, 14, 7, 15})};
@@ -64,7 +64,7 @@ GSPO_INLINE void transpose_four(const Four (&in)[4], Four (&out)[4]) {
     out[3] = __builtin_shuffle(high01, high23, Four{2, 3, 6, 7});
 }
 
-// Loads four units that follow each other in memory.
+// Loads four contiguous units.
 template <class T>
 GSPO_INLINE Four load_four(const T* from) {
     if constexpr (sizeof(T) * Lines<T>::per_unit == sizeof(uint32_t)) {
@@ -98,8 +98,8 @@ GSPO_INLINE void turn_four(const T* const (&lines)[4], int64_t k, uint32_t* pane
     }
 }
 
-// Packs `count` lines from `line`, K from `begin` to `end`, into panels of `width` lines whose units lie side
-// by side. The last panel is filled up with zeros, and so are the units up to a multiple of `step`.
+// Packs `count` lines from `line`, K from `begin` to `end`, into panels of `width` lines with interleaved
+// units. The last panel, and units up to a multiple of `step`, are padded with zeros.
 template <class T, int64_t width, int64_t step>
 void pack(const Lines<T>& from, int64_t line, int64_t count, int64_t begin, int64_t end, uint32_t* panels) {
     constexpr int64_t per_unit = Lines<T>::per_unit;
@@ -124,8 +124,8 @@ void pack(const Lines<T>& from, int64_t line, int64_t count, int64_t begin, int6
         }
     } else if (from.line_stride == 1) {
         packed = count / width * width;
-        // A few units of a panel are written together. If each panel got one unit at a time, the cache lines
-        // written would be multiples of a power of two apart, and all share the same place in L1.
+        // Write several units of a panel together. Single units would go to cache lines a power of two apart,
+        // which conflict in L1.
         constexpr int64_t kTogether = 8;
         for (int64_t begun = 0; begun < filled; begun += kTogether) {
             const int64_t ended = std::min(filled, begun + kTogether);
@@ -161,8 +161,8 @@ void pack(const Lines<T>& from, int64_t line, int64_t count, int64_t begin, int6
     }
 }
 
-// Packs the same lines into panels for AMX: for each kAmxUnits along K, the units of a line follow each
-// other, one line of the panel after the other.
+// Packs the same lines into panels for AMX: for each kAmxUnits along K, the units of each line are
+// contiguous.
 inline void pack_amx_rows(const Lines<BFloat16>& from, int64_t line, int64_t count, int64_t begin,
                           int64_t end, uint32_t* panels) {
     constexpr int64_t width = kAmxRows, step = kAmxUnits, block = width * step;
@@ -218,7 +218,7 @@ inline void pack_amx_rows(const Lines<BFloat16>& from, int64_t line, int64_t cou
     }
 }
 
-// Panels of `a` and of `b` as the tiles in vector registers take them: a step along K is one unit.
+// Panels of `a` and of `b` for tiles in vector registers; a step along K is one unit.
 template <class T>
 struct VectorPanels {
     using Value = T;
@@ -226,7 +226,7 @@ struct VectorPanels {
     static constexpr auto pack_a = pack<T, rows, step>, pack_b = pack<T, kTileColumns, step>;
 };
 
-// Panels of `a` and of `b` as AMX takes them.
+// Panels of `a` and of `b` for AMX.
 struct AmxPanels {
     using Value = BFloat16;
     static constexpr int64_t rows = kAmxRows, step = kAmxUnits, block_rows = 16 * rows;

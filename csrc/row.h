@@ -66,11 +66,10 @@ class Row {
     R chain() const {
         return static_cast<R>(transform_.logit_scale) / transform_.temperature;
     }
-    int64_t label() const { return label_; }  // -1 where out of range, or cut
+    int64_t label() const { return label_; }  // -1 if out of range or masked
     bool label_in(int64_t begin, int64_t n) const { return label_ >= begin && label_ < begin + n; }
 
-    // z of a block: in `buffer`, or in the tensor itself if nothing has to be converted; -inf where the mask
-    // cuts.
+    // z of a block, -inf where masked: in `buffer`, or in the tensor if no conversion is needed.
     const S* block(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
         const S* z = transformed(begin, n, buffer, slope);
         if (!kept_) return z;
@@ -79,13 +78,13 @@ class Row {
         return buffer;
     }
 
-    // Puts `fill` where the mask cuts. Blocks begin with a word of the mask.
+    // Writes `fill` where masked. Blocks start at a word of the mask.
     void cut_block(int64_t begin, int64_t n, S* values, S fill) const {
         static_assert(kBlock % 32 == 0);
         if (kept_) cut(values, n, kept_ + begin / 32, fill);
     }
 
-    // Whether z are the logits themselves, and avx512 handles them.
+    // Whether z are the logits, and avx512 supports them.
     bool for_avx512() const {
         return avx512::handles<T> && avx512::available() && !kept_ && transform_.is_identity();
     }
@@ -93,7 +92,7 @@ class Row {
     // The logits in the tensor, for avx512; null if avx512 can't be used or they aren't contiguous.
     const T* stored(int64_t begin) const { return for_avx512() && stride_ == 1 ? data_ + begin : nullptr; }
 
-    // `block` with -inf in the label's place.
+    // `block` with -inf at the label.
     const S* others(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
         const S* z = block(begin, n, buffer, slope);
         if (!label_in(begin, n)) return z;
@@ -102,7 +101,7 @@ class Row {
         return buffer;
     }
 
-    // Inlined, as GCC takes a function that only prefetches for one without effect and drops its calls.
+    // Inlined, because GCC drops calls of a function that only prefetches.
     GSPO_INLINE void prefetch(int64_t begin, int64_t n) const {
         if (stride_ != 1) return;
         const char* data = reinterpret_cast<const char*>(data_ + begin);
@@ -170,9 +169,9 @@ struct Others {
     }
 };
 
-// The label's column stays out of the sums, so that
+// The sums exclude the label's column:
 //   log p(label) = -log(1 + exp(lse_others - z_label)) = -softplus(lse_others - z_label)
-// is never above 0 and keeps its relative precision when p(label) is near 1.
+// is never above 0 and relatively accurate when p(label) is near 1.
 Statistics statistics_of(const Others& others, bool has_label, double z_label, bool with_entropy) {
     const auto [maximum_others, sum, weighted] = others;
     const double lse_minus_label = (maximum_others - z_label) + std::log(sum);  // lse of the others
@@ -220,7 +219,7 @@ Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy
         Others others;
         others.maximum = maximum(z, n);
         const auto shift = others.template shift<StatsOf<T>>();
-        // The next block is prefetched, because memory would idle while exponentials are computed.
+        // Prefetch the next block, to overlap memory accesses with exponentials.
         for (int64_t i = 0; i < n; i += kPiece) {
             const int64_t piece = std::min(kPiece, n - i);
             row.prefetch(begin + kBlock + i, kPiece);
@@ -262,11 +261,11 @@ void set_normalizer(double lse, RowGradient<S>& gradient) {
     gradient.log_sum = static_cast<S>(lse - gradient.shift);
 }
 
-// The same for a whole row: shift and log_sum are chosen so that p keeps its relative precision.
+// The same for a whole row, with shift and log_sum for a relatively accurate p.
 template <class T>
 void set_normalizer(const Row<T>& row, float logprob, double lse, RowGradient<float>& gradient) {
     set_normalizer(lse, gradient);
-    // Even a sum of two floats can't hold both log V and finfo.min, with which some callers mask.
+    // Even a sum of two floats can't represent log V + finfo.min, a mask value of some callers.
     // z_label - logprob is lse as well.
     if (std::abs(lse) > 0x1p24 * std::abs(logprob)) {
         gradient.shift = row.label_logit();
@@ -274,8 +273,8 @@ void set_normalizer(const Row<T>& row, float logprob, double lse, RowGradient<fl
     }
 }
 
-// For fp64 rows `lse` is rounded to fp64 like everything else, and log p would have its absolute error. So
-// the row is summed again, which also brings it to the cache.
+// For fp64 rows `lse` is rounded to fp64, and log p would have its absolute error. The row is summed again,
+// which also loads it into the cache.
 template <class T>
 void set_normalizer(const Row<T>& row, double, double, RowGradient<double>& gradient) {
     const Statistics statistics = row_statistics(row, false);
@@ -303,8 +302,8 @@ S label_gradient(S logprob, const RowGradient<S>& row) {
     return value - row.entropy_c * std::exp(logprob) * (logprob + row.entropy);
 }
 
-// Writes a row's gradient. Blocks go upwards, and each is read before it is written: `out` may be the
-// logits, or narrower rows inside their memory.
+// Writes a row's gradient. Blocks ascend, and each is read before it is written: `out` may be the logits, or
+// narrower rows in their memory.
 template <class T, class O, class S>
 void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O* out, bool stream = false) {
     alignas(64) S buffer[kBlock], slope[kBlock];
@@ -329,15 +328,14 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O
         gradient(z, n, gradient_row, g);
         if (row.label_in(begin, n)) g[row.label() - begin] = label_gradient(logprob, gradient_row);
         if (row.soft_capped()) multiply(g, slope, n);
-        row.cut_block(begin, n, g, 0);  // whatever logits and coefficients are
+        row.cut_block(begin, n, g, 0);  // for any logits and coefficients
         if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
     if (stream) finish_streams();
 }
 
-// row_statistics and write_gradient in one, for rows that are `only_scaled`, with one exponential per
-// element. Until the normalizer is known, the exponentials of the sums are kept in `memory`, of the row's
-// size, or in `out`, which may be the logits.
+// row_statistics and write_gradient fused, for rows that are `only_scaled`, with one exponential per element.
+// Exponentials are kept in `memory`, of the row's size, or in `out`, which may be the logits.
 template <class T, class O, class S>
 Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S>& memory,
                                    std::vector<double>& maxima) {
@@ -379,8 +377,8 @@ Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S
     return statistics;
 }
 
-// How far a block's maximum may exceed the shift of the rows, in nats, before it becomes the shift: e^32
-// times any vocabulary is far from overflow, and few rows have a block that stands out so far.
+// Maximum of a block's maximum minus the shift, in nats, before the shift is updated: e^32 times any
+// vocabulary is far from overflow, and updates are rare.
 constexpr double kHeadroom = 32;
 
 // Applies `shrink` to `n` elements of a row. Elements of another dtype than S go through a buffer, because
@@ -399,9 +397,9 @@ void shrink_row(O* out, int64_t n, S factor) {
     }
 }
 
-// Computes the statistics, with the bits of row_statistics, and the rows that products take, in one pass with
-// one exponential per element. `out` times the row's `factor` is d logprob / d logits: `out` is exp(z -
-// shift), and at the label minus the sum of the others. Blocks go upwards, as in write_gradient.
+// Computes the statistics, bitwise identical to row_statistics, and the rows of the gradient matmuls, in one
+// pass with one exponential per element. `out` times the row's `factor` is d logprob / d logits: `out` is
+// exp(z - shift), and at the label minus the sum of the others. Blocks ascend, as in write_gradient.
 template <class T, class O, class S>
 Statistics write_rows(const Row<T>& row, O* out, S& factor) {
     alignas(64) S buffer[kBlock], slope[kBlock];
@@ -409,7 +407,7 @@ Statistics write_rows(const Row<T>& row, O* out, S& factor) {
         int64_t end;
         double shift;
     };
-    std::vector<Stretch> earlier;  // blocks that were related to another shift than the last
+    std::vector<Stretch> earlier;  // blocks with a previous shift
     Others others;
     double shift = -kInfinity;
     const double z_label = row.label_logit();  // read before `out`, which may be the logits, overwrites it

@@ -28,7 +28,8 @@ class Upstream {
     int64_t length_ = 1, stride_b_ = 0, stride_t_ = 0;
 };
 
-// Whether a gradient is written past the caches: it is too large to stay in them, and not over the logits.
+// Whether to use non-temporal stores: the gradient is too large for the caches, and not in the logits'
+// memory.
 bool past_caches(const Tensor& out, const Tensor& logits) {
     return out.numel() * out.element_size() >= kStreamBytes &&
            out.const_data_ptr() != logits.const_data_ptr();
@@ -113,7 +114,7 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
                 return write_zeros(out_row, out_rows.vocabulary);
             }
             const Row<T> row = inputs.row(i);
-            // With AVX-512 it takes less time to compute an exponential again than to keep it.
+            // With AVX-512 recomputing an exponential is faster than storing it.
             const bool at_once = c[i] != 0 && row.label() >= 0 && row.only_scaled() && !row.for_avx512();
             thread_local std::vector<S> memory;
             thread_local std::vector<double> maxima;

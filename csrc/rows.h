@@ -1,8 +1,8 @@
-// Row operations on logits [B, T, V]; `gspo_kernels.backends.dispatch.RowBackend` says what they mean.
+// Row operations on logits [B, T, V]; see `gspo_kernels.backends.protocol.RowBackend`.
 //
-// Vectors are contiguous unless said otherwise and have one element per row: labels int64, the others in the
-// dtype of statistics (fp32, or fp64 for fp64 logits). Null means absent. Rows are handed to threads as they
-// become free; a row is never split, so results don't depend on the number of threads.
+// Vectors are contiguous unless noted and have one element per row: labels int64, others in the dtype of
+// statistics (fp32, or fp64 for fp64 logits). Null means absent. Rows are scheduled dynamically and never
+// split; results do not depend on the number of threads.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

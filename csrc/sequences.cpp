@@ -15,7 +15,7 @@
 namespace gspo_kernels {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // tokens that are worth a thread
+constexpr int64_t kGrain = 1 << 15;  // minimum of tokens per thread
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Clipped {
@@ -23,7 +23,7 @@ struct Clipped {
     bool low, high;
 };
 
-// The sums of one sequence over its tokens that count; a sequence without such tokens is left out.
+// The sums of one sequence over its tokens that count; sequences without such tokens are skipped.
 struct Sequence {
     int64_t count = 0, clipped_tokens = 0;  // of tokens that the loss counts
     double length = 1, log_ratio = 0, loss = 0, kl = 0;
@@ -41,12 +41,12 @@ struct Sequence {
     }
 };
 
-// Equal log-probs have the ratio 1, also where both are -inf.
+// Equal log-probs have the ratio 1, even if both are -inf.
 double difference(double a, double b) {
     return a == b ? 0.0 : a - b;
 }
 
-// Zero wins over infinity.
+// 0 * inf is 0.
 double product(double a, double b) {
     return a == 0 || b == 0 ? 0.0 : a * b;
 }
@@ -58,7 +58,7 @@ Clipped clip(double log_ratio, double advantage, double weight, const RatioClip&
                    .high = (advantage > 0 && log_ratio > bounds.log_high) ||
                            (advantage < 0 && log_ratio > bounds.log_dual)};
     if (advantage == 0 || weight == 0) return result;
-    // The bound is selected before the exponential: nothing gives 0 * inf, and NaN stays NaN.
+    // Select the bound before the exponential, to avoid 0 * inf and to propagate NaN.
     const bool clipped = result.low || result.high;
     const double bound = result.low ? bounds.log_low : advantage > 0 ? bounds.log_high : bounds.log_dual;
     const double scale = weight * advantage;
@@ -108,7 +108,7 @@ double share(double part, double total) {
 }
 
 // Computes the loss, and the metrics in the order of types.METRICS, followed by the KL if that is wanted.
-// Returns false if values need a closer look.
+// Returns false if values must be rechecked.
 template <class S>
 bool reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_token, bool with_kl, S* loss,
                   S* metrics) {
@@ -255,7 +255,7 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
     return logprobs.scalar_type() == torch::headeronly::ScalarType::Double ? work(double{}) : work(float{});
 }
 
-bool merge_mask(const LabelledMask& input, bool* counted, std::optional<Tensor>& merged) {
+bool merge_mask(const LabeledMask& input, bool* counted, std::optional<Tensor>& merged) {
     const auto work = [&](auto dtype) {
         using N = decltype(dtype);
         const N* mask = values<N>(input.mask);

@@ -1,5 +1,5 @@
-// From log-probs of sequences to a clipped ratio's loss, gradient and metrics;
-// `gspo_kernels.backends.dispatch.RatioBackend.ratio_step` says what they mean.
+// Loss, gradient and metrics of a clipped ratio from log-probs; see
+// `gspo_kernels.backends.protocol.RatioBackend.ratio_step`.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,12 +14,12 @@ using torch::stable::Tensor;
 struct RatioClip {
     double log_low, log_high, log_dual;
     bool count_tokens;
-    int64_t divisor;  // 0: it counts sequences, 1: tokens, 2: it is one
+    int64_t divisor;  // 0: number of sequences, 1: of tokens, 2: one
     double divisor_scale;
     bool per_token;  // ratios and losses are those of tokens, not of sequences
 };
 
-// What `ratio_step` reads besides log-probs; all contiguous, null means absent. Numbers are fp32 or fp64.
+// Inputs of `ratio_step` besides log-probs, all contiguous, null if absent. Numbers are fp32 or fp64.
 struct SequenceTokens {
     const bool* mask;                      // of tokens, which are [B, T] or [1, N]
     std::optional<Tensor> old_logprobs;    // the same shape; absent: logprobs themselves
@@ -41,13 +41,13 @@ struct SequenceOutputs {
     std::optional<Tensor> grad_logprobs{};  // like logprobs; absent: not wanted
 };
 
-// Returns false if a log-prob may be above kHighestLogprob, or a sequence's advantage, its log-ratio or the
-// loss is NaN: then the values need a closer look.
+// Returns false if values must be rechecked: a log-prob may be above kHighestLogprob, or a sequence's
+// advantage, its log-ratio or the loss is NaN.
 bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& ratio_clip,
                 const SequenceOutputs& outputs);
 
-// A mask, and labels of which `ignore_index` leaves tokens out as well; all contiguous.
-struct LabelledMask {
+// A mask and labels, of which `ignore_index` also masks tokens; all contiguous.
+struct LabeledMask {
     Tensor mask;                   // bool, fp32, fp64, int32 or int64
     std::optional<Tensor> labels;  // int64; absent: the mask alone decides
     int64_t ignore_index;
@@ -55,6 +55,6 @@ struct LabelledMask {
 
 // Returns whether the mask holds only 0 and 1. `counted` becomes true where the mask isn't 0 and the label
 // isn't `ignore_index`; `merged` becomes the labels, with `ignore_index` where the mask is 0.
-bool merge_mask(const LabelledMask& input, bool* counted, std::optional<Tensor>& merged);
+bool merge_mask(const LabeledMask& input, bool* counted, std::optional<Tensor>& merged);
 
 }  // namespace gspo_kernels

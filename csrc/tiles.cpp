@@ -91,8 +91,8 @@ constexpr int kVectors = kTileColumns / 16;
 #define GSPO_MULTIPLY_ADD_FP32(sum, a, b) _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum)
 #define GSPO_MULTIPLY_ADD_BF16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
-// AVX2 has sixteen registers of eight floats, enough for the sums of 6 x 16 elements. So a tile takes four
-// rounds over its panels, which L1 holds.
+// AVX2 has sixteen registers of eight floats, enough for the sums of 6 x 16 elements. A tile therefore takes
+// four rounds over its panels, which are in L1.
 constexpr int64_t kNarrowRows = 6, kNarrowColumns = 16;
 static_assert(kTileRows % kNarrowRows == 0 && kTileColumns % kNarrowColumns == 0);
 

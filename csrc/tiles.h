@@ -1,7 +1,6 @@
-// A tile of a matrix product: its sums stay in registers while K runs.
+// A tile of a matmul, with sums in registers.
 //
-// Operands come in panels of 32-bit units along K: an fp32 value, or two bf16 values that follow each other.
-// panels.h packs them.
+// Operands are panels of 32-bit units along K, an fp32 value or two adjacent bf16 values; see panels.h.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +18,14 @@ struct Tile {
     int64_t depth;  // units
     float* out;
     int64_t out_stride;
-    const float* base;      // what the product is added to: `out`, a bias, or null for nothing
+    const float* base;      // added to the product: `out`, a bias, or null
     int64_t base_stride;    // between its rows
     int64_t rows, columns;  // of `out` that are written, at most the tile's
-    bool stream;            // write past the caches: `out` is 64-byte aligned, and so are its rows
+    bool stream;            // non-temporal stores: rows of `out` are 64-byte aligned
 };
 
-// Results of this size or more don't stay in any cache until they are read. If they are written past the
-// caches, their lines don't have to be fetched first.
+// Minimum size of results for non-temporal stores, which do not fetch cache lines: larger results don't stay
+// in cache until they are read.
 constexpr int64_t kStreamBytes = int64_t{1} << 25;
 
 // Makes the streamed writes of this thread visible to other threads.
@@ -39,7 +38,7 @@ struct TileProduct {
     void (*end)() = nullptr;
 };
 
-// The instructions that multiply; products.cpp has the rule that chooses.
+// Instruction sets of matmuls; products.cpp selects one.
 enum class Instructions : int64_t {
     best,          // the fastest that this processor has
     amx,           // bf16: tdpbf16ps
@@ -50,11 +49,11 @@ enum class Instructions : int64_t {
     portable_amx,  // bf16: plain C++ with the bits of amx
 };
 
-// `multiply` is null if this processor lacks the instructions, or if they don't serve these operands.
+// `multiply` is null if this processor lacks the instructions, or they don't support these operands.
 TileProduct vector_tile(Instructions instructions, bool bf16);
 TileProduct amx_tile(Instructions instructions);
 
-// Why AMX is not used on this processor; null where it is.
+// The reason why AMX is not used on this processor, or null.
 const char* amx_unavailable();
 
 }  // namespace gspo_kernels

@@ -36,7 +36,7 @@ GSPO_INLINE CountedSum counted_sum_of(const S* now, const O* old, const bool* ma
     return {count, sums[0]};
 }
 
-// Read as integers, numbers above 0 keep their order, and numbers below 0 stay below them.
+// As integers, positive numbers keep their order, and negative numbers are below them.
 template <class S>
 GSPO_INLINE bool any_above_of(const S* values, int64_t n) {
     using Bits = std::conditional_t<sizeof(S) == 4, int32_t, int64_t>;

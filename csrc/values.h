@@ -24,7 +24,7 @@ S* mutable_values(const torch::stable::Tensor& tensor) {
 }
 
 // Elements of a contiguous tensor of fp32 or fp64, read as fp64; false if there is no tensor. A tensor
-// without elements is true, whatever its address.
+// without elements is true for any address.
 class Reals {
   public:
     explicit Reals(const std::optional<torch::stable::Tensor>& tensor)

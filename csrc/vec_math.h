@@ -1,6 +1,6 @@
-// Scalar maths written so that a loop around it vectorises: no calls, no tables, selects instead of branches.
+// Scalar math that vectorizes in loops: no calls, no tables, selects instead of branches.
 //
-// Nothing here relies on -ffast-math: NaN and infinities go through as IEEE 754 says.
+// It does not rely on -ffast-math, and propagates NaN and infinities as in IEEE 754.
 #pragma once
 
 #include <bit>
@@ -12,8 +12,7 @@
 
 namespace gspo_kernels {
 
-// 16-bit floats as bits: every conversion below is integer work, exact, and indifferent to flush-to-zero
-// modes.
+// Conversions of 16-bit floats by exact integer arithmetic, independent of flush-to-zero modes.
 struct BFloat16 {
     uint16_t bits;
 };
@@ -37,7 +36,7 @@ GSPO_INLINE float to_float(BFloat16 x) {
     return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 
-// Magnitudes are compared as signed integers, which is what vector units have.
+// Magnitudes are compared as signed integers, for vector units.
 GSPO_INLINE float to_float(Half x) {
     const int32_t magnitude = x.bits & 0x7fff;
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
@@ -150,7 +149,7 @@ GSPO_INLINE S exp_nonpositive(S x) {
 template <class S>
 GSPO_INLINE S log1p_unit(S x) {
     const S y = x / (2 + x), q = y * y;
-    // q <= 1/9: the first term left out is below a tenth of the type's rounding.
+    // q <= 1/9: the first omitted term is below a tenth of the type's rounding.
     constexpr int terms = sizeof(S) == 4 ? 7 : 16;
     S series = S(1) / (2 * terms + 1);
 #pragma GCC unroll 16

@@ -1,7 +1,7 @@
 """Fused losses for sequence-level policy optimization: Triton kernels on the GPU, C++ kernels on the CPU.
 
-The public names of ``api`` are imported when the first of them is used: importing torch takes seconds, and
-the trainer reports wrong options without it.
+The public names of ``api`` are imported lazily, as importing torch takes seconds and the trainer reports
+wrong options without it.
 """
 
 from importlib import import_module

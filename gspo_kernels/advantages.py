@@ -1,8 +1,7 @@
-"""Rewards to advantages.
+"""Advantages from rewards.
 
-Rewards that are NaN are excluded from every mean and std, and their advantage is 0. A group with one reward,
-or with all rewards equal, gets advantages of exactly 0. Everything is computed in fp64 and carries no
-gradient.
+NaN rewards are excluded from every mean and std, and their advantage is 0. Groups of one reward or of equal
+rewards have advantages of exactly 0. Results are detached, and computed in fp64.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ def group_normalized(
 ) -> Tensor:
     """``A_i = (R_i - mean_group) / (std + eps)``, GSPO's Eq. 6 (arXiv 2507.18071) with TRL's eps.
 
-    The std is the unbiased one. Rewards that are NaN are excluded from every mean and std, and their
-    advantage is 0. A group with one reward, or with all rewards equal, gets advantages of exactly 0.
+    The std is unbiased. NaN rewards are excluded from every mean and std, and their advantage is 0. Groups of
+    one reward or of equal rewards have advantages of exactly 0.
 
     Args:
         rewards: [B], floating point.
-        group_size: groups are runs of this many consecutive rewards. Pass either this or ``group_ids``.
+        group_size: number of consecutive rewards in a group. Pass either this or ``group_ids``.
         group_ids: [B], integers: rewards with equal ids form a group.
         scale: "group": divide by the group's std. "batch": divide by the std over all rewards. "mean": divide
-            by the group's mean, for rewards of at least 0 (MaxRL, arXiv 2602.02710, as prime-rl states it); a
-            group whose mean is not positive gets 0. "none": don't divide (Dr. GRPO).
+            by the group's mean, for rewards of at least 0 (MaxRL, arXiv 2602.02710, after prime-rl);
+            advantages are 0 if it is not positive. "none": don't divide (Dr. GRPO).
         eps: added to the divisor; verl and SkyRL use 1e-6, prime-rl's MaxRL 0.
 
     Returns:
@@ -75,7 +74,7 @@ def leave_one_out(
     """
     values, groups = _rewards_fp64(rewards, "[B]"), _Groups(rewards, group_size, group_ids)
     count = groups.count(values)
-    advantages = groups.centred(values) * count / (count - 1.0).clamp(min=1.0)
+    advantages = groups.centered(values) * count / (count - 1.0).clamp(min=1.0)
     return advantages.to(stats_dtype(rewards.dtype))
 
 
@@ -98,7 +97,7 @@ def optimal_baseline(
     """
     values, weights = _rewards_fp64(rewards, "[B]"), _lengths_fp64(lengths, rewards)
     groups = _Groups(rewards, group_size, group_ids)
-    return groups.centred(values, weights).to(stats_dtype(rewards.dtype))
+    return groups.centered(values, weights).to(stats_dtype(rewards.dtype))
 
 
 def gdpo(
@@ -117,9 +116,9 @@ def gdpo(
     ``(A_i - mean) / (std + eps)``. A sequence whose rewards are all NaN gets 0 and is excluded from both
     steps.
 
-    verl whitens over tokens instead and adds 1e-8 to the variance: ``(A_i - mean) / sqrt(var + 1e-8)``, where
-    a sequence counts as often as it has tokens. ``lengths`` does that. With ``eps=1e-6`` the result is that
-    of verl's code, except for groups of one: they get 0 before whitening, where verl keeps their reward.
+    With ``lengths``, whitening is over tokens as in verl, ``(A_i - mean) / sqrt(var + 1e-8)``, where a
+    sequence has the weight of its length. With ``eps=1e-6`` the result is that of verl's code, except for
+    groups of one, which get 0 before whitening, while verl keeps their reward.
 
     Args:
         rewards: [B, K], floating point: K rewards per sequence.
@@ -161,15 +160,14 @@ def reinforce_plus_plus(
     groups this is the baseline form, which first subtracts the group's mean. After verl's code for the paper
     (arXiv 2501.03262).
 
-    Rewards are outcome rewards without discount: every token's return is its sequence's reward. Code that
-    whitens over tokens (verl, OpenRLHF) counts a sequence as often as it has tokens: ``lengths`` does that. A
-    group of one gets 0 before whitening, where verl keeps its reward. Callers who want a KL penalty inside
-    the reward add it themselves.
+    Rewards are outcome rewards without discount: every token's return is its sequence's reward. Pass
+    ``lengths`` to whiten over tokens, as verl and OpenRLHF do. A group of one gets 0 before whitening, while
+    verl keeps its reward. A KL penalty in the reward must be added by the caller.
 
     Args:
         rewards: [B], floating point.
-        group_size, group_ids: as in ``group_normalized``, for the baseline form; None for both: no groups.
-        lengths: [B], how often a sequence counts in mean and variance; None: once.
+        group_size, group_ids: as in ``group_normalized``, for the baseline form; by default no groups.
+        lengths: [B], weights of sequences in mean and variance; 1 by default.
         eps: added to the (unbiased) variance.
 
     Returns:
@@ -182,8 +180,8 @@ def reinforce_plus_plus(
     eps = checks.number("eps", eps, minimum=0.0)
     weights = None if lengths is None else _lengths_fp64(lengths, rewards)
     if group_size is not None or group_ids is not None:
-        centred = _Groups(rewards, group_size, group_ids).centred(values)
-        values = centred.masked_fill(values.isnan(), torch.nan)
+        centered = _Groups(rewards, group_size, group_ids).centered(values)
+        values = centered.masked_fill(values.isnan(), torch.nan)
     return _whitened(values, eps, weights, squared=True).to(stats_dtype(rewards.dtype))
 
 
@@ -197,15 +195,14 @@ def turn_normalized(
     scale: str = "group",
     eps: float = 1e-4,
 ) -> Tensor:
-    """TL-GRPO: ``A_t`` is the normalized reward of the token's turn; groups are formed turn by turn.
+    """TL-GRPO: ``A_t`` is the reward of the token's turn, normalized over turn k of all sequences of a group.
 
-    Turn k of a sequence is compared with turn k of the sequences in its group, as ``group_normalized`` does.
     The structure is the paper's (arXiv 2601.16480), whose exact advantage we have not read.
 
     Args:
-        rewards: [B, K], floating point: the reward of each turn; NaN where a sequence has no such turn.
-        turn_ids: [B, T], or [N] with ``cu_seqlens``, integers: which turn of its sequence, 0 to K - 1, a
-            token belongs to; -1: none (prompts, tool output).
+        rewards: [B, K], floating point: the reward of each turn, NaN for turns that a sequence does not have.
+        turn_ids: [B, T], or [N] with ``cu_seqlens``, integers: the turn of each token, 0 to K - 1, or -1
+            outside turns (prompts, tool output).
         group_size, group_ids, eps: as in ``group_normalized``.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; on the CPU or the others' device.
         scale: "group": divide by the std of the group's turn. "batch": divide by the std over all rewards.
@@ -246,11 +243,11 @@ def turn_normalized(
 
 
 def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
-    """GRPO-RM: the classes of an example are the responses of its group, each a sequence of one token.
+    """GRPO-RM: ``group_normalized`` over the classes of each example, which are responses of one token.
 
-    This is ``group_normalized`` over the classes of each example. Flattened, the result fits labels
-    [P * C, 1], where each class is a sequence, for any objective. As it is, it holds per-token advantages for
-    labels [P, C]. Written after text about the paper (arXiv 2511.15256).
+    Flattened, the result has the shape of advantages for labels [P * C, 1] with one sequence per class, for
+    any objective; as returned, of per-token advantages for labels [P, C]. After text about the paper (arXiv
+    2511.15256).
 
     Args:
         rewards: [P, C], floating point: the reward of each class for each example.
@@ -272,15 +269,14 @@ def reverse_kl(
 ) -> Tensor:
     """On-policy distillation's advantages: ``A_t = coef (log q(y_t) - log p(y_t))``, teacher minus student.
 
-    If p is the policy that sampled, the policy gradient of these per-token advantages is in expectation minus
-    the gradient of each token's reverse KL(p || q). "On-Policy Distillation" (Thinking Machines, 2025) trains
-    with them. There is no discount: a token's advantage holds its own divergence alone.
+    If p is the policy that sampled, the expected policy gradient of these per-token advantages is minus the
+    gradient of each token's reverse KL(p || q), without discount. Used by "On-Policy Distillation" (Thinking
+    Machines, 2025).
 
     Args:
         logprobs: [B, T] or [N], floating point, nats: the sampled tokens under the student that sampled them.
         teacher_logprobs: the same shape and device: the same tokens under the teacher.
-        loss_mask: the same shape, bool or 0/1: tokens that count; others get 0, regardless of their
-            log-probs. It may be on the CPU.
+        loss_mask: the same shape, bool or 0/1: tokens that count; others get 0. It may be on the CPU.
         coef: factor, positive.
 
     Returns:
@@ -338,30 +334,30 @@ class _Groups:
         return result
 
     def count(self, values: Tensor) -> Tensor:
-        """Return for each value how many values of its group are not NaN."""
+        """Return for each value the number of values in its group that are not NaN."""
         return self.reduce(exact(~values.isnan()), "sum")
 
     def mean(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean of each value's group; 0 where the weights are."""
+        """Return the weighted mean of each value's group, or 0 if the weights are 0."""
         total = self.reduce(weights, "sum")
         return self.reduce(weights * values, "sum") / torch.where(total == 0, 1.0, total)
 
-    def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Subtract the group's (weighted) mean; 0 for NaN, and exactly 0 where a group's values are equal."""
+    def centered(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Subtract the group's (weighted) mean; 0 for NaN, and exactly 0 for groups of equal values."""
         present = ~values.isnan()
         kept = torch.where(present, values, 0.0)
         share = exact(present)
         if weights is not None:
             share = torch.where(present, weights, 0.0)
         mean = self.mean(kept, share)
-        # equal rewards have no advantage, regardless of how their mean is rounded
+        # equal rewards have advantages of exactly 0 despite rounding
         high = self.reduce(torch.where(present, values, -torch.inf), "max")
         low = self.reduce(torch.where(present, values, torch.inf), "min")
         return torch.nan_to_num(torch.where(present & (high > low), kept - mean, 0.0), nan=0.0)
 
 
 def _normalized(values: Tensor, groups: _Groups, scale: str, eps: float) -> Tensor:
-    advantages = groups.centred(values)
+    advantages = groups.centered(values)
     if scale == "group":
         variance = groups.reduce(advantages.square(), "sum") / (groups.count(values) - 1.0).clamp(min=1.0)
         advantages = advantages / (variance.sqrt() + eps)
@@ -374,7 +370,7 @@ def _normalized(values: Tensor, groups: _Groups, scale: str, eps: float) -> Tens
 
 
 def _std(values: Tensor) -> Tensor:
-    """Return the unbiased std of the values that are not NaN; 0 if there are fewer than two."""
+    """Return the unbiased std of the values that are not NaN, or 0 for fewer than two."""
     kept = values[~values.isnan()]
     return kept.std() if kept.numel() > 1 else kept.new_zeros(())
 

@@ -1,4 +1,4 @@
-"""The public names, which ``gspo_kernels`` imports on first use."""
+"""The public names, which ``gspo_kernels`` imports lazily."""
 
 # "as" tells type checkers that a name is public
 from gspo_kernels import advantages as advantages

@@ -1,4 +1,4 @@
-"""Distillation: divergences of a student from a teacher as a loss, from logits and from hidden states."""
+"""Distillation losses: divergences of a student from a teacher, from logits and from hidden states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo_kernels.arguments.head import (
     check_teachers_head,
     from_host,
 )
-from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, tokens_of
+from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_labels_match, zero_labels
 from gspo_kernels.arguments.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.backends.dispatch import refuse_backend
 from gspo_kernels.core import checks
@@ -44,7 +44,7 @@ class DivergenceArguments(NamedTuple):
     add_tail: bool = True
 
     def normalize(self, vocabulary: int, ids: Tensor | None) -> DivergenceSpec:
-        """Check the arguments along with the caller's ``ids``; a vocabulary of 0 has an unknown size."""
+        """Check the arguments together with ``ids``; a vocabulary of 0 means an unknown size."""
         beta = checks.number("beta", self.beta)
         if not 0 <= beta <= 1:
             raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
@@ -52,7 +52,7 @@ class DivergenceArguments(NamedTuple):
         tail = checks.flag("add_tail", self.add_tail)
         top_k = checks.integer("top_k", self.top_k)
         if top_k < 0 or (vocabulary and top_k > vocabulary):
-            maximum = vocabulary or "what there are, at most"
+            maximum = vocabulary or "V"
             raise ValueError(f"top_k: got {top_k}, expected 0 to {maximum}, the size of the vocabulary")
         if not top_k:
             if self.top_k_of != "teacher":
@@ -68,7 +68,7 @@ class DivergenceArguments(NamedTuple):
 
 
 class TeacherArguments(NamedTuple):
-    """How a teacher's logits become its distribution, or the teacher's log-probs of some ids; unchecked."""
+    """The teacher's logit options, or its log-probs of some ids, as the caller passed them."""
 
     teacher_temperature: float | Tensor | None = None
     teacher_logit_scale: float = 1.0
@@ -77,18 +77,18 @@ class TeacherArguments(NamedTuple):
     teacher_logprobs: Tensor | None = None
 
     def check_source(self, name: str, source: Tensor | None) -> None:
-        """Require a tensor ``source``, called ``name``, or ids with their log-probs, but not both."""
+        """Require a tensor ``source``, called ``name``, or ids with log-probs, but not both."""
         of_ids = {"ids": self.ids, "teacher_logprobs": self.teacher_logprobs}
         for label, value in of_ids.items():
             if source is not None and value is not None:
-                raise ValueError(f"{label}: got a tensor, expected None along with {name}")
+                raise ValueError(f"{label}: got a tensor, expected None with {name}")
             if source is None and value is None:
-                raise ValueError(f"{name}: got None, expected a tensor, or ids along with teacher_logprobs")
+                raise ValueError(f"{name}: got None, expected a tensor, or ids with teacher_logprobs")
         options = self._replace(ids=None, teacher_logprobs=None)
         if source is None and options != TeacherArguments():
             raise ValueError(
-                "teacher_temperature, teacher_logit_scale, teacher_softcap: expected none of them along with "
-                "teacher_logprobs, which are normalised already"
+                "teacher_temperature, teacher_logit_scale, teacher_softcap: not supported with "
+                "teacher_logprobs, which are already normalized"
             )
 
     def normalize(
@@ -101,16 +101,16 @@ class TeacherArguments(NamedTuple):
         dtype: torch.dtype,
         width: int,
     ) -> TeacherRows:
-        """Bring what is known of the teacher into rows, without its logits.
+        """Convert the teacher's inputs to rows, without its logits.
 
         Args:
             tokens: any tensor of the tokens' shape, in the caller's layout.
-            labels: [B, T]; where they are ``ignore_index``, ids and their log-probs may be anything.
-            student: how the student's logits become log-probs, as the caller passed it.
+            labels: [B, T]; ids and log-probs are ignored where these are ``ignore_index``.
+            student: the student's options as the caller passed them.
             options: ``student``, normalized.
-            cu_seqlens: checked offsets; None: tokens are padded.
+            cu_seqlens: checked offsets, or None for padded tokens.
             dtype: of the student's logits.
-            width: how many columns of logits this process has.
+            width: the number of logit columns of this process.
         """
         teacher_options = LogitOptions(
             student.temperature if self.teacher_temperature is None else self.teacher_temperature,
@@ -130,8 +130,8 @@ class TeacherArguments(NamedTuple):
             raise ValueError(
                 f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
             )
-        shape, scores = tuple(ids.shape), self.teacher_logprobs
-        logprobs = checks.floats("teacher_logprobs", scores, shape, "the shape of ids", device).detach()
+        given, shape = self.teacher_logprobs, tuple(ids.shape)
+        logprobs = checks.floats("teacher_logprobs", given, shape, "the shape of ids", device).detach()
         logprobs = as_rows(logprobs, packed)
         ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed)
         return TeacherRows(None, ids, logprobs, of_teacher.transform)
@@ -141,10 +141,10 @@ class DistillationRows(NamedTuple):
     """The normalized arguments of both distillation losses.
 
     Attributes:
-        labels: [B, T]; ``ignore_index`` marks tokens that don't count, other values don't matter.
+        labels: [B, T], ``ignore_index`` for tokens that don't count, otherwise arbitrary.
         options: of the student's logits.
-        teacher: what is known of the teacher; ``teacher_logits`` are added later.
-        spec: which divergence.
+        teacher: the teacher's rows; ``teacher_logits`` are added later.
+        spec: the divergence.
         shares: [B, T] fp64, d loss / d divergence of each token.
     """
 
@@ -172,13 +172,13 @@ class DistillationArguments(NamedTuple):
         width: int,
         parallel: Parallel,
     ) -> DistillationRows:
-        """Check the arguments, and bring them into rows.
+        """Check the arguments and convert them to rows.
 
         Args:
             tokens: zeros of the tokens' shape.
             dtype: of the student's logits.
-            width: how many columns of logits this process has.
-            parallel: which ranks have the other columns.
+            width: the number of logit columns of this process.
+            parallel: the ranks that have the other columns.
         """
         objective = Linear(aggregation=self.aggregation, aggregation_constant=self.aggregation_constant)
         if parallel.cp_group is not None:
@@ -241,46 +241,46 @@ def distillation_loss(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> DistillationOutput:
-    """Divergence of a student from a teacher as a loss, from logits: it reads both, and writes one gradient.
+    """Distillation loss from logits: the divergence of a student from a teacher.
 
     ``loss = agg(token_weights * D(student, teacher))``. Let p be the student's softmax and q the teacher's.
     ``beta`` selects D, as in GKD (arXiv 2306.13649), TRL and Liger: 0 is the forward KL(q || p), 1 the
-    reverse KL(p || q). Between them D is the generalised Jensen-Shannon divergence ``beta KL(q || m) +
+    reverse KL(p || q). Between them D is the generalized Jensen-Shannon divergence ``beta KL(q || m) +
     (1 - beta) KL(p || m)`` with ``m = (1 - beta) p + beta q``. The loss is not multiplied by the square of a
-    temperature. Only the student learns: all tensors of the teacher are detached.
+    temperature. Only the student has a gradient.
 
     Args:
         logits: [B, T, V], or [N, V] with ``cu_seqlens``: the student's; fp16, bf16, fp32 or fp64, any
             strides.
-        teacher_logits: the same shape, any of these dtypes and strides. None: pass ``ids`` and
-            ``teacher_logprobs`` instead.
+        teacher_logits: the same shape, any of these dtypes and strides; or None with ``ids`` and
+            ``teacher_logprobs``.
         beta: 0 to 1, see above.
-        top_k: how many ids to compare; 0: the whole vocabulary.
-        top_k_of: "teacher" or "student": whose most likely ids these are.
-        add_tail: with ``top_k`` or ``ids``, the probability of all other ids is one more column; False: both
-            sides are normalised over the ids alone.
-        ids: [B, T, K] or [N, K], int64 or int32: the ids of ``teacher_logprobs``, -1 or -100 where a
-            token has fewer. An id that occurs twice counts once. The divergence of a token without ids is 0.
-        teacher_logprobs: the shape of ``ids``: log-probs in nats over the whole vocabulary, as an engine
-            returns them.
+        top_k: the number of ids to compare, or 0 for the whole vocabulary.
+        top_k_of: the model whose most likely ids are compared, "teacher" or "student".
+        add_tail: with ``top_k`` or ``ids``, treat the probability of all remaining ids as one more column. If
+            False, both sides are normalized over the ids.
+        ids: [B, T, K] or [N, K], int64 or int32: the ids of ``teacher_logprobs``, padded with -1 or -100.
+            Repeated ids count once. The divergence of a token without ids is 0.
+        teacher_logprobs: the shape of ``ids``: log-probs in nats over the whole vocabulary, as returned by an
+            inference engine.
         loss_mask, cu_seqlens, lengths, normalizer: as in ``policy_loss``.
         aggregation: "token_mean", "sequence_mean", "sequence_mean_token_sum", "constant" or "sum", as in the
             objectives, or "prompt_mean" with ``normalizer``; "constant" needs an ``aggregation_constant``.
         token_weights: the tokens' shape: factors on divergences.
         temperature, logit_scale, softcap: the student's, as in ``fused_policy_loss``.
-        teacher_temperature, teacher_logit_scale, teacher_softcap: the teacher's; with a temperature of None
-            the student's temperature applies.
-        inplace_backward: the backward overwrites the student's logits with their gradient.
+        teacher_temperature, teacher_logit_scale, teacher_softcap: the teacher's; the default temperature is
+            the student's.
+        inplace_backward: overwrite the student's logits with their gradient in the backward.
         backend: as in ``token_logprobs``.
-        parallel: as in ``token_logprobs``: a rank has some columns of the student's logits, and the same
-            columns of the teacher's. Ids are those of the whole vocabulary, and the same on all ranks.
+        parallel: as in ``token_logprobs``. A rank has the same columns of the student's and the teacher's
+            logits. Ids are those of the whole vocabulary, and the same on all ranks.
 
     Returns:
         DistillationOutput(loss, divergence).
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RuntimeError: the backend can't serve the tensors' device.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     passed = DistillationArguments(
         LogitOptions(temperature, logit_scale, softcap, backend=backend),
@@ -292,7 +292,7 @@ def distillation_loss(
     )
     rows, call = _normalize_logits(logits, teacher_logits, passed, inplace_backward, parallel)
     arguments = (rows, call.teacher, call.labels, call.spec, call.options)
-    # In fp16 a loss scale decides what is representable, and only the backward knows it.
+    # the range of fp16 gradients depends on the loss scale, which only the backward has
     late = inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
     if torch.is_grad_enabled() and rows.requires_grad and not late:
         loss, each = KnownDivergenceFunction.apply(*arguments, call.shares)
@@ -314,8 +314,8 @@ def _normalize_logits(
     (logits, teacher_logits), parallel = local_tensors(
         parallel, passed.terms, logits=logits, teacher_logits=teacher_logits
     )
-    tokens = tokens_of("logits", logits, "V")
-    check_scores("logits", logits, tokens, "V")
+    tokens = zero_labels("logits", logits, "V")
+    check_labels_match("logits", logits, tokens, "V")
     passed.teacher.check_source("teacher_logits", teacher_logits)
     check_inplace(logits, inplace_backward)
     if teacher_logits is not None:
@@ -364,40 +364,37 @@ def fused_linear_distillation_loss(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> DistillationOutput:
-    """Divergence of a student from a teacher as a loss, from hidden states: the logits of both exist only a
-    chunk at a time.
+    """Distillation loss from hidden states, with one chunk of logits of both models at a time.
 
     Equivalent to ``distillation_loss(hidden @ weight.T + bias, teacher_hidden @ teacher_weight.T +
-    teacher_bias, ...)`` with the products in fp32. The gradient is computed along with the loss: each chunk
-    of rows is projected once per model. The widths of the two models may differ, but they must share the
-    vocabulary.
+    teacher_bias, ...)`` with the products in fp32. The gradient is computed along with the loss, with one
+    projection per model. The widths of the models may differ; the vocabulary must be the same.
 
     Args:
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``: the student's; fp16, bf16, fp32 or fp64, any
             strides.
         weight: [V, H], the weight of the student's lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or
             any under autocast.
-        teacher_hidden: [B, T, H of the teacher] or [N, H of the teacher]; its dtype may be another. None:
-            pass ``ids`` and ``teacher_logprobs`` instead.
+        teacher_hidden: [B, T, H of the teacher] or [N, H of the teacher], possibly of a different dtype; or
+            None with ``ids`` and ``teacher_logprobs``.
         teacher_weight: [V, H of the teacher].
         bias, teacher_bias: [V] or None.
         beta, top_k, top_k_of, add_tail, ids, teacher_logprobs: as in ``distillation_loss``.
-        loss_mask, cu_seqlens: as in ``distillation_loss``. Tokens that don't count are never projected.
+        loss_mask, cu_seqlens: as in ``distillation_loss``. Tokens that don't count are not projected.
         aggregation, aggregation_constant, token_weights, lengths, normalizer: as in ``distillation_loss``.
         temperature, logit_scale, softcap: as in ``distillation_loss``.
         teacher_temperature, teacher_logit_scale, teacher_softcap: as in ``distillation_loss``.
         logits_dtype, batch_invariant, backend: as in ``linear_token_logprobs``.
-        max_chunk_bytes: bytes of logits that exist at a time, of both models together; None: chosen by the
-            device's memory.
-        parallel: ``tp_group``, ``vocab_range`` and ``reduce_hidden_grad`` of ``Parallel``; both weights and
-            both biases are cut in the same places.
+        max_chunk_bytes: bytes of logits of both models at a time; the default depends on the device's memory.
+        parallel: ``tp_group``, ``vocab_range`` and ``reduce_hidden_grad`` of ``Parallel``; weights and biases
+            of both models have the same shards.
 
     Returns:
         DistillationOutput(loss, divergence).
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RuntimeError: the backend can't serve the tensors' device.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     passed = DistillationArguments(
         LogitOptions(temperature, logit_scale, softcap, backend=backend),
@@ -433,7 +430,7 @@ def _normalize_hidden(
     chunking = products.normalize(passed.terms.loss_mask is not None, parallel)
     if chunking.scattered:
         raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
-    tokens = tokens_of("hidden", hidden, "H")
+    tokens = zero_labels("hidden", hidden, "H")
     hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
     passed.teacher.check_source("teacher_hidden", their_hidden)
     their_rows, their_weight, their_bias = check_teachers_head(

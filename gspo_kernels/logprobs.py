@@ -8,7 +8,7 @@ from torch import Tensor
 from gspo_kernels.arguments.decisions import keep, recall, signature
 from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs
 from gspo_kernels.arguments.lengths import take_prefetched
-from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores
+from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_labels_match
 from gspo_kernels.arguments.terms import mask_rows
 from gspo_kernels.backends.dispatch import refuse_backend
 from gspo_kernels.core import bits, checks
@@ -40,7 +40,7 @@ def token_logprobs(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> TokenLogprobs:
-    """Log-probability of each label, differentiable, without keeping anything of the logits' size.
+    """Differentiable log-probability of each label, without saving tensors of the logits' size.
 
     Equivalent to ``log_softmax(z, -1).gather(-1, labels)`` in fp32, with ``z = logit_scale * logits;
     z = softcap * tanh(z / softcap); z = z / temperature``.
@@ -48,32 +48,31 @@ def token_logprobs(
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides. On a GPU they are copied unless
             the vocabulary stride is 1.
-        labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
-        loss_mask: the labels' shape, bool or 0/1, or None: positions with 0 are masked, as with
-            ``ignore_index``, regardless of their label.
+        labels: [B, T] or [N], int64 or int32: the token predicted at each position (not shifted here).
+        loss_mask: the labels' shape, bool or 0/1, or None. Positions with 0 are masked like ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed logits: one per token).
         logit_scale: factor on the logits.
         softcap: bound of the tanh soft-capping, or None.
         kept_mask: the ids that the sampler could have drawn, as a bitmask, int32 [B, T, ceil(V / 32)] or
-            [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v. ``kept_mask`` makes it of ids,
-            ``sampling_mask`` of logits. Log-prob and entropy are those of the softmax over these ids alone.
-            All other logits have no effect and a gradient of exactly 0. None: all ids.
-        ignore_index: positions with this label are masked: their log-prob and entropy are 0.0, they have no
-            gradient, and their logits are never read.
+            [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v. Created from ids by ``kept_mask``, from
+            logits by ``sampling_mask``. The softmax is over these ids only; all other logits have no effect
+            and a gradient of exactly 0. Default: all ids.
+        ignore_index: label of masked positions. Their log-prob and entropy are 0.0, they have no gradient,
+            and their logits are not read.
         return_entropy: also return the differentiable entropy.
-        inplace_backward: the backward overwrites the logits with their gradient instead of allocating it.
-            Nothing else may need the logits afterwards; a second backward raises.
+        inplace_backward: overwrite the logits with their gradient in the backward instead of allocating it.
+            The logits must not be used afterwards; a second backward raises an error.
         backend: "auto", "triton", "cpp" or "reference".
-        parallel: ``tp_group`` and ``vocab_range`` of ``Parallel`` where ranks share the vocabulary.
+        parallel: ``tp_group`` and ``vocab_range`` of ``Parallel`` if ranks share the vocabulary.
 
     Returns:
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 logits).
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message; or a label that is not in the
-            ``kept_mask`` of its position, which the message names. On GPUs values are checked only with
-            GSPO_KERNELS_VALIDATE=1; without it the log-prob of such a label is NaN.
-        RuntimeError: the backend can't serve the tensors' device.
+        TypeError, ValueError: a wrong argument, named in the message, or a label that is not in the
+            ``kept_mask`` of its position. On GPUs values are checked only with GSPO_KERNELS_VALIDATE=1;
+            otherwise the log-prob of such a label is NaN.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     key = signature(
         "token_logprobs", labels, None, parallel, (labels, logits),
@@ -85,7 +84,7 @@ def token_logprobs(
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
-        check_scores("logits", logits, labels, "V")
+        check_labels_match("logits", logits, labels, "V")
         vocabulary = logits.shape[-1]
         checks.flag("return_entropy", return_entropy)
         check_inplace(logits, inplace_backward)
@@ -125,43 +124,42 @@ def linear_token_logprobs(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> TokenLogprobs:
-    """Log-probability of each label from hidden states: the logits exist only a chunk at a time.
+    """Differentiable log-probability of each label from hidden states, with one chunk of logits at a time.
 
     Equivalent to ``token_logprobs(hidden @ weight.T + bias, labels)`` with the product in fp32.
 
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
-        labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
+        labels: [B, T] or [N], int64 or int32: the token predicted at each position (not shifted here).
         bias: [V] or None.
-        loss_mask: as in ``token_logprobs``; positions with 0 are never projected.
+        loss_mask: as in ``token_logprobs``; positions with 0 are not projected.
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed hidden states: one per
             token).
-        logit_scale: factor on the logits, bias included.
+        logit_scale: factor on the logits, including the bias.
         softcap: bound of the tanh soft-capping, or None.
         kept_mask: as in ``token_logprobs``.
-        ignore_index: positions with this label are masked: their log-prob and entropy are 0.0, they have no
-            gradient, and they are never projected.
+        ignore_index: label of masked positions. Their log-prob and entropy are 0.0, they have no gradient,
+            and they are not projected.
         return_entropy: also return the differentiable entropy.
-        logits_dtype: "float32": matrix products of 16-bit inputs give fp32 logits. "input": logits are
-            rounded to the inputs' dtype, as other trainers do.
-        max_chunk_bytes: bytes of logits that exist at a time; a chunk has at least one row. The default is
-            4,096 rows on a GPU, and on the CPU 1,024 to 2,048 rows, as many as fit 256 MiB; but at least
-            64 MiB and at most 1/16 of the memory. The backend "cpp" writes no logits at all, except for
-            rounded 16-bit logits, with a ``LoRAHead`` and with a ``tp_group``; its results have the bits that
-            written logits give.
-        memory: "auto", or "least" for 256 MiB of logits at a time; not along with ``max_chunk_bytes``.
-        batch_invariant: whether results are bitwise identical in any batch; None: as set by
-            ``set_batch_invariant``, whose documentation says what the mode promises.
+        logits_dtype: "float32" for fp32 logits of 16-bit inputs, or "input" to round logits to the inputs'
+            dtype, as other trainers do.
+        max_chunk_bytes: bytes of logits at a time; a chunk has at least one row. The default is 4,096 rows on
+            a GPU, and on the CPU 1,024 to 2,048 rows, as many as fit 256 MiB; at least 64 MiB and at most
+            1/16 of the memory. The backend "cpp" writes no logits, with bitwise identical results, except for
+            rounded 16-bit logits, with a ``LoRAHead`` and with a ``tp_group``.
+        memory: "auto", or "least" for 256 MiB of logits at a time; not supported with ``max_chunk_bytes``.
+        batch_invariant: whether results are bitwise identical in any batch; the default and the guarantees
+            are those of ``set_batch_invariant``.
         backend: "auto", "triton", "cpp" or "reference".
-        parallel: see ``Parallel``; all fields but ``cp_group``, which log-probs don't need.
+        parallel: see ``Parallel``; all fields except ``cp_group``.
 
     Returns:
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 inputs).
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RuntimeError: the backend can't serve the tensors' device.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
@@ -196,17 +194,17 @@ def linear_token_logprobs(
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
 
-def _tokens_of(ids: Tensor, name: str, scores: Tensor) -> Tensor:
-    """Check ids [..., K] along with their scores; return a tensor [...], the shape that labels would have."""
-    checks.floats(name, scores, None, "for the tokens of ids", None)
-    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", scores.device, checks.INTEGERS)
+def _tokens_of(ids: Tensor, name: str, values: Tensor) -> Tensor:
+    """Check ids [..., K] and the dtype of logits or hidden states; return a tensor of the labels' shape."""
+    checks.floats(name, values, None, "for the tokens of ids", None)
+    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", values.device, checks.INTEGERS)
     if ids.ndim not in (2, 3) or ids.shape[-1] == 0:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, T, K] or [N, K] with K >= 1")
     return ids[..., 0]
 
 
 def _row_ids(ids: Tensor, loss_mask: Tensor | None, vocabulary: int, options: RowOptions) -> Tensor:
-    """Return checked ids in rows, none where ``loss_mask`` is 0."""
+    """Return checked ids in rows, padding where ``loss_mask`` is 0."""
     packed = ids.ndim == 2
     rows = as_rows(ids, packed)
     if loss_mask is not None:
@@ -234,36 +232,36 @@ def selected_logprobs(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> SelectedLogprobs:
-    """Log-probabilities of K ids per token, and the log of the mass that these leave; both differentiable.
+    """Differentiable log-probabilities of K ids per token, and of all remaining ids together (tail).
 
     Each logit is read once in the forward, and read and written once in the backward, for any K. The
     log-probs are equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in
-    ``token_logprobs``. The tail is equivalent to ``log(1 - sum of the different ids' probabilities)``, but
-    without its cancellation: a remaining mass of 1e-8 or 1e-100 is as exact as one of 1/2.
+    ``token_logprobs``. The tail is equivalent to ``log(1 - sum of the distinct ids' probabilities)`` without
+    its cancellation: a remaining mass of 1e-8 or 1e-100 is as accurate as one of 1/2.
 
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
-        ids: [B, T, K] or [N, K], int64 or int32, -1 or -100 where a token has fewer. An id may occur several
-            times: each place has its own log-prob, the gradients of its places add, and its mass counts once.
-        loss_mask: [B, T] or [N], bool or 0/1, or None: a token with 0 has no ids, regardless of ``ids``.
-        normalize_within: the log-probs are those of a softmax over each token's ids alone; only the logits of
-            these ids are read, and there is no tail.
+        ids: [B, T, K] or [N, K], int64 or int32, padded with -1 or -100. Ids may be repeated: each place has
+            a log-prob, their gradients add, and the mass counts once.
+        loss_mask: [B, T] or [N], bool or 0/1, or None. The ids of tokens with 0 are ignored.
+        normalize_within: compute log-probs of a softmax over each token's ids, without a tail; only the
+            logits of these ids are read.
         temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.
         kept_mask: as in ``token_logprobs``. All ``ids`` must be in their token's mask.
-        parallel: as in ``token_logprobs``. Ids are the same on all ranks.
+        parallel: as in ``token_logprobs``. Ids must be the same on all ranks.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 logits).
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RuntimeError: the backend can't serve the tensors' device.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
     Parallel.check(parallel, "selected_logprobs", ("tp_group", "vocab_range"))
     (logits,), parallel = local_tensors(parallel, logits=logits)
     tokens = _tokens_of(ids, "logits", logits)
-    check_scores("logits", logits, tokens, "V")
+    check_labels_match("logits", logits, tokens, "V")
     packed, vocabulary = tokens.ndim == 1, logits.shape[-1]
     checks.flag("normalize_within", normalize_within)
     check_inplace(logits, inplace_backward)
@@ -296,15 +294,15 @@ def linear_selected_logprobs(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> SelectedLogprobs:
-    """Log-probabilities of K ids per token from hidden states: the logits exist only a chunk at a time.
+    """Differentiable log-probabilities of K ids per token from hidden states, a chunk of logits at a time.
 
     Equivalent to ``selected_logprobs(hidden @ weight.T + bias, ids)`` with the product in fp32.
 
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
-        ids, loss_mask, normalize_within, kept_mask: as in ``selected_logprobs``. Tokens without any id are
-            never projected.
+        ids, loss_mask, normalize_within, kept_mask: as in ``selected_logprobs``. Tokens without ids are not
+            projected.
         bias: [V] or None.
         temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, batch_invariant, backend, parallel:
             as in ``linear_token_logprobs``.
@@ -314,7 +312,7 @@ def linear_selected_logprobs(
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RuntimeError: the backend can't serve the tensors' device.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
     products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
@@ -330,7 +328,7 @@ def linear_selected_logprobs(
     checks.flag("normalize_within", normalize_within)
     row_options = options.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
     row_ids = _row_ids(ids, loss_mask, vocabulary, row_options)
-    # a token's largest id serves as its label; it is -100 if the token has no id
+    # the label is the largest id, or -100 for tokens without ids
     labels = row_ids.amax(-1)
     operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, row_options, chunking, base)
     logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)

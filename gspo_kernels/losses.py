@@ -10,8 +10,13 @@ from torch import Tensor
 from gspo_kernels.arguments.decisions import keep, recall, signature
 from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs, from_host
 from gspo_kernels.arguments.lengths import take_prefetched
-from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_scores, wants_entropy
-from gspo_kernels.arguments.terms import Terms, TermsForm, leave_out_inactive, merge_mask, validate_terms
+from gspo_kernels.arguments.logit_options import (
+    LogitOptions,
+    check_inplace,
+    check_labels_match,
+    wants_entropy,
+)
+from gspo_kernels.arguments.terms import Terms, TermsForm, merge_mask, skip_inactive_sequences, validate_terms
 from gspo_kernels.backends.dispatch import refuse_backend, resolve
 from gspo_kernels.core import checks
 from gspo_kernels.core.batch_invariance import or_current
@@ -65,20 +70,19 @@ def policy_loss(
     objective: Objective = GSPO(),
     parallel: Parallel = Parallel(),
 ) -> LossOutput:
-    """Policy loss of given log-probs: the drop-in for a trainer that already computes them.
+    """Policy loss of given log-probs, for trainers that already compute them.
 
     ``loss = agg(policy term * rollout_weights) + kl_beta * agg(KL) - entropy_coef * agg(H)`` with the
-    objective's aggregation and divisor. Only ``logprobs`` and ``entropy`` receive gradients; everything else
-    is a constant.
+    objective's aggregation and divisor. Only ``logprobs`` and ``entropy`` receive gradients.
 
     Args:
         logprobs: [B, T], or [N] with ``cu_seqlens``, called the labels' shape below; nats; fp16, bf16, fp32
             or fp64.
-        old_logprobs: labels' shape: log-probs under the policy that sampled. None: on-policy, with
-            ``logprobs``, detached, in their place.
-        advantages: [B], or per token in the labels' shape where the objective takes them (packed with N == B:
+        old_logprobs: labels' shape: log-probs under the policy that sampled. Default: the detached
+            ``logprobs`` (on-policy).
+        advantages: [B], or per token in the labels' shape if the objective supports it (packed with N == B:
             [B]).
-        loss_mask: labels' shape, bool or 0/1: tokens that count, holes allowed. None: all.
+        loss_mask: labels' shape, bool or 0/1: tokens that count, possibly with holes. Default: all.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences. Mask and offsets may be on
             the CPU while other tensors are on a GPU, which saves a sync, see ``docs/losses.md``.
         ref_logprobs: labels' shape: log-probs under the reference policy, for the KL term and its metric.
@@ -89,27 +93,27 @@ def policy_loss(
         rollout_weights: [B] or labels' shape (packed with N == B: [B]): off-policy corrections, which
             multiply the policy term only.
         token_weights: labels' shape: factors on the tokens' log-ratios in the objective (on the log-probs in
-            objectives that take these).
-        lengths: [B], |y_i| where it is not the number of counted tokens.
+            objectives without a ratio).
+        lengths: [B], |y_i| if it is not the number of counted tokens.
         group_ids: [B], integers: the group of each sequence, for objectives over groups and "prompt_mean".
         turn_ids: labels' shape, integers: the turn of each token, -1 = none; for objectives over turns.
-        normalizer: number or 0-d tensor that replaces the count in the outer divisor (for gradient
-            accumulation: that of the whole batch); for "prompt_mean" [B], from ``normalizer``.
-        entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the entropy bonus and
-            the metric of the entropy.
-        centering: a ``ScoreCentering``: takes the mean of the score under the sampler out of the policy term.
-        selected_logprobs: with ``centering``, the ``SelectedLogprobs`` of its ids, from the function of that
-            name; a tail of None says that they are all that could be drawn. They receive gradients, too.
+        normalizer: number or 0-d tensor that replaces the count of the outer divisor (with gradient
+            accumulation the count of the whole batch); for "prompt_mean" [B], from ``normalizer``.
+        entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``, for the entropy bonus and
+            the entropy metric.
+        centering: a ``ScoreCentering``, to subtract the mean score under the sampler from the policy term.
+        selected_logprobs: with ``centering``, the ``SelectedLogprobs`` of its ids, with gradients. A tail of
+            None means that no other ids could be drawn.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
-        parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences.
+        parallel: ``Parallel(cp_group=...)`` if ranks have parts of the same sequences.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
-            other arguments; see ``docs/parallel.md``.
+        RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank raised an error, or was called with
+            different arguments; see ``docs/parallel.md``.
     """
     passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
@@ -133,9 +137,9 @@ def policy_loss(
         rows, entropy = as_rows(logprobs, packed), None if entropy is None else as_rows(entropy, packed)
     loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_clip)
     if centered is not None:
-        scored, centred = centered
-        centred = centred.weighted(rows.detach(), terms)
-        loss = loss + centering_loss(scored, centred, terms.objective, terms.cp_group).to(loss.dtype)
+        selected, rows_to_center = centered
+        rows_to_center = rows_to_center.weighted(rows.detach(), terms)
+        loss = loss + centering_loss(selected, rows_to_center, terms.objective, terms.cp_group).to(loss.dtype)
     return output_of(loss, metrics, rows, entropy, terms)
 
 
@@ -162,7 +166,7 @@ def policy_coefficients(
     objective: Objective,
     parallel: Parallel = Parallel(),
 ) -> Tensor:
-    """dLoss/dlogprobs of ``policy_loss`` with the same arguments, to pass to ``Linear`` as ``token_weights``.
+    """Return dLoss/dlogprobs of ``policy_loss`` with the same arguments, for ``Linear`` as ``token_weights``.
 
     Args:
         logprobs, old_logprobs, advantages, objective, parallel, and all terms from loss_mask to normalizer:
@@ -173,14 +177,13 @@ def policy_coefficients(
         The shape of ``logprobs``, fp32 (fp64 for fp64 log-probs), exactly 0.0 where there is no gradient.
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message. An ``entropy_coef`` other than 0 is
-            refused, because the entropy's gradient is no coefficient of a log-prob: pass ``entropy_coef`` to
-            the loss that takes these coefficients.
+        TypeError, ValueError: a wrong argument, named in the message. ``entropy_coef`` must be 0, because the
+            entropy's gradient is not a coefficient of log-probs; pass it to the loss of these coefficients.
     """
     if not isinstance(entropy_coef, int | float) or entropy_coef != 0:
         raise ValueError(
-            "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
-            "to the loss with objective=Linear() that takes these coefficients as token_weights"
+            "entropy_coef: expected 0, as coefficients of log-probs exclude the entropy's gradient; pass it "
+            "to the loss with objective=Linear() and these coefficients as token_weights"
         )
     passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
@@ -205,7 +208,7 @@ def _normalize_logprobs(
     centering: ScoreCentering | None = None,
     selected_logprobs: SelectedLogprobs | None = None,
 ) -> tuple[Tensor, Tensor | None, Terms, TermsForm, tuple[tuple[Tensor, Tensor], CenteringRows] | None]:
-    """Return log-probs and entropy in rows, what ``validate_terms`` and ``normalize_given`` return."""
+    """Return log-probs and entropy in rows, and the results of ``validate_terms`` and ``normalize_given``."""
     centered = None
     Parallel.check(parallel, function, ("cp_group",))
     checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
@@ -253,21 +256,21 @@ def fused_policy_loss(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> LossOutput:
-    """Policy loss straight from logits: each logit is read once in the forward and once in the backward.
+    """Policy loss from logits, which reads each logit once in the forward and once in the backward.
 
     Equivalent to ``policy_loss(token_logprobs(logits, labels).logprobs, ...)``.
 
     Args:
         logits: [B, T, V], or [N, V] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
-        labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
+        labels: [B, T] or [N], int64 or int32: the token predicted at each position (not shifted here).
         old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
-            ``policy_loss``; a token is also masked where its label is ``ignore_index``.
+            ``policy_loss``. Tokens whose label is ``ignore_index`` are masked, too.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
-        kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalised over the
+        kept_mask: as in ``token_logprobs``. Old and reference log-probs must be normalized over the
             same ids.
-        return_entropy: also return the entropy, detached; with an entropy bonus it is returned anyway.
-        centering: as in ``policy_loss``; the same pass takes the log-probs of its ids. Not with a bonus.
+        return_entropy: also return the entropy, detached; always returned with an entropy bonus.
+        centering: as in ``policy_loss``; not supported with an entropy bonus.
         parallel: ``tp_group``, ``vocab_range`` and ``cp_group`` of ``Parallel``.
 
     Returns:
@@ -275,7 +278,7 @@ def fused_policy_loss(
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RuntimeError: the backend can't serve the tensors' device.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
@@ -306,9 +309,9 @@ def fused_policy_loss(
     refuse_backend(row_options.backend)
     if centered is not None:
         centered = centered.weighted(row_labels, terms, row_options, rows.shape[-1])
-        scored = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
+        selected = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
         entropy = logprobs_forward(rows, row_labels, row_options, True).entropy if with_entropy else None
-        return _of_selected_rows(scored, entropy, centered, terms, row_options.backend, ratio_clip)
+        return _loss_with_centering(selected, entropy, centered, terms, row_options.backend, ratio_clip)
     if plan.known:
         return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
     if plan.in_one_launch:
@@ -317,21 +320,21 @@ def fused_policy_loss(
             rows, row_labels, mask, inplace_backward, row_options, operands, ratio_clip
         )
         return output_of(loss, metrics, logprobs, None, terms)
-    scored = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, row_options)
-    return _of_scored_rows(scored, with_entropy, terms, row_options.backend, ratio_clip)
+    outputs = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, row_options)
+    return _loss_from_logprobs(outputs, with_entropy, terms, row_options.backend, ratio_clip)
 
 
 class LogitsPlan(NamedTuple):
-    """What a loss from logits decides by its ``signature``.
+    """The cached decisions of a loss from logits, by its ``signature``.
 
     Attributes:
-        form: of the terms.
-        options: in the operators' form.
+        form: the conversion of the terms.
+        options: the options in the operators' form.
         ratio_clip: see ``ratio_clip_of``.
-        entropy: whether the entropy is computed.
-        known: whether coefficients are known before the forward, which writes the gradient then.
-        in_one_launch: whether log-probs and their clipped ratios take one launch.
-        merges_mask: whether labels and mask are merged before, because that launch doesn't read the mask.
+        entropy: whether to compute the entropy.
+        known: whether coefficients are known before the forward, which then writes the gradient.
+        in_one_launch: whether log-probs and clipped ratios are one launch.
+        merges_mask: whether labels and mask are merged before the launch.
     """
 
     form: TermsForm
@@ -354,12 +357,12 @@ def _normalize_logits(
     objective: Objective,
     parallel: Parallel,
 ) -> tuple[Tensor, Tensor, Terms, LogitsPlan, CenteringRows | None]:
-    """Check the arguments of a loss from logits, bring them into rows, and plan the call; the last output is
-    what is centred.
+    """Check the arguments of a loss from logits, convert them to rows, and plan the call; the last output is
+    the rows of score centering.
     """
     Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
     (logits,), parallel = local_tensors(parallel, passed, logits=logits)
-    check_scores("logits", logits, labels, "V")
+    check_labels_match("logits", logits, labels, "V")
     packed, vocabulary = checks.layout("labels", labels, passed.cu_seqlens) is not None, logits.shape[-1]
     check_inplace(logits, inplace_backward)
     with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
@@ -367,7 +370,7 @@ def _normalize_logits(
     row_options = options.normalize(labels, terms.cu_seqlens, logits.dtype, vocabulary, parallel)
     rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
     ratio_clip = ratio_clip_of(terms, row_options.backend)
-    # In fp16 a loss scale decides what is representable, and only the backward knows it.
+    # the range of fp16 gradients depends on the loss scale, which only the backward has
     late = with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
     learns = torch.is_grad_enabled() and rows.requires_grad
     known = learns and not late and coefficients_depend_on(objective, terms) == "nothing"
@@ -375,7 +378,7 @@ def _normalize_logits(
     of_sequences = ratio_clip.level == "sequence" and ratio_clip.divisor != "prompts" and given_logprobs
     alone = centering is None and not (with_entropy or known or row_options.shard.group)
     in_one_launch, weights = of_sequences and alone, terms.rollout_weights
-    # that launch reads the mask along with the labels, unless weights have to be averaged before
+    # the kernel reads the mask along with the labels, unless weights have to be averaged before
     merges_mask = not in_one_launch or (weights is not None and weights.ndim == 2)
     if merges_mask:
         row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
@@ -386,38 +389,38 @@ def _normalize_logits(
     return rows, row_labels, terms, plan, centered
 
 
-def _of_scored_rows(
-    scored: tuple[Tensor, Tensor | None],
+def _loss_from_logprobs(
+    outputs: tuple[Tensor, Tensor | None],
     with_entropy: bool,
     terms: Terms,
     backend: str,
     ratio_clip: RatioClip,
 ) -> LossOutput:
     """Return the loss of log-probs and, if it was computed, their entropy."""
-    logprobs, entropy = scored[0], scored[1] if with_entropy else None
+    logprobs, entropy = outputs[0], outputs[1] if with_entropy else None
     loss, metrics = applied(PolicyLossFunction)(logprobs, entropy, terms, backend, ratio_clip)
     return output_of(loss, metrics, logprobs, entropy, terms)
 
 
-def _of_selected_rows(
-    scored: tuple[Tensor, Tensor],
+def _loss_with_centering(
+    selected: tuple[Tensor, Tensor],
     entropy: Tensor | None,
     centering: CenteringRows,
     terms: Terms,
     backend: str,
     ratio_clip: RatioClip,
 ) -> LossOutput:
-    """Return the loss of log-probs of labels and of the ids to centre."""
-    labels = (scored[0][..., 0], entropy)
-    out = _of_scored_rows(labels, entropy is not None, terms, backend, ratio_clip)
-    centred = centering_loss(scored, centering, terms.objective, terms.cp_group)
-    return out._replace(loss=out.loss + centred.to(out.loss.dtype))
+    """Return the loss of log-probs of labels, with score centering."""
+    labels = (selected[0][..., 0], entropy)
+    out = _loss_from_logprobs(labels, entropy is not None, terms, backend, ratio_clip)
+    centering_term = centering_loss(selected, centering, terms.objective, terms.cp_group)
+    return out._replace(loss=out.loss + centering_term.to(out.loss.dtype))
 
 
 def _with_known_coefficients(
     rows: Tensor, labels: Tensor, terms: Terms, options: RowOptions, ratio_clip: RatioClip
 ) -> LossOutput:
-    """Return a loss whose coefficients are known: one pass takes log-probs and writes the gradient."""
+    """Return a loss with known coefficients, with log-probs and gradient in one pass."""
     zeros, known = without_logprobs(labels, terms)
     known_clip = ratio_clip_of(known, options.backend)
     coefficients = policy_step(zeros, None, known, options.backend, known_clip, False).grad_logprobs
@@ -465,7 +468,7 @@ def fused_linear_policy_loss(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> LossOutput:
-    """Policy loss from hidden states and the lm_head's weight: the logits never exist as a whole.
+    """Policy loss from hidden states and the lm_head's weight, without materializing the logits.
 
     Equivalent to ``fused_policy_loss(hidden @ weight.T + bias, labels, ...)`` with the product in fp32.
 
@@ -474,15 +477,14 @@ def fused_linear_policy_loss(
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         bias: [V] or None.
         labels, old_logprobs, advantages, objective: as in ``fused_policy_loss``.
-        all terms from loss_mask to normalizer, temperature, kept_mask, return_entropy: as there, too.
+        all terms from loss_mask to normalizer, temperature, kept_mask, return_entropy: as there.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``.
-        memory: "auto", or "least" for the schedule and chunks that need the least memory; see
+        memory: "auto", or "least" for the schedule and chunks of least memory; see ``explain_schedule``.
+        schedule: the split of the batch into chunks and matmuls, which does not change the result; see
             ``explain_schedule``.
-        schedule: how the batch is cut into chunks and products; all schedules give the same result. See
-            ``explain_schedule``.
-        skip_inactive: which rows without gradient stay out of products; see ``explain_schedule``.
-        centering: as in ``fused_policy_loss``; served by the schedules "known" ("auto") and, without
+        skip_inactive: the rows without gradient that matmuls skip; see ``explain_schedule``.
+        centering: as in ``fused_policy_loss``; supported by the schedules "known" ("auto") and, without
             the entropy, "two_pass".
         parallel: see ``Parallel``.
 
@@ -491,7 +493,7 @@ def fused_linear_policy_loss(
 
     Raises:
         TypeError, ValueError: a wrong argument, or a schedule that is not exact, named in the message.
-        RuntimeError: the backend can't serve the tensors' device.
+        RuntimeError: the backend doesn't support the tensors' device.
     """
     passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
@@ -514,13 +516,13 @@ def fused_linear_policy_loss(
         centered = centered.weighted(operands.labels, terms, operands.options, len(operands.weight))
     if decisions.schedule == "two_pass" and centered is not None:
         selected = LinearSelectedLogprobsFunction.apply(*operands, centered.ids, False)
-        return _of_selected_rows(selected, None, centered, terms, decisions.backend, decisions.ratio_clip)
-    # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
+        return _loss_with_centering(selected, None, centered, terms, decisions.backend, decisions.ratio_clip)
+    # batch-invariant schedules multiply by the upstream gradient in the same operation
     if decisions.schedule == "two_pass" and not (
         operands.chunking.batch_invariant and any(decisions.requires_grad)
     ):
-        scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, decisions.skips)
-        return _of_scored_rows(scored, with_entropy, terms, decisions.backend, decisions.ratio_clip)
+        outputs = LinearTokenLogprobsFunction.apply(*operands, with_entropy, decisions.skips)
+        return _loss_from_logprobs(outputs, with_entropy, terms, decisions.backend, decisions.ratio_clip)
     if (small := small_loss(operands, terms, decisions)) is not None:
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
@@ -564,30 +566,29 @@ def explain_schedule(
 ) -> SchedulePlan:
     """Return the plan of a ``fused_linear_policy_loss`` call with these arguments, without running the call.
 
-    Print the plan to read it: the schedule and the reason for it, matrix products, memory. Arguments of the
-    loss that can't change the plan are not taken here. The plan depends on which inputs need a gradient, so
-    call this function in the grad mode of the loss. Sequence lengths are read from the device.
+    The plan prints the schedule, the reason for it, the number of matmuls and the memory. Arguments of the
+    loss that don't affect the plan are not accepted. The plan depends on which inputs require a gradient;
+    call this in the grad mode of the loss. This syncs with the device to read sequence lengths.
 
     Args:
-        memory: "auto", or "least": "frozen" if that is exact, otherwise "two_pass", with at most 256 MiB of
-            logits at a time. Not along with ``schedule`` or ``max_chunk_bytes``, which set the same in
-            numbers.
-        schedule: how the batch is cut into chunks and products. All schedules give the same result; one that
-            would not is refused with the reason. "auto" takes the first that is exact for the call: "known"
-            if a token's coefficient is known beforehand or depends on that token alone, "frozen" if the
-            lm_head has no gradient, "aligned" for sequences (or groups) that fit in a chunk, "deferred" for
-            longer ones (from 2,048 tokens on a GPU, 192 on a CPU), otherwise "two_pass". All but "two_pass"
-            compute the gradient along with the loss; "auto" does, too, but on the CPU it keeps logits of up
-            to 1 MiB until the backward instead.
-        skip_inactive: "backward": rows without gradient enter no gradient product if the schedule knows them
-            in time ("deferred" and "frozen" know only those with zero advantage). "all": sequences whose
-            gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
-            at all; their log-probs are NaN, and metrics cover the other sequences. "none": nothing is
-            skipped, and nothing is read from the device, except that "aligned", "deferred" and "frozen",
-            chosen by name, read the lengths of packed sequences whose offsets aren't on the CPU.
+        memory: "auto", or "least" for "frozen" if that is exact, otherwise "two_pass", with at most 256 MiB
+            of logits at a time. Not supported with ``schedule`` or ``max_chunk_bytes``.
+        schedule: the split of the batch into chunks and matmuls, which does not change the result; schedules
+            that are not exact for the call raise an error. "auto" selects the first exact one: "known" if a
+            token's coefficient is known beforehand or depends on that token only, "frozen" if the lm_head has
+            no gradient, "aligned" for sequences (or groups) that fit in a chunk, "deferred" for longer ones
+            (from 2,048 tokens on a GPU, 192 on a CPU), otherwise "two_pass". All but "two_pass" compute the
+            gradient along with the loss. On the CPU "auto" keeps logits of up to 1 MiB for the backward
+            instead.
+        skip_inactive: "backward": gradient matmuls skip rows without gradient that the schedule knows in time
+            ("deferred" and "frozen": those with zero advantage). "all": all matmuls skip sequences whose
+            gradient is known to be zero (zero advantage, no KL or entropy term); their log-probs are NaN, and
+            metrics cover the other sequences. "none": skip nothing and do not sync with the device, except
+            that "aligned", "deferred" and "frozen", passed by name, read the lengths of packed sequences
+            whose offsets aren't on the CPU.
 
     Raises:
-        TypeError, ValueError: as the loss itself.
+        TypeError, ValueError: as the loss.
     """
     passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
@@ -620,15 +621,15 @@ def _normalize_linear(
     skip_inactive: str,
     centering: ScoreCentering | None,
 ) -> tuple[LinearOperands, Terms, Decisions, str, CenteringRows | None]:
-    """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule; the
-    last outputs are the reason for the choice, and what is centred.
+    """Check the arguments of a loss over hidden states, convert them to rows, and choose the schedule; the
+    last outputs are the reason for the choice, and the rows of score centering.
     """
     key = signature(
         function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
         (*options, *products, return_entropy, schedule, skip_inactive),
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled() or centering is not None:
-        key = None  # inputs are cast; a signature has no ids
+        key = None  # not cached: inputs are cast, or there are ids
     base = None
     decided = recall(key)
     if decided is not None:
@@ -651,12 +652,12 @@ def _normalize_linear(
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     row_labels, terms = merge_mask(row_labels, terms, options.ignore_index)
     if skip_inactive == "all":
-        row_labels, terms = leave_out_inactive(row_labels, terms, options.ignore_index)
+        row_labels, terms = skip_inactive_sequences(row_labels, terms, options.ignore_index)
     centered = None
     if centering is not None:
         centered = normalize_centering(centering, row_labels, terms, objective, row_options, len(weight))
     known = chunking
-    if not labels.is_cpu and skip_inactive != "all":  # which skips tokens that a mask counts
+    if not labels.is_cpu and skip_inactive != "all":  # "all" skips tokens of the mask
         head = weight if base is None else base
         known = from_host(chunking, passed.loss_mask, passed.cu_seqlens, labels, head, parallel)
     if decided is None:
@@ -677,9 +678,7 @@ def _normalize_linear(
         lengths_known = decisions.skips or not packed or not hidden.is_cuda or known.lengths is not None
         name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
         if name == "two_pass" and centered is not None and with_entropy:
-            raise ValueError(
-                "return_entropy: got True, expected False: with centering two_pass computes no entropy"
-            )
+            raise ValueError("return_entropy: got True, expected False with centering and two_pass")
         if name == "two_pass" and any(needs) and not chunking.max_chunk_bytes:
             chunking, known = (each._replace(max_chunk_bytes=LEAST_BYTES) for each in (chunking, known))
         defers = 0 if "deferred" in reasons else SUM_ROWS["cpu" if hidden.is_cpu else "cuda"]

@@ -1,7 +1,7 @@
-"""Corrections for rollouts from another policy than that of ``old_logprobs``, and sampling masks.
+"""Corrections for rollouts from a different policy than that of ``old_logprobs``, and sampling masks.
 
-A sampling mask says which tokens a sampler could have drawn, as bits: made of ids, or rebuilt from logits by
-the rules of top-k, top-p and min-p.
+A sampling mask is a bitmask of the tokens that a sampler could have drawn, from ids, or from logits by the
+rules of top-k, top-p and min-p.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.logit_options import check_scores, tokens_of
+from gspo_kernels.arguments.logit_options import check_labels_match, zero_labels
 from gspo_kernels.arguments.values import check_cu_seqlens, check_ids, check_mask, checked_rows
 from gspo_kernels.core import bits, checks
 from gspo_kernels.core.exact import exact, exact_dtype
@@ -36,53 +36,48 @@ def rollout_weights(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """Importance weights pi_old / mu, or 0/1 weights that reject, for the ``rollout_weights`` of the losses.
+    """Importance weights pi_old / mu, or 0/1 rejection weights, for the ``rollout_weights`` of the losses.
 
     Let ``l_t = old_t - rollout_t`` and ``r_t = exp(l_t)``. A sequence's ratio is ``exp(mean_t l_t)``, the
     geometric mean of its tokens' ratios (``reduce="mean"``), or ``exp(sum_t l_t)``, its likelihood ratio
-    ("sum"). The mean does not depend on the length, and GSPO's own ratio is such a mean. Importance sampling
-    asks for the sum, but that ratio falls to 0 with the length for any mismatch: at thousands of tokens
-    it weakens whole batches (docs/off_policy.md). Trainers disagree about it. The modes, by the names in use:
+    ("sum"). The mean does not depend on the length, like GSPO's ratio. The sum is that of importance
+    sampling, but decreases to 0 with the length for any mismatch (docs/off_policy.md). Trainers differ. The
+    modes are:
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. Known as TIS.
-    - "mask": the same ratio where it is in [low, high], else 0. Known as MIS, with a sequence's sum as
-      Seq-MIS.
-    - "icepop": "mask" for tokens, bounded on both sides. This is IcePop of Ring-1T's report (arXiv
-      2510.18855), known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
-    - "sequence_mask": every token's own ratio, but 0 for all tokens of a sequence whose ratio is outside
-      [low, high]. This is sequence-masked importance sampling, "seq-mask-tis" in NeMo-RL and OpenRLHF, which
-      take the mean.
-    - "k1", "k2", "k3": a rejection instead of a ratio, 1 where an estimate of KL(mu, pi_old) is in
-      [low, high] and 0 elsewhere: ``k1 = -l``, ``k2 = l^2 / 2``, ``k3 = r - 1 - l``. The estimate is that of
-      a token, or of a sequence: the mean, the sum or the largest over its tokens. verl calls this
-      ``rollout_rs``: its "token_k3" is ``mode="k3"``, its "seq_max_k2" is ``level="sequence", reduce="max",
-      mode="k2"``. The bounds of k1 are in nats: verl's "a_b" is ``low=log(a), high=log(b)``. verl clamps l to
-      +-20, this function does not. The mean of a sequence's k1 is minus the log of its geometric mean:
-      Geo-Mask between a and b is ``low=-log(b), high=-log(a)``. The largest k1 is that of the token with the
-      smallest ratio: slime's veto at c is ``high=-log(c)``.
+    - "mask": the same ratio if it is in [low, high], else 0. Known as MIS, with a sequence's sum as Seq-MIS.
+    - "icepop": "mask" for tokens, with both bounds. This is IcePop of Ring-1T's report (arXiv 2510.18855),
+      known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
+    - "sequence_mask": the ratio of each token, but 0 for sequences whose ratio is outside [low, high]. This
+    is
+      sequence-masked importance sampling, "seq-mask-tis" in NeMo-RL and OpenRLHF, which use the mean.
+    - "k1", "k2", "k3": rejection, 1 if an estimate of KL(mu, pi_old) is in [low, high], else 0: ``k1 = -l``,
+      ``k2 = l^2 / 2``, ``k3 = r - 1 - l``. The estimate is that of a token, or the mean, sum or maximum over
+      a sequence. In verl this is ``rollout_rs``: its "token_k3" is ``mode="k3"``, its "seq_max_k2" is
+      ``level="sequence", reduce="max", mode="k2"``. The bounds of k1 are in nats: verl's "a_b" is
+      ``low=log(a), high=log(b)``. verl clamps l to +-20, this function does not. The mean of a sequence's k1
+      is minus the log of its geometric mean: Geo-Mask between a and b is ``low=-log(b), high=-log(a)``. The
+      maximum of k1 is that of the smallest ratio: slime's veto at c is ``high=-log(c)``.
 
-    Weights multiply the policy term and leave divisors alone: tokens and sequences of weight 0 still count
-    there. verl and slime take rejected tokens out of the mask, and so out of the divisor:
-    ``without_rejected`` does that. To combine corrections, multiply them, such as a rejection and truncated
-    ratios.
+    Weights multiply the policy term only: tokens and sequences of weight 0 count in divisors. To remove them
+    from the mask and the divisor, as verl and slime do, use ``without_rejected``. Multiply weights to combine
+    corrections, such as rejection and truncated ratios.
 
     Args:
         old_logprobs: [B, T], or [N] with ``cu_seqlens``: log-probs by the trainer, nats.
         rollout_logprobs: the same shape: log-probs by the engine that sampled.
-        loss_mask: the same shape: tokens that count; None: all.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; like the mask
-            it may be on the CPU, regardless of the other tensors' device.
-        level: "token": one weight per token. "sequence": one per sequence. The modes "icepop" and
-            "sequence_mask" need "token".
-        reduce: how the tokens of a sequence become one number: "mean", "sum" or "max". Only for
+        loss_mask: the same shape: tokens that count; all by default.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences. Mask and offsets may be on the CPU.
+        level: "token" or "sequence", one weight for each. The modes "icepop" and "sequence_mask" need
+            "token".
+        reduce: reduction over the tokens of a sequence, "mean", "sum" or "max". Only for
             ``level="sequence"`` and ``mode="sequence_mask"``; "max" only for k1, k2 and k3.
         mode: see above.
-        low, high: bounds; None: no bound, or for "icepop" OpenRLHF's bounds, 0.5 and 5.0. At least one is
-            needed.
+        low, high: bounds, at least one of them. The defaults of "icepop" are OpenRLHF's, 0.5 and 5.0.
 
     Returns:
-        [B] or the shape of ``old_logprobs``, fp32 (fp64 for fp64 inputs), without gradient; 1.0 where nothing
-        is counted.
+        [B] or the shape of ``old_logprobs``, fp32 (fp64 for fp64 inputs), without gradient; 1.0 for tokens
+        and sequences that don't count.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -94,7 +89,7 @@ def rollout_weights(
     by_token, divergence = level == "token", mode in _DIVERGENCES
     # from log(mu / pi_old) of tokens that mu sampled: estimates of KL(mu, pi_old)
     weights = kl_penalty(-log_ratio, mode) if divergence else log_ratio.exp()
-    measured = weights  # what must be between the bounds
+    measured = weights  # compared with the bounds
     if not by_token or mode == "sequence_mask":
         if divergence:
             measured = _reduced(layout, measured, counted, reduce)
@@ -116,9 +111,9 @@ def rollout_weights(
 
 
 def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The mask without tokens of weight 0, so that rejected tokens leave every divisor.
+    """Remove tokens of weight 0 from a mask, and thereby from every divisor.
 
-    As a ``loss_mask`` the result takes these tokens out of KL terms and entropy bonuses, too. With the
+    As a ``loss_mask`` the result also removes these tokens from KL terms and entropy bonuses. With the
     original mask rejected tokens and sequences count as zeros, and the gradient is smaller by their share.
 
     Args:
@@ -145,18 +140,18 @@ def weight_metrics(
     loss_mask: Tensor,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Measure what weights do to a batch: how many samples it is still worth, how long its gradient still is.
+    """Return metrics of weights: their effective sample size and their effect on the norm of the gradient.
 
     The metrics cover the sequences with a counted token or, for weights per token, the counted tokens:
 
-    - "weights/mean", "weights/min", "weights/max": a mean of 1/17 weakens the batch 17-fold,
-    - "weights/zero": the share of weights that are 0, the rejected ones,
-    - "weights/ess": the effective sample size ``(sum w)^2 / (n sum w^2)`` as a share of n (Kish, as verl has
-      it); blind to a common factor, which the mean and the norm show,
+    - "weights/mean", "weights/min", "weights/max": a mean of 1/17 scales the gradient by 1/17,
+    - "weights/zero": the fraction of weights that are 0 (rejected),
+    - "weights/ess": the effective sample size ``(sum w)^2 / (n sum w^2)`` as a fraction of n (Kish, like
+      verl), which is invariant to a common factor,
     - "weights/gradient_norm": the norm of the policy gradient's coefficients ``w_t A_t / |y_i|`` (at a ratio
       of 1, in a mean over sequences) divided by their norm without weights; 1 if all advantages are 0.
 
-    ``GSPO`` takes the mean of a sequence's weights per token: pass that mean, [B], to measure its gradient.
+    ``GSPO`` averages weights per token over a sequence; pass that mean, [B], to measure its gradient.
 
     Args:
         weights: [B], or per token in the shape of ``loss_mask``, as ``rollout_weights`` returns them.
@@ -179,10 +174,10 @@ def weight_metrics(
         return torch.where(counted, _per_token(values, layout), 0.0)
 
     kept = weights[counts > 0] if weights.ndim == 1 else weights[counted]
-    kept = kept if kept.numel() else kept.new_ones(1)  # nothing is counted, and nothing changed
+    kept = kept if kept.numel() else kept.new_ones(1)  # nothing is counted
     squares = kept.square().sum()
     plain = tokens(advantages) / layout.expand(counts.clamp(min=1.0))
-    # torch.where, as multiplying by 0 is not enough: a weight without a bound may be inf
+    # an unbounded weight may be inf
     norm, weighted = plain.norm(), torch.where(plain != 0, tokens(weights) * plain, 0.0).norm()
     return {
         "weights/mean": kept.mean(),
@@ -205,28 +200,25 @@ def off_policy_mask(
     loss_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Weights that drop negative advantages of sequences far off policy: 0 where ``A < 0`` and
+    """Return weights that drop negative advantages of off-policy sequences: 0 if ``A < 0`` and
     ``mean_t(old_t - logp_t) > delta``, else 1. From DeepSeek-V3.2's report and TRL's code.
 
-    Pass the result as ``rollout_weights`` (times other weights, if there are any), not as ``loss_mask``: a
-    dropped sequence still counts in every divisor. The weights multiply the policy term only, so a KL term or
-    an entropy bonus still applies to dropped sequences. All policy losses take them. If you have logits or
-    hidden states, compute the current log-probs by ``token_logprobs`` or ``linear_token_logprobs`` without
-    gradient.
+    Pass the result as ``rollout_weights`` (multiplied by other weights), not as ``loss_mask``: dropped
+    sequences count in every divisor, and in a KL term or entropy bonus. From logits or hidden states, compute
+    the current log-probs by ``token_logprobs`` or ``linear_token_logprobs`` without gradient.
 
     Args:
         logprobs: [B, T], or [N] with ``cu_seqlens``: current log-probs, nats.
         old_logprobs: the same shape: log-probs under the policy that sampled.
-        advantages: [B], or per token in the shape of ``logprobs`` (packed with N == B: [B]): then tokens are
-            dropped one by one, by their own advantage and their sequence's mean.
-        delta: how far off policy a sequence may be, in nats per token.
-        loss_mask: the shape of ``logprobs``: tokens that count; None: all.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; like the mask
-            it may be on the CPU, regardless of the other tensors' device.
+        advantages: [B], or per token in the shape of ``logprobs`` (packed with N == B: [B]), to drop single
+            tokens by their advantage and their sequence's mean.
+        delta: bound of the mean log-ratio, in nats per token.
+        loss_mask: the shape of ``logprobs``: tokens that count; all by default.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences. Mask and offsets may be on the CPU.
 
     Returns:
-        The shape of ``advantages``, 0.0 or 1.0 in fp32 (fp64 for fp64 log-probs), without gradient; 1.0 where
-        nothing is counted.
+        The shape of ``advantages``, 0.0 or 1.0 in fp32 (fp64 for fp64 log-probs), without gradient; 1.0 for
+        tokens and sequences that don't count.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
@@ -256,7 +248,7 @@ def _validate_options(
     if level == "sequence" and mode in ("icepop", "sequence_mask"):
         raise ValueError(f"level: got 'sequence', expected 'token': mode={mode!r} has one weight per token")
     if level == "token" and mode != "sequence_mask" and reduce != "mean":
-        raise ValueError(f"reduce: got {reduce!r}, expected 'mean': level='token' reduces nothing")
+        raise ValueError(f"reduce: got {reduce!r}, expected 'mean' with level='token', which ignores it")
     if reduce == "max" and mode not in _DIVERGENCES:
         raise ValueError(
             f"reduce: got 'max' with mode={mode!r}, expected 'mean' or 'sum': 'max' is for 'k1', 'k2', 'k3'"
@@ -342,17 +334,17 @@ def _checked(
 
 
 def _per_token(values: Tensor, layout: Layout) -> Tensor:
-    """Return values, [B] or tokens in rows, as tokens in rows."""
+    """Expand values [B] to tokens in rows; return tokens in rows unchanged."""
     return layout.expand(values) if values.ndim == 1 else values
 
 
 ENGINES = ("transformers", "vllm")
 _CANDIDATES = 1024
-"""How many of the most likely tokens top-p reads first."""
+"""Number of most likely tokens that top-p reads first."""
 _GROWTH = 16
-"""Top-p reads this many times more tokens where the first ones do not reach its share."""
+"""Growth factor of that number if these do not reach ``top_p``."""
 _ELEMENTS = 2**24
-"""How many logits are looked at in one chunk of rows."""
+"""Logits per chunk of rows."""
 
 
 class _Rules(NamedTuple):
@@ -363,14 +355,14 @@ class _Rules(NamedTuple):
 
 
 class SamplingMask(NamedTuple):
-    """The tokens that a sampler could have drawn at each of C places."""
+    """The tokens that a sampler could have drawn at each of C positions."""
 
-    ids: Tensor  # int32 [S], the ids of the first place, then those of the second one, and so on
-    counts: Tensor  # [C] int64, number of ids at each place; 0: any id, as for tokens that a tool wrote
+    ids: Tensor  # int32 [S], the concatenated ids of all positions
+    counts: Tensor  # int64 [C], number of ids at each position; 0 means any id, as for tool output
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
-        """Return the mask of one list of ids for each place, as vLLM returns it."""
+        """Create from one list of ids per position, as returned by vLLM."""
         ids = [token for each in sets for token in each]
         counts = [len(each) for each in sets]
         return cls(
@@ -380,11 +372,11 @@ class SamplingMask(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """Put the places of several masks one after the other; at least one mask."""
+        """Concatenate one or more masks."""
         return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
     def to_lists(self) -> list[list[int]]:
-        """Return one list of ids for each place, as `of` takes it."""
+        """Return one list of ids per position, the inverse of `of`."""
         ids, ends = self.ids.tolist(), self.counts.cumsum(0).tolist()
         return [ids[end - count : end] for count, end in zip(self.counts.tolist(), ends, strict=True)]
 
@@ -393,26 +385,25 @@ class SamplingMask(NamedTuple):
         return SamplingMask(self.ids.to(device), self.counts.to(device))
 
     def bitmask(self, vocabulary: int) -> Tensor:
-        """Return the mask as the losses take it, as ``kept_mask``: int32 [C, ceil(V / 32)]."""
+        """Return the ``kept_mask`` of the losses, int32 [C, ceil(V / 32)]."""
         whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
         kept = bits.packed_rows(self.ids, self.counts, vocabulary)
         return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)
 
 
 def kept_mask(ids: Tensor, vocabulary_size: int) -> Tensor:
-    """The ids that a sampler could have drawn, as a bitmask to pass as ``kept_mask``.
+    """Convert the ids that a sampler could have drawn to a bitmask, to pass as ``kept_mask``.
 
     Args:
-        ids: [B, T, K] or [N, K], int64 or int32, in any order and any number of times; -1 or -100 where a
-            token has fewer than K.
-        vocabulary_size: V of the logits; where ranks share the vocabulary, that of all ranks together.
+        ids: [B, T, K] or [N, K], int64 or int32, unordered and possibly repeated, padded with -1 or -100.
+        vocabulary_size: V of the logits, of all ranks together if these share the vocabulary.
 
     Returns:
         int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
-            GSPO_KERNELS_VALIDATE=1, also an id outside of the vocabulary; unchecked, it is ignored.
+            GSPO_KERNELS_VALIDATE=1, also an id out of range; otherwise it is ignored.
     """
     checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None, checks.INTEGERS)
     if ids.ndim not in (2, 3):
@@ -434,41 +425,39 @@ def sampling_mask(
     labels: Tensor | None = None,
     engine: str = "transformers",
 ) -> Tensor:
-    """The ids that a sampler could have drawn from logits, as a bitmask to pass as ``kept_mask``.
+    """Compute a bitmask of the ids that a sampler could have drawn from logits, to pass as ``kept_mask``.
 
-    The rules are those of transformers' warpers and of vLLM's sampler, which divide logits by the temperature
-    first. Top-k keeps the k most likely ids and all that tie with the last of them. Top-p keeps an id if all
-    more likely ids together have less than ``top_p`` of the probability that top-k left, so it always keeps
-    the most likely id. Of ids that tie at the edge, engines keep some, by the order of their sort; this
-    function keeps all. Min-p keeps ids with at least ``min_p`` times the probability of the most likely id.
-    The engines differ in one thing: transformers applies min-p after top-k and top-p, vLLM before them, so
-    that its top-p is a share of what min-p and top-k left.
+    The rules are those of transformers' warpers and of vLLM's sampler, after division by the temperature.
+    Top-k keeps the k most likely ids and all ties of the last one. Top-p keeps an id if all more likely ids
+    together have less than ``top_p`` of the probability of top-k, including all ties, of which engines keep
+    some by the order of their sort. Min-p keeps ids with at least ``min_p`` times the probability of the most
+    likely id. transformers applies min-p after top-k and top-p, vLLM before them.
 
-    Sums are in fp64. An engine that rounds differently, or whose logits differ, may draw an id just beyond
-    the edge of a set: pass ``labels``, and each set holds the id that was drawn.
+    Sums are in fp64. An engine that rounds differently, or has different logits, may draw an id just outside
+    of a set; pass ``labels`` to include the drawn ids.
 
     Args:
-        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, before the temperature: the logits that were
-            sampled from, so those of the old policy.
+        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, before the temperature: those of the policy
+            that sampled.
         temperature: a positive number, or a tensor [B] ([N] for packed logits).
-        top_k: how many ids are kept; 0: all.
-        top_p: the share of probability that is kept, in (0, 1]; 1: all.
-        min_p: the least probability, relative to the most likely id's, in [0, 1); 0: none.
-        labels: [B, T] or [N], int64 or int32, or None: ids that are always kept; -100 where
-            no id was drawn. Logits of rows with label -100 may hold anything.
+        top_k: the number of ids to keep, or 0 for all.
+        top_p: the fraction of probability to keep, in (0, 1].
+        min_p: minimum probability relative to that of the most likely id, in [0, 1).
+        labels: [B, T] or [N], int64 or int32, or None: ids that are always kept, or -100 for rows that were
+            not sampled and are ignored.
         engine: "transformers" or "vllm".
 
     Returns:
-        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v. A row without
-        a softmax (NaN or +inf among its logits) keeps all ids.
+        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 is for id v. A row with
+        NaN or +inf keeps all ids.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
-            GSPO_KERNELS_VALIDATE=1, also a label outside of the vocabulary, and a row without a softmax
-            unless its label is -100.
+            GSPO_KERNELS_VALIDATE=1, also a label out of range, and a row with NaN or +inf unless its label is
+            -100.
     """
-    tokens = tokens_of("logits", logits, "V")
-    check_scores("logits", logits, tokens if labels is None else labels, "V")
+    tokens = zero_labels("logits", logits, "V")
+    check_labels_match("logits", logits, tokens if labels is None else labels, "V")
     shape, vocabulary = tokens.shape, logits.shape[-1]
     checks.choice("engine", engine, ENGINES)
     if checks.integer("top_k", top_k) < 0:
@@ -524,13 +513,13 @@ def _check_defined(defined: Tensor, drawn: Tensor | None, start: int, shape: tor
         place = start + int(wrong.nonzero()[0])
         position = [place] if len(shape) == 1 else list(divmod(place, shape[1]))
         raise ValueError(
-            f"logits: got NaN or +inf at position {position}, from which no sampler draws; expected numbers "
-            f"or -inf (rows whose label is {bits.NO_ID} may hold anything)"
+            f"logits: got NaN or +inf at position {position}, expected numbers or -inf (except in rows whose "
+            f"label is {bits.NO_ID})"
         )
 
 
 def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
-    """Return the least kept logit of each row, [n, 1], of logits [n, V]."""
+    """Return the smallest kept logit of each row of logits [n, V], [n, 1]."""
     highest = z.amax(-1, keepdim=True)
     least_by_min_p = highest + rules.log_min_p
     bound = least_by_min_p if rules.min_p_first else torch.full_like(highest, -math.inf)
@@ -542,16 +531,16 @@ def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
 
 
 def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) -> Tensor:
-    """Return the least logit that top-p keeps among those that are at least ``bound``, [n, 1]."""
+    """Return the smallest logit that top-p keeps among those of at least ``bound``, [n, 1]."""
     left = exact(torch.where(z >= bound, (z - highest).exp(), 0.0)).sum(-1, keepdim=True)
     V, mass = z.shape[-1], rules.top_p * left
     count = rules.top_k or min(_CANDIDATES, V)
     lowest, decided = _last_within(z.topk(count, sorted=True).values, highest, mass)
-    # with top-k, logits beyond the first k are below the bound or tie with the last of the k
+    # with top-k, logits after the first k are below the bound or ties of the k-th
     while not rules.top_k and count < V and not bool(decided.all()):
         count = _GROWTH * count if 4 * _GROWTH * count <= V else V
         rows = (~decided).nonzero().squeeze(1)
-        if count == V:  # a sort is faster than a topk of everything
+        if count == V:  # sort is faster than topk for all
             likeliest = z[rows].sort(descending=True).values
         else:
             likeliest = z[rows].topk(count, sorted=True).values
@@ -560,8 +549,8 @@ def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) ->
 
 
 def _last_within(descending: Tensor, highest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last of the descending logits before which there is less than ``mass``, [n, 1]; and whether
-    other logits follow it here, [n]: then no more logits need to be looked at.
+    """Return the last of the descending logits before which there is less than ``mass``, [n, 1], and whether
+    it is followed by other logits, [n]; then no more logits need to be read.
     """
     weights = exact(descending - highest).exp()
     inside = weights.cumsum(-1) - weights < mass

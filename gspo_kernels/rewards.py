@@ -1,4 +1,4 @@
-r"""Ready-made reward functions, in the form that the bundled trainer and TRL's trainers call them.
+r"""Ready-made reward functions for the bundled trainer and TRL's trainers.
 
 Each is a plain function of lists with one entry per completion and returns one reward per completion. Options
 are keyword arguments: bind them with `functools.partial` or, where a configuration names the function, write
@@ -34,12 +34,12 @@ def exact_match(
     ignore_case: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 where the completion equals the answer, ignoring white space at both ends, otherwise 0.
+    """Return 1 if the completion equals the answer, ignoring white space at both ends, otherwise 0.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
-        column: the column that holds the answer; where it is None, the reward is None: it does not apply.
-        ignore_case: compare without regard to case.
+        column: the column of answers; the reward is None (not applicable) if the answer is.
+        ignore_case: ignore case.
     """
     _refuse_columns(column=column, ignore_case=ignore_case)
 
@@ -61,12 +61,12 @@ def regex_format(
     pattern: str,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 where the whole completion matches a regular expression, otherwise 0.
+    """Return 1 if the whole completion matches a regular expression, otherwise 0.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion; only completions are used.
         pattern: a regular expression for `re.fullmatch`; ``.`` also matches the end of a line. Nested
-            repetitions (``(a+)+``) can take forever on a text that a model makes up.
+            repetitions (``(a+)+``) can take forever on generated text.
     """
     _refuse_columns(pattern=pattern)
     compiled = re.compile(pattern, re.DOTALL)
@@ -81,14 +81,14 @@ def last_number(
     column: str = "answer",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 where the last number of the completion equals the last number of the answer, otherwise 0.
+    """Return 1 if the last number of the completion equals the last number of the answer, otherwise 0.
 
-    An answer of GSM8K, ``"48 / 2 = 24 [...] #### 1,072"``, has the number 1072. Numbers are decimal, with or
-    without commas between thousands; "72." and "72.0" are 72. A minus counts where no word ends before it.
+    The number of GSM8K's answer ``"48 / 2 = 24 [...] #### 1,072"`` is 1072. Numbers are decimal, with or
+    without commas between thousands; "72." and "72.0" are 72. A minus directly after a word is a hyphen.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
-        column: the column that holds the answer; where it has no number, the reward does not apply.
+        column: the column of answers; the reward is None (not applicable) for an answer without a number.
     """
     _refuse_columns(column=column)
     answers = [None if answer is None else _last_number(str(answer)) for answer in _column(columns, column)]
@@ -112,17 +112,16 @@ def math_answer(
     seconds: int = 5,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    r"""Return 1 where math-verify finds the completion's final answer equal to the right answer, otherwise 0.
+    r"""Return 1 if math-verify finds the completion's final answer equal to the correct answer, otherwise 0.
 
-    The final answer is what math-verify extracts: ``\boxed{}`` first, then LaTeX in ``$``, then the last
-    expression. Some expressions of models never finish (9^9^9^9). math-verify interrupts them by a signal,
-    which needs a main thread, so it runs in a separate process. A process that a signal does not interrupt is
-    killed; the next completion starts a new one.
+    math-verify extracts the final answer: ``\boxed{}`` first, then LaTeX in ``$``, then the last expression.
+    It runs in a separate process, as it interrupts expressions that never finish (9^9^9^9) by a signal, which
+    needs a main thread. A process that is not interrupted is killed and restarted.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
-        column: the column of the right answers, LaTeX or numbers, alone or after GSM8K's "####"; the reward
-            does not apply where the answer is None or math-verify cannot read it.
+        column: the column of correct answers, LaTeX or numbers, alone or after GSM8K's "####"; the reward is
+            None (not applicable) if the answer is None or math-verify cannot parse it.
         seconds: time limit of parsing and of comparing; a completion that exceeds it gets 0.
 
     Raises:
@@ -144,7 +143,7 @@ def math_answer(
 
 
 class _Verifier:
-    """The process that compares answers: one line of JSON for a question, one for its reward."""
+    """The process that compares answers, with one line of JSON per question and per reward."""
 
     def __init__(self) -> None:
         self.process: Any = None
@@ -154,7 +153,7 @@ class _Verifier:
         """Return the reward; if the process does not answer in time, kill it and return 0."""
         with self.lock:
             if self.process is None or self.process.poll() is not None or self.owner != os.getpid():
-                self._start()  # a forked process starts its own
+                self._start()  # a forked process starts a new one
             self.process.stdin.write(json.dumps([completion, answer, seconds]).encode() + b"\n")
             # Two texts are parsed and their values compared, each within its seconds.
             reward: float | None = self._answer(4 * seconds)
@@ -186,7 +185,7 @@ def _verify() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # math-verify warns of every completion that exceeds the limit, and of missing limits
+    # math-verify warns about each timeout and about missing time limits
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first call reads math-verify's grammars, outside the time limit of completions.
     verify(
@@ -209,12 +208,10 @@ def _text(completion: Completion) -> str:
 
 
 def _refuse_columns(**options: object) -> None:
-    """Raise a `ValueError` for an option that a dataset's column of the same name has replaced."""
+    """Raise a `ValueError` for an option that is shadowed by a dataset column of the same name."""
     for name, value in options.items():
         if isinstance(value, list | tuple):
-            raise ValueError(
-                f"{name} is an option, and the dataset has a column of that name: rename the column"
-            )
+            raise ValueError(f"{name}: is both an option and a column of the dataset; rename the column")
 
 
 def _column(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:

@@ -316,7 +316,7 @@ def for_objective(case: Case, objective: gk.objectives.base.Objective) -> Case:
 def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
     """Return a packed case as [B, T], ``padding`` columns wider than its longest sequence.
 
-    Padding is left out by ``loss_mask``, or by ``ignore_index`` labels with ``masked=False``.
+    Padding is masked by ``loss_mask``, or by ``ignore_index`` labels with ``masked=False``.
     """
     ends = case.cu_seqlens.tolist()
     longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
@@ -340,7 +340,7 @@ def pad(case: Case, padding: int, *, masked: bool = True) -> Case:
 
 def strided(value: Tensor, kind: str) -> Tensor:
     """Copy the values into another order of memory ("reversed axes"), between other values ("gaps"), or to an
-    address that is no multiple of 16 ("off by three"). Any other ``kind`` returns them as they are.
+    address that is not a multiple of 16 ("off by three"). Any other ``kind`` returns them unchanged.
     """
     if kind == "reversed axes":
         axes = tuple(reversed(range(value.ndim)))

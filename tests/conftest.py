@@ -104,7 +104,7 @@ NOT_QUICK = [
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Do not even import what ``-m quick`` leaves out."""
+    """Do not import files that ``-m quick`` deselects."""
     left_out = config.option.markexpr == "quick" and collection_path in NOT_QUICK
     return True if left_out else None
 

@@ -1,7 +1,6 @@
-"""A fake GPU: tensors say that they are on one, and what they would ask of it is recorded.
+"""A fake GPU: CPU tensors that report a CUDA device, to run the code paths of a GPU on any machine.
 
-So any machine takes the branches and calls the products of a GPU, and computes their results. Launches, waits
-of the host and the bytes alive at once are recorded. Times are not.
+It records kernel launches, matmuls, host-device syncs and live bytes, not times.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
 
 
 class FakeGpu:
-    """A context in which every tensor says that it is on the GPU, unless made without a device.
+    """A context in which every tensor reports a GPU, unless created without a device.
 
     Attributes:
         products: matrix products in order: operation and overload, and whether it adds to its own output.
         inexact: names of the products in which PyTorch may round operands or sums.
         kernels: launches of the package's kernels, by name.
         small: launches of anything else, by operation: at least one kernel each.
-        looks: operations that the host had to wait for, by name.
-        peak: the most bytes alive at once, of tensors made inside.
+        looks: operations that sync with the device, by name.
+        peak: peak bytes of tensors created inside.
     """
 
     def __init__(self, monkeypatch: Any):
@@ -183,7 +182,7 @@ class _Asked(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run ``Tensor.to`` without its device, and record the copy that it stands for."""
+        """Run ``Tensor.to`` without its device, and record the copy."""
         tensor, *rest = args
         devices = [x for x in (*rest, kwargs.pop("device", None)) if isinstance(x, torch.device | str)]
         rest = [x for x in rest if not isinstance(x, torch.device | str)]

@@ -1,7 +1,7 @@
 """The expected result of a call, and the check that a call returns it.
 
 The budget comes from the data. The error of plain PyTorch (the oracle in the kernel's dtype of statistics)
-against fp64 is measured over a few neighbours of the case. A kernel may have twice that (``accuracy``).
+against fp64 is measured over a few neighbors of the case. A kernel may have twice that (``accuracy``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64
     )
 
 
-def neighbour(case: Case, draw: int) -> Case:
+def neighbor(case: Case, draw: int) -> Case:
     """Return the case with inputs moved by up to a part in 128: as ill-conditioned, but with other roundings.
 
     Old and reference log-probs move along, so that every ratio and clip decision stays.
@@ -100,8 +100,8 @@ def true_logprobs(case: Case) -> Tensor:
 
 
 def _dtype_of(name: str, value: Tensor, case: Case) -> torch.dtype:
-    """Return in which dtype a result is rounded: a gradient from hidden states in theirs, as the rows of its
-    product are, beside an fp32 adapter too.
+    """Return the dtype of a result's rounding; that of hidden states for their gradients, even with an fp32
+    adapter.
     """
     from_hidden = name.startswith("grad ") and "hidden" in case.inputs
     return case.inputs["hidden"].dtype if from_hidden else value.dtype
@@ -116,7 +116,7 @@ def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
     # Nothing finer than fp64 is at hand: its errors are fp32's, scaled, plus half as much for the truth's own
     scale = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
     for draw in range(_DRAWS):
-        there = neighbour(case, draw)
+        there = neighbor(case, draw)
         if in_double:
             old = None if there.old_logprobs is None else there.old_logprobs.float()
             inputs = {name: value.float() for name, value in there.inputs.items()}

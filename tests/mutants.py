@@ -1,4 +1,4 @@
-"""Plants faults in the package, one at a time, and says which of them the tests find. Run by hand.
+"""Plant faults in the package, one at a time, and report which of them the tests find. Run by hand.
 
     python -m tests.mutants --out before.jsonl                        # draws 200, in a copy of the tree
     python -m tests.mutants --again before.jsonl --out after.jsonl    # the same ones, in another commit

@@ -1,8 +1,8 @@
-"""The reference for every loss, written the obvious way: loops over sequences and tokens, plain autograd.
+"""The reference for every loss: loops over sequences and tokens, plain autograd.
 
-The oracle knows nothing of the package. An objective is any object with the option names of the formula
-sheet, told apart by its class's name. The oracle computes in the dtype of its scores. In fp64 it is the
-reference, in fp32 it is plain PyTorch, of whose error the kernels may have twice as much.
+The oracle does not use the package. An objective is any object with the option names of the formula sheet,
+identified by its class name. It computes in the dtype of its inputs. fp64 is the reference, fp32 is plain
+PyTorch; the kernels' error may be twice that of the latter.
 """
 
 import math

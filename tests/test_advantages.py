@@ -100,8 +100,8 @@ def test_estimators_with_a_baseline_of_the_group(size):
     assert_equal(gk.advantages.leave_one_out(first, **groups), by_groups(values, ids, others))
     got = gk.advantages.optimal_baseline(first, lengths, **groups)
     assert_equal(got, by_groups(values, ids, by_length))
-    centred = normalized_loop(values, ids, "none")
-    for expected, options in ((values, {}), (centred, groups)):
+    centered = normalized_loop(values, ids, "none")
+    for expected, options in ((values, {}), (centered, groups)):
         assert_equal(gk.advantages.reinforce_plus_plus(first, **options), whitened(expected))
         got = gk.advantages.reinforce_plus_plus(first, lengths=lengths, **options)
         assert_equal(got, whitened(expected, counts))
@@ -163,7 +163,7 @@ ESTIMATORS = {
     "by its group": lambda r, w, **g: group_normalized(r, **g),
     "by the batch": lambda r, w, **g: group_normalized(r, scale="batch", **g),
     "by its mean": lambda r, w, **g: group_normalized(r, scale="mean", **g),
-    "centred": lambda r, w, **g: group_normalized(r, scale="none", **g),
+    "centered": lambda r, w, **g: group_normalized(r, scale="none", **g),
     "leave_one_out": lambda r, w, **g: gk.advantages.leave_one_out(r, **g),
     "optimal_baseline": lambda r, w, **g: gk.advantages.optimal_baseline(r, w, **g),
     "gdpo": lambda r, w, **g: gdpo(r.unsqueeze(1), **g),

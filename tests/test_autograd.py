@@ -22,7 +22,7 @@ def test_gradcheck(name, backend):
 
 
 @pytest.mark.parametrize("name", INPLACE)
-def test_undefined_gradients_overwrite_no_logits(name, backend):
+def test_undefined_gradients_keep_logits(name, backend):
     _, leaves, found = prepare(INPLACE[name], backend)
     undefined = [torch._C._functions.UndefinedGrad()(value).sum() for value in found]
     assert torch.autograd.grad(undefined, leaves, allow_unused=True, retain_graph=True) == (None,)
@@ -59,7 +59,7 @@ def test_overwritten_logits_under_hooks(name, hooks):
 @pytest.mark.parametrize("name", CALLS | INPLACE)
 def test_second_derivatives_are_refused(name):
     _, leaves, found = prepare((CALLS | INPLACE)[name])
-    with pytest.raises(NotImplementedError, match=r"create_graph: is True, expected False"):
+    with pytest.raises(NotImplementedError, match=r"create_graph: got True, expected False"):
         torch.autograd.grad([value.sum() for value in found], leaves, create_graph=True)
 
 
@@ -95,7 +95,7 @@ def test_forward_and_backward_inside_inference_mode(name):
     assert all(torch.equal(one, other) for one, other in zip(values, function(*leaves), strict=True))
 
 
-def test_scores_from_inference_mode_are_not_copied():
+def test_inference_log_probs_are_not_copied():
     hidden, labels = inference(torch.randn(1, 512, 64)), torch.zeros(1, 512, dtype=torch.int64)
     weight = torch.randn(7, 64).requires_grad_()
     with torch.no_grad():

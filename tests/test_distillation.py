@@ -155,8 +155,8 @@ def test_equals_the_formulas(name, backend):
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["with the tail", "within"])
-def test_ids_that_an_engine_has_scored(tail, backend):
-    """Scored ids give the results of the teacher's own top k; missing and repeated ids change nothing."""
+def test_teacher_log_probs_of_ids(tail, backend):
+    """The teacher's ids and log-probs equal its top k; missing and repeated ids have no effect."""
     device = device_of(backend)
     for linear, beta in zip((tail, not tail, tail), BETAS, strict=True):
         problem = Problem(linear=linear)
@@ -173,7 +173,7 @@ def test_ids_that_an_engine_has_scored(tail, backend):
             torch.testing.assert_close(given[name], value, rtol=1e-4, atol=1e-6 * float(value.abs().max()))
 
 
-def test_a_sure_engine_leaves_a_little(backend):
+def test_rounded_teacher_log_probs_leave_a_tail(backend):
     """If an id's log-prob rounds to 0, a probability of 2^-24 is left for all other ids."""
     logits, ids = torch.randn(1, 2, 5, generator=generator(6)), torch.tensor([[[1], [3]]])
     scored = torch.tensor([[[0.0], [-1e-9]]])
@@ -188,7 +188,7 @@ def test_a_sure_engine_leaves_a_little(backend):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_ids_that_are_the_whole_vocabulary(beta, backend):
-    """No other id is left, whatever the rounded log-probs of all seem to leave."""
+    """There is no tail, even if rounded log-probs sum to less than 1."""
     device, rng = device_of(backend), generator(7)
     start, theirs = (2 * torch.randn(2, 4, 33, generator=rng) for _ in range(2))
     ids = torch.rand(2, 4, 33, generator=rng).argsort(-1)
@@ -285,7 +285,7 @@ def test_the_backward_may_overwrite_the_logits(backend):
 # --- how it is called
 
 
-def test_teachers_have_no_gradient_and_autocast_casts():
+def test_teachers_have_no_gradient_under_autocast():
     problem = Problem(linear=True)
     leaves = {name: value.requires_grad_() for name, value in (problem.inputs | problem.teacher).items()}
     with torch.autocast("cpu", torch.bfloat16):

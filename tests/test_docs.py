@@ -51,7 +51,7 @@ def run(page, replace=(), **given):
 # --- pages
 
 
-def test_the_readme_does_what_it_says(tmp_path):
+def test_the_readme(tmp_path):
     """The fused call and the plain code have the same loss and gradients; TRL takes our trainer."""
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl", reason="needs Python 3.11")
     tokenizer = make_tokenizer()

@@ -1,4 +1,4 @@
-"""Every entry point equals the fp64 oracle in values and gradients, whatever the backend."""
+"""Every entry point equals the fp64 oracle in values and gradients on all backends."""
 
 import itertools
 from dataclasses import replace

@@ -96,8 +96,8 @@ CENTERED = {"objective": gk.CISPO(), "centering": gk.ScoreCentering(IDS, torch.f
 def test_peak_memory_is_what_the_plan_says(
     gpu, small_chunks, dtype, schedule, rows, logits, of_weight, options
 ):
-    """The plan counts all memory but a few numbers per token. Rows p - onehot in 16 bits lie over their own
-    fp32 logits, whose memory is kept. Here these are 32 rows. The default chunk has 8, or all for a bf16
+    """The plan counts all memory but a few numbers per token. 16-bit rows p - onehot share the memory of
+    their fp32 logits, which is kept. Here these are 32 rows. The default chunk has 8, or all for a bf16
     dWeight that is then one product, without centering. At the peak there are ``logits`` rows of logits, and
     ``of_weight`` bytes for each element of the weight.
     """
@@ -120,7 +120,7 @@ def test_peak_memory_is_what_the_plan_says(
 @pytest.mark.parametrize("sizes", [(1.0, 2.0**-30), (2.0**-90, 2.0**20)])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
-    """The coefficients of two chunks lie many powers of two apart."""
+    """The coefficients of two chunks differ by many powers of two."""
     rng, n, width = generator(0), 8, 16
     weight = torch.zeros(V, width, dtype=dtype)
     exact, budget = torch.zeros(2, V, width, dtype=torch.float64)
@@ -229,7 +229,7 @@ ADVANTAGES = torch.tensor([1.0, -1.0, 0.0, 2.0])
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_prefetched_lengths_avoid_the_sync(gpu, layout):
-    """The loss and its gradients are those of a call that looks."""
+    """The loss and its gradients equal those of a call that syncs."""
     leaves, labels, old, advantages = problem(torch.bfloat16)
     advantages[1], terms = 0.0, {"loss_mask": HOLES.clone(), "objective": gk.GSPO(0.9, 0.9)}
     if layout == "packed":
@@ -350,7 +350,7 @@ def test_functions_take_a_mask_and_offsets_on_the_host(gpu, layout, dtype):
     assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
 
 
-def test_what_the_host_may_not_hold_is_refused(gpu, monkeypatch):
+def test_other_arguments_on_the_host_are_errors(gpu, monkeypatch):
     """Values of a mask and offsets are checked there. A graph would read the host's memory."""
     *_, old, advantages = problem(torch.float32)
     flat = (old.flatten() + 0.1, old.flatten(), ADVANTAGES)
@@ -373,7 +373,7 @@ STEP = Scale(16, 64, 16, 1)
 
 
 def launched(gpu, kind, values, **options):
-    """Return how often a step launches each kernel and operation; refuse copies and looks."""
+    """Return how often a step launches each kernel and operation; reject copies and syncs."""
     gpu.kernels.clear(), gpu.small.clear(), gpu.products.clear()
     with gpu:
         results = step(kind, values, **options)
@@ -407,7 +407,7 @@ ON_CHIP = [
 
 
 @pytest.mark.parametrize(("terms", "schedule", "skip", "rows", "forward"), ON_CHIP)
-def test_rows_stay_on_the_chip(gpu, monkeypatch, terms, schedule, skip, rows, forward):
+def test_rows_are_kept_on_chip(gpu, monkeypatch, terms, schedule, skip, rows, forward):
     """Log-probs alone are computed for rows whose gradient is known to be 0, or is not known yet."""
     for module in (head, pytorch):
         monkeypatch.setattr(module, "MIN_SYNC_WORK", 0.0)
@@ -446,12 +446,12 @@ def test_ratios_of_equal_weights_are_1(gpu):
     assert (known.logprobs.double() - old).mean(1).abs().max() <= 1e-6
 
 
-# --- looks at values, and products in a fixed order
+# --- value checks, and batch-invariant matmuls
 
 
 @pytest.mark.slow
 def test_batch_invariant_products_are_a_kernel_of_ours(gpu):
-    """No library multiplies, in either schedule. Chunks cut segments, and some rows are left out."""
+    """No library matmul in either schedule. Chunks split segments, and some rows are ignored."""
     shown = []
     for schedule, rows in (("aligned", 1000), ("two_pass", 90)):
         leaves, labels, old, advantages = problem(torch.bfloat16, length=17)

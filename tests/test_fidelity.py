@@ -22,7 +22,7 @@ def test_error_of_log_s(report):
         assert errors[NAIVE] > 1e-4 and errors["ours, 16-bit logits"] > 1e-4
 
 
-def test_no_clip_decision_differs(report):
+def test_clip_decisions_are_equal(report):
     sequences = sum(line["sequences"] for line in report["counted"])
     assert sequences > 0.99 * 3000 and report["left_out"] < 0.01 * sequences
     assert report["resolution"] <= 1e-6
@@ -34,7 +34,7 @@ def test_no_clip_decision_differs(report):
 
 
 @pytest.mark.parametrize("length", (5, 64))
-def test_the_measurement_sees_an_error_of_its_distance(length):
+def test_measured_errors_equal_planted_ones(length):
     rows = fidelity.pool(64, 50, 8)
     drawn = fidelity.draw(rows, 400, length, 1e-6, 1e-5, 3)
     assert 0.2 < drawn.clipped.double().mean() < 0.8

@@ -46,7 +46,7 @@ def test_losses_have_the_bits_of_the_package(kernel, backend):
     assert hasattr(getattr(torch.ops, kernel.__name__), "linear_policy")
 
 
-def test_nothing_of_it_needs_an_install(folder):
+def test_the_kernel_needs_no_install(folder):
     program = f"""
 import sys
 sys.modules["gspo_kernels"] = None  # an import of it fails
@@ -85,7 +85,7 @@ class Logprobs(nn.Module):
 
 
 @pytest.mark.parametrize(("bias", "compiled"), [(False, False), (True, True)])
-def test_layers_take_the_place_of_a_model_s_own(folder, bias, compiled):
+def test_layers_replace_those_of_a_model(folder, bias, compiled):
     torch.manual_seed(shifted_seed(2))
     first, second = OutputLogprobs(H, V, bias=bias), Logprobs()
     hidden, labels = torch.randn(2, 5, H), torch.randint(V, (2, 5))

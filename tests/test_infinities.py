@@ -1,7 +1,7 @@
 """Banned tokens, infinities and NaN do what docs/precision.md says, on every backend and in every entry.
 
 The tables are read from the page. Other tests judge how accurate finite values are; here each value must be
-recognisably the one that the page names.
+recognizably the one that the page names.
 """
 
 import math
@@ -63,7 +63,7 @@ OPTIONS = {torch.float32: {}, torch.bfloat16: {"temperature": 0.7, "logit_scale"
 
 
 def of_page(line, logits, options):
-    """Return what a line of the page says of a row of logits: log-prob, entropy and their gradients, in fp64.
+    """Return log-prob, entropy and their gradients of a row of logits on the page, in fp64.
     No operation has an infinite operand.
     """
     cells, slope = ROWS[line], options.get("logit_scale", 1.0) / options.get("temperature", 1.0)
@@ -131,7 +131,7 @@ def test_rows_of_logits(entry, vocabulary, dtype, backend):
             assert_is(got[0, i], want, dtype)
 
 
-def test_zeros_stay_zeros_with_an_infinite_upstream():
+def test_zeros_with_an_infinite_upstream_gradient():
     """They are the gradient at a banned token, and all gradients of a row whose label is certain."""
     rows = torch.tensor([[[1.0, -INF, 0.5], [0.0, -INF, -INF]]], requires_grad=True)
     logprobs = gk.token_logprobs(rows, torch.zeros(1, 2, dtype=torch.int64), backend="reference").logprobs

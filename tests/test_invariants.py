@@ -182,8 +182,8 @@ def test_inplace_backward(entry, terms, backend):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", [ROWS, LINEAR_ROWS, "selected_logprobs", "linear_selected_logprobs"])
-def test_masked_tokens_of_scores_are_left_out(name, packed, backend):
-    """Whatever is there. A second call of the same shapes, whose checks are remembered, gives the same."""
+def test_log_probs_of_masked_tokens(name, packed, backend):
+    """For any value there. A second call, with cached checks, returns the same."""
     rng, device = generator(0), device_of(backend)
     logits, hidden, weight = (torch.randn(*size, generator=rng) for size in ((2, 4, 9), (2, 4, 5), (9, 5)))
     inputs = {"hidden": hidden, "weight": weight} if "linear" in name else {"logits": logits}
@@ -269,7 +269,7 @@ def test_autocast_rounds_hidden_states_and_weight(entry, backend):
     ],
 )
 def test_fp16_with_a_loss_scale(entry, terms, options, backend):
-    """fp16 gradients stay exact even if coefficients lie far below the smallest number of fp16."""
+    """fp16 gradients are exact even if coefficients are far below the smallest number of fp16."""
     scale, case = 2.0**20, make_case(KIND[entry], "packed", terms, dtype=torch.float16, **SHORT)
     case = replace(case, terms={"normalizer": 1.0})
     leaves, output = forward(replace(case, terms={"normalizer": scale}), entry, gk.GSPO(), backend, **options)
@@ -350,7 +350,7 @@ def test_ratio_is_exactly_one_on_the_identical_path(entry, layout, name, backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logprobs_are_those_of_scoring(dtype):
+def test_loss_logprobs_equal_token_logprobs(dtype):
     """C++ only, bit for bit. It sums rows in blocks of 2,048 columns: one, two, or many, the last in part.
     The tokens are one sequence, so that all paths multiply the same rows.
     """

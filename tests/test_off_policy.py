@@ -167,7 +167,7 @@ def test_weight_metrics_equal_the_loop(layout, level):
     }
 
 
-def test_metrics_of_nothing_and_of_what_is_not_counted():
+def test_metrics_without_counted_tokens():
     zero = torch.zeros(2)
     for mask in (torch.zeros(2, 3), torch.ones(2, 3)):
         got = weight_metrics(torch.ones(2), zero, loss_mask=mask)

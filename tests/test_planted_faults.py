@@ -62,14 +62,14 @@ def test_gradients_of_16_bits_one_percent_off(name, dtype):
             assert_equals_oracle(replace(result, grads=result.grads | {name: wrong}), case, objective)
 
 
-def test_one_number_is_judged_with_what_chance_adds():
+def test_single_numbers_are_judged_with_chance():
     spread = Spread.of([torch.tensor(1e-6)], by_row=False)
     assert_as_exact("loss", [torch.tensor(5e-6)], spread, [torch.tensor(1.0)], EPS)
     with pytest.raises(AssertionError, match="norm"):
         assert_as_exact("loss", [torch.tensor(1e-5)], spread, [torch.tensor(1.0)], EPS)
 
 
-def test_honest_roundings_are_never_refused():
+def test_correct_roundings_pass():
     """A thousand judgements accept errors as large as plain PyTorch's, of eight numbers each."""
     for errors in torch.randn(1000, 9, 8, generator=generator(1), dtype=torch.float64):
         spread = Spread.of(list(errors[1:]), by_row=False)

@@ -36,7 +36,7 @@ def test_exact_match_and_regex_format():
         (regex_format, "pattern"),
     ):
         columns = {"answer": ["a"], option: ["x"]}
-        with pytest.raises(ValueError, match=f"{option} is an option, and the dataset has a column"):
+        with pytest.raises(ValueError, match=f"{option}: is both an option and a column"):
             function(NONE[:1], ["a"], NONE[:1], **columns)
     pattern = r"<think>.*</think>\s*\d+"
     completions = ["<think>a\nb</think> 3", "so: <think>a</think> 3", "<think></think>3.", "3"]
@@ -115,7 +115,7 @@ def test_math_answer_works_in_any_thread():
         assert of_thread.result().total.tolist() == [1.0, 0.0]
 
 
-def test_a_comparison_that_no_signal_stops(monkeypatch):
+def test_a_comparison_that_ignores_signals(monkeypatch):
     """The stopped process is killed, and a new one does later comparisons, also if the process has died."""
     pytest.importorskip("math_verify")
     assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"]) == [1.0]

@@ -59,7 +59,7 @@ def test_words_hold_the_bits_of_their_ids(vocabulary):
     assert torch.equal(torch.stack(every, 1), kept)
 
 
-def test_order_repeats_and_strides_make_no_difference(backend):
+def test_order_repeats_and_strides_do_not_matter(backend):
     logits, labels, ids = problem(backend)
     masks = [gk.kept_mask(each, V) for each in (ids, ids.flip(-1), torch.cat([ids, ids], -1).int())]
     masks.append(torch.stack([masks[0], ~masks[0]], -1)[..., 0])
@@ -74,7 +74,7 @@ def test_order_repeats_and_strides_make_no_difference(backend):
     [({}, math.inf), ({"softcap": 3.0, "logit_scale": -2.0, "temperature": 0.5}, 1.0)],
     ids=["an infinite gradient", "transformed"],
 )
-def test_cut_logits_are_inert_whatever_they_hold(options, factor, backend):
+def test_masked_logits_are_inert(options, factor, backend):
     logits, labels, ids = problem(backend)
     cut = ~columns(ids)
     options = options | {"kept_mask": gk.kept_mask(ids, V)}
@@ -106,7 +106,7 @@ def test_rows_of_gradient_products_are_inert_too(schedule, backend):
     assert all(grad.isfinite().all() and grad.any() for grad in grads[0])
 
 
-def test_sets_of_the_label_alone_and_of_everything(backend):
+def test_sets_of_only_the_label_and_of_all_ids(backend):
     logits, labels, _ = problem(backend)
     label_alone = gk.kept_mask(labels.unsqueeze(-1), V)
     assert not any(x.any() for x in results(logits, labels, backend, kept_mask=label_alone))
@@ -208,7 +208,7 @@ def test_padded_packed_and_temperatures_per_sequence(dtype):
     assert torch.equal(padded.flatten(0, 1), packed)
 
 
-def test_what_was_drawn_is_in_its_set():
+def test_drawn_ids_are_in_their_set():
     logits, labels, _ = problem()
     labels[0, 1] = -100
     mask = gk.sampling_mask(logits, top_k=1, labels=labels)
@@ -223,7 +223,7 @@ def test_what_was_drawn_is_in_its_set():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("rules", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
-def test_rows_without_a_softmax_are_refused(monkeypatch, rules, bad):
+def test_rows_without_a_softmax_are_errors(monkeypatch, rules, bad):
     logits = torch.randn(2, 3, 40)
     plain = gk.sampling_mask(logits, **rules)
     logits[1, 1, 7] = bad

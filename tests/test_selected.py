@@ -152,7 +152,7 @@ def test_the_tail_of_a_sure_token(gap, dtype, linear, backend):
 
 @by_set
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_what_has_no_softmax_is_nan_in_its_row_alone(K, within, backend):
+def test_nan_only_in_rows_without_a_softmax(K, within, backend):
     """That is a row (with ``normalize_within`` a set of ids) of -inf alone, or with NaN or +inf."""
     device, V = device_of(backend), 4
     part = K if within else V
@@ -195,7 +195,7 @@ def test_the_backward_may_overwrite_the_logits(backend):
     assert torch.equal(leaf.grad.cpu(), apart) and torch.equal(logits.detach().cpu(), apart)
 
 
-def test_ids_among_what_the_sampler_kept(backend):
+def test_ids_with_a_sampling_mask(backend):
     logits = torch.randn(2, 3, 613, generator=generator(1)).to(device_of(backend))
     mask, ids = gk.sampling_mask(logits, top_k=40), logits.topk(8).indices
     cut = logits < logits.topk(40).values[..., -1:]

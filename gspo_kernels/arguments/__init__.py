@@ -1,1 +1,1 @@
-"""What callers pass: terms, logit options, the head, and the cache of decisions that depend on them."""
+"""Validation and normalization of public arguments: terms, logit options, the head; cached decisions."""

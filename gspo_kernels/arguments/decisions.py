@@ -1,7 +1,6 @@
-"""What a call decides by its arguments' types, dtypes, devices and shapes alone: decided once, and kept.
+"""Cache of the decisions of a call that depend only on its arguments' types, dtypes, devices and shapes.
 
-A small loss takes less time than the checks of its arguments, and a training run passes the same ones at
-every step.
+Checking the arguments of a small loss takes longer than the loss.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ def signature(
     arguments: Iterable[Any],
     options: Iterable[Any] = (),
 ) -> Signature | None:
-    """Return everything that the checks and decisions of a call read, or None where they read more than this.
+    """Return the cache key of a call, or None if its checks depend on more than the key can hold.
 
-    The number of tokens is no part of it, because packed calls seldom have the same one twice. A size is
-    compared with it, which is all that checks do. Two kinds of sizes make it a part of the signature: one
-    that differs from it by 1, as B + 1 offsets of B tokens do, and one that is the number of sequences, too.
+    The key omits the number of tokens, which varies between packed calls, and records only which sizes equal
+    it. It is included if another size differs from it by 1, such as B + 1 offsets for B tokens, or if it
+    equals the number of sequences.
 
     Args:
         function: the public function's name.
-        tokens: labels or log-probs, whose last size is the number of tokens, of a sequence or of all.
-        objective: of the call, or None if the function has none.
-        parallel: of the call.
+        tokens: labels or log-probs, [..., T] or [N].
+        objective: the objective, or None if the function has none.
+        parallel: the ranks of the call.
         arguments: tensors, and numbers that may be tensors, in a fixed order.
-        options: all others, in a fixed order; a tensor among them has no signature.
+        options: all other arguments, in a fixed order; None is returned if one is a tensor.
     """
     if is_compiling() or validates() or type(parallel) is not Parallel or not parallel._is_default:
         return None
@@ -86,12 +85,12 @@ def signature(
 
 
 def recall(key: Signature | None) -> Any:
-    """Return what an earlier call with this signature decided, or None."""
+    """Return the cached decision for this key, or None."""
     return None if key is None else _DECISIONS.get(key)
 
 
 def keep(key: Signature | None, decision: Decision) -> Decision:
-    """Keep what a call with this signature decided, unless that is None; return it."""
+    """Cache a decision unless the key is None; return the decision."""
     if key is not None:
         if len(_DECISIONS) >= _MAX_DECISIONS:
             _DECISIONS.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gspo_kernels.arguments.lengths import lengths_on_host
-from gspo_kernels.arguments.logit_options import check_scores
+from gspo_kernels.arguments.logit_options import check_labels_match
 from gspo_kernels.backends import cpp
 from gspo_kernels.core import checks
 from gspo_kernels.core.layout import queued
@@ -24,17 +24,17 @@ MEMORY = ("auto", "least")
 
 
 class Chunking(NamedTuple):
-    """How a call over hidden states makes its logits.
+    """How a call over hidden states computes its logits.
 
     Attributes:
-        logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
-        max_chunk_bytes: the most bytes of logits at a time; 0: the default.
-        compact: skip masked rows in every product; counting the other rows is a host-device sync.
+        logits_dtype: "float32", or "input" to round 16-bit products to the inputs' dtype.
+        max_chunk_bytes: the most bytes of logits at a time; 0 selects the default.
+        compact: skip masked rows in every product, which needs a host-device sync to count the other rows.
         reduce_hidden_grad: sum dHidden over the ranks that share the vocabulary.
-        scattered: each of these ranks has the hidden states of some tokens.
-        batch_invariant: no result depends on what is computed along with it, see ``batch_invariance``.
-        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None: they are on the device.
-        where: int64 [n], the rows that get logits, if a mask on the CPU says so; see ``arguments.from_host``.
+        scattered: each of these ranks has the hidden states of some tokens (sequence parallelism).
+        batch_invariant: see ``core.batch_invariance``.
+        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None if only the device has them.
+        where: int64 [n], the rows to project, if the loss mask is on the CPU; see ``from_host``.
     """
 
     logits_dtype: str
@@ -49,10 +49,10 @@ class Chunking(NamedTuple):
 
 class LinearOperands(NamedTuple):
     """The arguments of every operator over hidden states: hidden [B, T, H] (packed: [1, N, H]), weight
-    [V, H], bias [V] or None, labels [B, T], and how logits are made. Scattered hidden has this rank's T.
+    [V, H], bias [V] or None, labels [B, T] and options. Scattered hidden has this rank's T.
 
-    With a low-rank adapter ``base`` is the frozen weight [V, H], and ``weight`` is the adapter's B [V, r].
-    Hidden states then have r more columns after the first H, and B multiplies these.
+    With a low-rank adapter ``base`` is the frozen weight [V, H], ``weight`` is the adapter's B [V, r], and
+    hidden states have r more columns, which B multiplies.
     """
 
     hidden: Tensor
@@ -64,7 +64,7 @@ class LinearOperands(NamedTuple):
     base: Tensor | None = None
 
     def with_count(self) -> LinearOperands:
-        """Return the operands with the number of rows that count: one sync serves forward and backward."""
+        """Return the operands with the number of active rows, to sync once for forward and backward."""
         chunking = self.chunking
         if not chunking.compact or chunking.lengths is not None or torch.compiler.is_compiling():
             return self
@@ -74,9 +74,7 @@ class LinearOperands(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """How hidden states become logits, as the caller passed it; ``batch_invariant`` is already a bool, see
-    ``or_current``.
-    """
+    """The head's options as the caller passed them; ``batch_invariant`` is resolved by ``or_current``."""
 
     logits_dtype: str = "float32"
     max_chunk_bytes: int | None = None
@@ -88,12 +86,12 @@ class HeadOptions(NamedTuple):
         checks.choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
         budget = self.max_chunk_bytes
         if budget is not None and checks.integer("max_chunk_bytes", budget) < 1:
-            raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1: a chunk is at least a row")
+            raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1")
         checks.choice("memory", self.memory, MEMORY)
         if self.memory == "least":
             if budget is not None:
                 raise ValueError(
-                    f"max_chunk_bytes: got {budget}, expected None with memory='least', which chooses"
+                    f"max_chunk_bytes: got {budget}, expected None with memory='least', which sets it"
                 )
             budget = LEAST_BYTES
         reduces, scattered = parallel.reduce_hidden_grad, parallel.sequence_parallel
@@ -101,7 +99,7 @@ class HeadOptions(NamedTuple):
             name = "sequence_parallel" if scattered else "reduce_hidden_grad"
             raise ValueError(f"{name}: got {scattered}, expected {not scattered} without a tp_group")
         invariant = checks.flag("batch_invariant", self.batch_invariant)
-        # segments consist of counted tokens, so masked tokens must have no part in products
+        # batch-invariant segments consist of counted tokens only
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
 
 
@@ -113,15 +111,14 @@ def from_host(
     head: Tensor,
     parallel: Parallel,
 ) -> Chunking:
-    """Return how logits are made where the caller has the mask, or the offsets, on the CPU, and the tokens on
-    another device: the host then knows lengths without a host-device sync.
+    """Take lengths from a mask or offsets on the CPU, to avoid a host-device sync for tokens on a GPU.
 
-    Which labels are ``ignore_index`` it doesn't know. Such rows get logits, but no gradient, if they are in
-    the mask; without a mask on the CPU they do where skipping them isn't worth a sync. A batch-invariant
-    call syncs, because its segments consist of counted tokens, and so does one whose ranks must agree.
+    Labels equal to ``ignore_index`` are not visible on the host. These rows are projected, without a
+    gradient, if they are in the mask, or without a mask on the CPU if skipping them isn't worth a sync.
+    Batch-invariant calls and ranks that share the vocabulary still sync.
 
     Args:
-        chunking: of the call.
+        chunking: the options to update.
         mask, offsets: ``loss_mask`` and ``cu_seqlens`` as the caller passed them; checked.
         tokens: labels, or any tensor of their shape, [B, T] or [N], and device.
         head: the weight [V, H].
@@ -146,10 +143,10 @@ def check_inputs(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Check hidden [B, T, H] with labels [B, T], or [N, H] with [N]; return hidden, weight, bias and base.
 
-    Autocast, if on, casts them. The base is None, or the frozen weight of a ``LoRAHead``; hidden and weight
-    are then as ``LinearOperands`` says.
+    Autocast, if enabled, casts them. With a ``LoRAHead``, base is its frozen weight and hidden and weight are
+    those of ``LinearOperands``; otherwise base is None.
     """
-    check_scores("hidden", hidden, labels, "H", chunking.scattered)
+    check_labels_match("hidden", hidden, labels, "H", chunking.scattered)
     lora = weight if isinstance(weight, LoRAHead) else None
     weight = weight.weight if isinstance(weight, LoRAHead) else weight
     if isinstance(weight, torch.nn.Module):
@@ -181,7 +178,7 @@ def check_inputs(
         trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
         reason = batch_invariant_unavailable(weight, trained)
         if lora is not None:
-            reason = "the two products of a LoRAHead have no fixed order of their sums"
+            reason = "a LoRAHead is not supported"
         if reason is not None:
             raise ValueError(f"batch_invariant: got True, but {reason}")
     if lora is None:
@@ -190,13 +187,13 @@ def check_inputs(
 
 
 def batch_invariant_unavailable(weight: Tensor, trained: bool) -> str | None:
-    """Return None if ``batch_invariant_mm`` serves a weight, which may be ``trained``; otherwise why not."""
+    """Return None if ``batch_invariant_mm`` supports a weight, ``trained`` or not; otherwise the reason."""
     if weight.dtype == torch.float64:
-        return "products of fp64 have no fixed order of their sums"
+        return "fp64 matmuls are not batch-invariant"
     if weight.is_cpu:
         return _missing_on_the_cpu()
     if not weight.is_cuda:
-        return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
+        return f"batch-invariant matmuls run on CPU and GPU, not on {weight.device}"
     if trained and weight.dtype == torch.float16:
         return (
             "the gradient of an fp16 weight is summed in a unit that depends on the other rows of the batch; "
@@ -213,8 +210,8 @@ def _missing_on_the_cpu() -> str | None:
 def _with_adapter(
     hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
 ) -> tuple[Tensor, Tensor]:
-    """Return hidden states with the columns ``scale * hidden @ A.T`` appended, and B. dA follows from these
-    columns. Both have the dtype of statistics, so that an fp32 adapter of a 16-bit weight is not rounded.
+    """Return hidden states with the columns ``scale * hidden @ A.T`` appended, and B; dA is computed from
+    these columns. Both are in the statistics' dtype, to keep an fp32 adapter of a 16-bit weight unrounded.
     """
     A, (V, H) = checks.tensor("weight.A", lora.A, None, "[r, H]", hidden.device, checks.FLOATS), weight.shape
     checks.tensor("weight.A", A, (len(A) if A.ndim else 0, H), "[r, H]", hidden.device, checks.FLOATS)
@@ -254,9 +251,7 @@ class LowRankGradients(NamedTuple):
 
 @matrix_operator
 def low_rank_backward(grad: Tensor, hidden: Tensor, A: Tensor, scale: float) -> LowRankGradients:
-    """Return the gradients of ``append_low_rank``. A hidden state whose row has no gradient may be anything:
-    it has no part in dA.
-    """
+    """Return the gradients of ``append_low_rank``; rows without gradient are ignored, even if NaN."""
     rows = hidden.reshape(-1, hidden.shape[-1])
     of_rows, of_low = grad.reshape(-1, grad.shape[-1]).split([rows.shape[1], len(A)], 1)
     of_low = scale * of_low
@@ -293,7 +288,7 @@ def check_teachers_head(
     vocabulary: int,
     chunking: Chunking,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Check the teacher's hidden, weight and bias; return them detached, and cast by autocast if it is on.
+    """Check the teacher's hidden, weight and bias; return them detached, and cast if autocast is enabled.
 
     ``vocabulary`` is the size of the student's; ``tokens`` has the labels' shape.
     """

@@ -1,4 +1,4 @@
-"""Lengths of sequences that the host knows before a loss asks for them, so that it waits for no device."""
+"""Prefetch sequence lengths to the host, to avoid a host-device sync in the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo_kernels.core.layout import as_rows, layout_of, queued
 
 
 class Read:
-    """Numbers on their way to the host, which may queue more work before it waits for them."""
+    """An asynchronous copy of numbers to the host."""
 
     def __init__(self, numbers: Tensor):
         self._numbers, self._copied = numbers, None
@@ -24,19 +24,19 @@ class Read:
             self._copied.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> Tensor:
-        """Return the numbers on the host."""
+        """Wait for the copy; return the numbers on the host."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._numbers
 
 
 class _Prefetched(NamedTuple):
-    """A copy on its way to the host.
+    """An asynchronous copy of lengths.
 
     Attributes:
         inputs: labels, mask, advantages and offsets, and their versions.
-        ignore_index: of the labels.
-        lengths: int64 [2, B]: counted tokens, and whether all advantages are 0.
+        ignore_index: the label of ignored tokens.
+        lengths: int64 [2, B], counted tokens and whether all advantages are 0.
     """
 
     inputs: list[tuple[weakref.ref[Tensor], int] | None]
@@ -45,7 +45,7 @@ class _Prefetched(NamedTuple):
 
 
 _PREFETCHED: dict[int, _Prefetched] = {}
-"""By the ``id`` of the labels, for as long as these exist."""
+"""Keyed by the ``id`` of the labels, for their lifetime."""
 
 
 def prefetch(
@@ -56,15 +56,14 @@ def prefetch(
     cu_seqlens: Tensor | None = None,
     ignore_index: int = -100,
 ) -> None:
-    """Start to copy the lengths of sequences to the host, for a loss of the same tensors that comes later.
+    """Start copying sequence lengths to the host for a later loss of the same tensors.
 
-    Losses and log-probs from hidden states cut the batch into chunks by its lengths. On a GPU they wait for
-    them until all that was queued before is done. Call this before the model's forward instead: a copy of a
-    few numbers per sequence starts, and the loss finds it finished. The result of the loss is the same.
+    Losses and log-probs from hidden states read sequence lengths on the host to split the batch into chunks,
+    which on a GPU waits for all queued work. Call this before the model's forward to overlap the copy, a few
+    numbers per sequence, with it. Results do not change.
 
-    The very tensors are remembered, weakly and as they are now: pass the same ones to the loss. A loss of
-    others, or of changed ones, syncs with the device as it does without this call. A prefetched copy serves
-    one call. On the CPU nothing is done.
+    Pass the same tensor objects, unmodified, to the loss; otherwise it syncs as without this call. The
+    tensors are held by weak references. A prefetched copy is used once. On the CPU this does nothing.
 
     Args:
         labels, loss_mask, advantages, cu_seqlens, ignore_index: as the loss takes them;
@@ -120,8 +119,9 @@ def take_prefetched(
     cu_seqlens: Tensor | None,
     ignore_index: int,
 ) -> Tensor | None:
-    """Return the lengths that ``prefetch`` was called for with these very tensors, int64 [2, B] on the CPU:
-    counted tokens, and 1 where all advantages are 0. Return None if there are none.
+    """Return the lengths prefetched for exactly these tensors, int64 [2, B] on the CPU, or None.
+
+    The rows are counted tokens, and 1 where all advantages are 0.
     """
     if not _PREFETCHED or torch.compiler.is_compiling():
         return None
@@ -141,12 +141,12 @@ def take_prefetched(
 def lengths_on_host(
     tokens: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what a mask or offsets on the CPU say of tokens [B, T] or [N] on another device.
+    """Compute lengths and positions of tokens [B, T] or [N] from a mask or offsets on the CPU.
 
     Returns:
-        Lengths as ``take_prefetched`` returns them, except that no advantage is known to be 0, and the
-        positions of the tokens in the mask, int64 [n] on the CPU; None: of all tokens. Tokens in the mask
-        whose label is ``ignore_index`` are among them.
+        Lengths in the form of ``take_prefetched``, with zeros in its second row, and the positions of the
+        tokens in the mask, int64 [n] on the CPU, or None for all tokens. Labels are not read, so tokens whose
+        label is ``ignore_index`` are included.
     """
     where = None
     if loss_mask is None:
@@ -164,5 +164,5 @@ def lengths_on_host(
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written; those of inference mode don't tell."""
+    """Return a tensor's version counter, or 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version

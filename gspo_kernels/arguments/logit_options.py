@@ -1,4 +1,4 @@
-"""The arguments of functions that take or compute logits: checks, and options in the operators' form."""
+"""Arguments of functions that take or compute logits: checks and conversion to ``RowOptions``."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class LogitOptions(NamedTuple):
         width: int,
         parallel: Parallel,
     ) -> RowOptions:
-        """Check the options and bring them into the operators' form.
+        """Check the options and convert them to the operators' form.
 
         Args:
             labels: [B, T] or [N], or any tensor of their shape and device.
             cu_seqlens: checked offsets; with them a tensor ``temperature`` has one value per sequence.
             dtype: of the logits.
-            width: how many columns of logits this process has.
-            parallel: which ranks have the other columns.
+            width: the number of logit columns of this process.
+            parallel: the ranks that have the other columns.
 
         Raises:
             TypeError, ValueError: a wrong argument, named in the message.
-            RuntimeError: the backend can't serve the tensors' device.
+            RuntimeError: the backend doesn't support the tensors' device.
         """
         scalar, row_temperature = 1.0, None
         if isinstance(self.temperature, Tensor):
@@ -74,7 +74,7 @@ class LogitOptions(NamedTuple):
     def _kept_mask(self, labels: Tensor, width: int, shard: Shard) -> Tensor:
         """Return the sampling mask of this process's columns, in rows."""
         shape, device = tuple(labels.shape), labels.device
-        if shard.group:  # a mask of the whole vocabulary, of which this process has some columns
+        if shard.group:  # the mask covers the whole vocabulary
             mask = checks.tensor(
                 "kept_mask", self.kept_mask, None, "of the labels' shape and words", device, (torch.int32,)
             )
@@ -97,7 +97,7 @@ _UNSHARDED = Shard()
 
 
 def _shard(parallel: Parallel, width: int) -> Shard:
-    """Return which columns of the whole vocabulary this process's ``width`` columns are."""
+    """Return the place of this process's ``width`` columns in the whole vocabulary."""
     name = group_name("tp_group", parallel.tp_group)
     if parallel.vocab_range is None:
         return Shard(name)
@@ -110,38 +110,40 @@ def _shard(parallel: Parallel, width: int) -> Shard:
     return Shard(name, first)
 
 
-def tokens_of(name: str, scores: Tensor, width: str) -> Tensor:
-    """Check scores [B, T, ``width``] or [N, ``width``]; return zeros in the place of labels."""
-    checks.floats(name, scores, None, f"[B, T, {width}] or [N, {width}]", None)
-    if scores.ndim not in (2, 3):
-        raise ValueError(f"{name}: got shape {tuple(scores.shape)}, expected [B, T, {width}] or [N, {width}]")
-    return torch.zeros(scores.shape[:-1], dtype=torch.int64, device=scores.device)
+def zero_labels(name: str, values: Tensor, width: str) -> Tensor:
+    """Check values [B, T, ``width``] or [N, ``width``]; return zeros of the labels' shape, int64."""
+    checks.floats(name, values, None, f"[B, T, {width}] or [N, {width}]", None)
+    if values.ndim not in (2, 3):
+        raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected [B, T, {width}] or [N, {width}]")
+    return torch.zeros(values.shape[:-1], dtype=torch.int64, device=values.device)
 
 
-def check_scores(name: str, scores: Tensor, labels: Tensor, width: str, scattered: bool = False) -> None:
-    """Check labels [B, T] with scores [B, T, ``width``], or labels [N] with scores [N, ``width``].
+def check_labels_match(
+    name: str, values: Tensor, labels: Tensor, width: str, scattered: bool = False
+) -> None:
+    """Check labels [B, T] with values [B, T, ``width``], or labels [N] with values [N, ``width``].
 
-    ``scattered``: the scores belong to some of the tokens only, so that T or N may differ.
+    ``scattered``: the values belong to some of the tokens only, so that T or N may differ.
     """
     checks.tensor("labels", labels, None, "[B, T] or [N]", None, checks.INTEGERS)
     if labels.ndim not in (1, 2):
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected [B, T] or [N]")
-    checks.tensor(name, scores, None, f"[B, T, {width}] or [N, {width}]", None, checks.FLOATS)
+    checks.tensor(name, values, None, f"[B, T, {width}] or [N, {width}]", None, checks.FLOATS)
     shared = labels.ndim - 1 if scattered else labels.ndim
-    if scores.ndim != labels.ndim + 1 or scores.shape[:shared] != labels.shape[:shared]:
+    if values.ndim != labels.ndim + 1 or values.shape[:shared] != labels.shape[:shared]:
         expected = ", ".join(map(str, (*labels.shape, width)))
         raise ValueError(
-            f"{name}: got shape {tuple(scores.shape)}, expected [{expected}] for labels of shape "
+            f"{name}: got shape {tuple(values.shape)}, expected [{expected}] for labels of shape "
             f"{tuple(labels.shape)}"
         )
-    if scores.shape[-1] == 0:
-        raise ValueError(f"{name}: got shape {tuple(scores.shape)}, expected {width} >= 1")
-    if scores.device != labels.device:
-        raise ValueError(f"labels: is on {labels.device}, expected {scores.device} like {name}")
+    if values.shape[-1] == 0:
+        raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected {width} >= 1")
+    if values.device != labels.device:
+        raise ValueError(f"labels: is on {labels.device}, expected {values.device} like {name}")
 
 
 def check_inplace(logits: Tensor, inplace_backward: bool) -> None:
-    """For ``inplace_backward``, refuse logits that can't hold their own gradient."""
+    """With ``inplace_backward``, reject logits whose memory can't hold their gradient."""
     if not checks.flag("inplace_backward", inplace_backward):
         return
     if not logits.numel():
@@ -152,8 +154,8 @@ def check_inplace(logits: Tensor, inplace_backward: bool) -> None:
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
         if size > 1 and stride < reach:
             raise ValueError(
-                f"inplace_backward: got True, but rows of logits with strides {logits.stride()} overlap, so "
-                "that their gradient doesn't fit in them; pass logits.contiguous()"
+                f"inplace_backward: got True with logits of strides {logits.stride()}, whose rows overlap; "
+                "pass logits.contiguous()"
             )
         reach += (size - 1) * stride
 

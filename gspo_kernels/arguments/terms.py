@@ -1,8 +1,6 @@
-"""One table of what enters a loss besides log-probs. Checks, operators' schemas, slices and the path from the
-public functions to the objective all derive from its fields.
+"""The terms of a loss besides log-probs, in one table from which checks, operator schemas and slices derive.
 
-Inside the package token tensors are [B, T] padded or [1, N] packed, so that the number of dimensions tells
-tokens from [B].
+Inside the package token tensors are [B, T] padded or [1, N] packed: two dimensions, unlike [B].
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from gspo_kernels.objectives.kl import KL_ESTIMATORS
 
 
 class CallShape(NamedTuple):
-    """What the terms of a call must fit: the labels' shape and device, and how many sequences they hold."""
+    """The labels' shape and device and the number of sequences, which the terms of a call must match."""
 
     shape: tuple[int, ...]
     device: torch.device
@@ -56,9 +54,9 @@ class ArgSpec:
 
         Args:
             name: of the argument.
-            value: as the caller passed it, not None.
+            value: the caller's value, not None.
             call: the shape of the call.
-            only: for "either": the name of an objective that takes one value per sequence only, or "".
+            only: for "either", the name of an objective that takes one value per sequence only, or "".
 
         Raises:
             TypeError, ValueError: naming the argument, what was got, and what is expected.
@@ -103,11 +101,10 @@ else:
 
 
 class Terms(NamedTuple):
-    """Everything that enters a loss besides log-probs and entropy: the public arguments of the same names.
+    """The terms of a loss besides log-probs and entropy, by the names of the public arguments.
 
-    ``normalize_terms`` turns what a caller passed into what operators take: tensors in rows without a
-    gradient, and numbers as 0-d fp64 tensors, or None where they change nothing. The fields from
-    ``cp_group`` on are not arguments.
+    ``normalize_terms`` converts the caller's values to the operators' form: detached tensors in rows, numbers
+    as 0-d fp64 tensors, or None for numbers without effect. Fields from ``cp_group`` on are not arguments.
     """
 
     old_logprobs: Annotated[Tensor | None, TOKENS] = None  # None: on-policy
@@ -125,13 +122,13 @@ class Terms(NamedTuple):
     normalizer: Annotated[PassedNumber, NUMBER] = None
     kl_estimator: str = "k3"
     kl_ratio_weighted: bool = False
-    cp_group: str = ""  # the process group whose ranks share the sequences' tokens; "": all are here
+    cp_group: str = ""  # name of the process group whose ranks share the sequences' tokens, or ""
     objective: str = ""  # ``Objective.spec``
-    skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: no log-probs; in divisors, in no metric
+    skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: without log-probs, counted by divisors only
     token_shares: Annotated[Tensor | None, TOKENS] = None  # loss = sum(share * value) instead of aggregating
 
     def layout(self, tokens: Tensor) -> Layout:
-        """Return where the sequences of ``tokens`` begin and end."""
+        """Return the layout of the sequences of ``tokens``."""
         return layout_of(tokens, self.cu_seqlens)
 
     def counted(self, tokens: Tensor) -> Tensor:
@@ -141,7 +138,7 @@ class Terms(NamedTuple):
         return self.loss_mask if self.loss_mask.dtype == torch.bool else self.loss_mask != 0
 
     def each(self, change: Callable[[ArgSpec, Tensor], Tensor | None]) -> Terms:
-        """Return the terms with ``change(specification, tensor)`` in the place of every tensor."""
+        """Return the terms with every tensor replaced by ``change(specification, tensor)``."""
         changed: dict[str, Any] = {}
         for name, spec in SPECS.items():
             tensor = getattr(self, name)
@@ -158,17 +155,16 @@ SPECS: dict[str, ArgSpec] = {
 """The specification of every tensor among the terms."""
 _ARGUMENTS = {name: SPECS[name] for name in Terms._fields[: Terms._fields.index("kl_estimator")]}
 """The specifications of the tensors among a loss's arguments, in the order of the fields of ``Terms``."""
-_PASSED = Terms._fields.index("cp_group")  # so many fields are arguments
+_PASSED = Terms._fields.index("cp_group")  # the number of fields that are arguments
 _BROADCAST_TERMS = tuple(label for label, spec in _ARGUMENTS.items() if spec.shape == "broadcast")
 
 
 class TermsForm(NamedTuple):
-    """How a call's terms get from the form in which they were passed to that of operators: decided once for
-    all calls that look alike.
+    """Conversion of a call's terms to the operators' form, cached by the call's ``signature``.
 
     Attributes:
-        changes: what happens to which fields.
-        on_host: whether mask or offsets are on the CPU, and the tokens are not.
+        changes: pairs of a field's position and its conversion.
+        on_host: whether mask or offsets are on the CPU and the tokens are not.
         cp_group, objective: fields of ``Terms``.
     """
 
@@ -178,7 +174,7 @@ class TermsForm(NamedTuple):
     objective: str
 
     def apply(self, passed: Terms, tokens: Tensor) -> Terms:
-        """Bring checked arguments into the operators' form."""
+        """Convert checked arguments to the operators' form."""
         values = list(passed[:_PASSED])
         for place, change in self.changes:
             values[place] = change(values[place])
@@ -190,13 +186,13 @@ class TermsForm(NamedTuple):
 def normalize_terms(
     passed: Terms, tokens: Tensor, objective: Objective, parallel: Parallel | None = None
 ) -> tuple[Terms, TermsForm]:
-    """Check shapes, dtypes and devices, and bring the terms into the operators' form.
+    """Check shapes, dtypes and devices, and convert the terms to the operators' form.
 
     Args:
         passed: the arguments as the caller passed them.
         tokens: labels, log-probs or mask, whose layout has been checked.
-        objective: the loss.
-        parallel: says whether ranks share the sequences.
+        objective: the objective.
+        parallel: the ranks of the call.
 
     Raises:
         TypeError, ValueError: naming the argument, what was got, and what is expected.
@@ -216,7 +212,7 @@ def normalize_terms(
         if value is None:
             continue
         if type(value) in (int, float) and value == 0 and spec.shape == "broadcast":
-            changes.append((place, _left_out))
+            changes.append((place, _dropped))
             continue
         if by_prompt and name == "normalizer":
             spec = SEQUENCES
@@ -229,7 +225,7 @@ def normalize_terms(
         if not isinstance(value, Tensor):
             changes.append((place, functools.partial(checks.filled, device=call.device)))
             continue
-        if value.requires_grad:  # detach takes as long as a small operation
+        if value.requires_grad:  # detach() takes as long as a small kernel
             changes.append((place, _detached))
         by_sequence = spec.shape == "either" and value.shape == (sequences,)
         if packed and not by_sequence and spec.shape in ("tokens", "either"):
@@ -240,8 +236,8 @@ def normalize_terms(
     return form.apply(passed, tokens), form
 
 
-def _left_out(_: float) -> None:
-    """Return None in the place of a number that changes nothing."""
+def _dropped(_: float) -> None:
+    """Replace a number without effect by None."""
 
 
 def _detached(value: Tensor) -> Tensor:
@@ -268,14 +264,14 @@ def _from_host(terms: Terms, tokens: Tensor) -> Terms:
 def validate_terms(
     passed: Terms, tokens: Tensor, objective: Objective, has_entropy: bool, parallel: Parallel
 ) -> tuple[Terms, TermsForm]:
-    """Return what ``normalize_terms`` does; refuse terms that don't fit the objective, or that it ignores.
+    """Call ``normalize_terms`` and reject terms that the objective does not support or would ignore.
 
-    ``has_entropy`` says whether the entropy was passed or will be computed.
+    ``has_entropy``: whether the entropy was passed or will be computed.
     """
     checks.objective(objective, Objective)
     for label in _BROADCAST_TERMS:
         if getattr(passed, label) is None:
-            checks.number(label, None)  # refuses None: 0 leaves the term out
+            checks.number(label, None)  # raises: 0 disables the term, None is not accepted
     (terms, form), name = normalize_terms(passed, tokens, objective, parallel), type(objective).__name__
     if not isinstance(terms.kl_estimator, str) or terms.kl_estimator not in KL_ESTIMATORS:
         checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
@@ -300,9 +296,9 @@ def validate_terms(
             raise ValueError(f"{label}: got a tensor, expected None: {name} does not use them")
     if objective.coefficient_scope == "batch" and terms.normalizer is not None:
         raise ValueError(
-            f"normalizer: got {terms.normalizer.tolist()}, but {name} depends on the whole batch and "
-            "can't be called on a part of it, expected None; take policy_coefficients of the whole batch and "
-            "give each part's to objective=Linear() as token_weights"
+            f"normalizer: got {terms.normalizer.tolist()}, expected None: {name} depends on the whole batch; "
+            "to split it, compute policy_coefficients of the whole batch and pass each part's as "
+            "token_weights to objective=Linear()"
         )
     if terms.kl_beta is not None and terms.ref_logprobs is None:
         raise ValueError("ref_logprobs: got None, but kl_beta asks for a KL term")
@@ -321,10 +317,14 @@ def check_values(
     logprobs_too: bool = True,
     logprobs: Tensor | None = None,
 ) -> Terms:
-    """Check values, as ``values`` says; return the terms with their mask as bool.
+    """Check values, see ``values``; return the terms with a bool mask.
 
-    Without ``mask`` the mask stays as it is and its reader checks it; without ``logprobs_too`` the same holds
-    for log-probs and advantages. ``logprobs`` are the current ones, if there are any yet.
+    Args:
+        tokens: labels or log-probs in rows.
+        terms: the terms in the operators' form.
+        mask: check and convert the mask; otherwise its consumer does.
+        logprobs_too: check log-probs and advantages; otherwise their consumer does.
+        logprobs: the current log-probs, if already computed.
     """
     if terms.cu_seqlens is not None:
         value_checks.check_cu_seqlens(terms.cu_seqlens, tokens)
@@ -341,7 +341,7 @@ def check_values(
         value_checks.check_normalizer(normalizer)
     if terms.lengths is not None:
         value_checks.check_lengths(terms.lengths, counts())
-    # a mean may be of one sequence, an objective over groups may not
+    # aggregation="prompt_mean" allows groups of one sequence, objectives over groups do not
     ids = terms.group_ids
     if ids is not None and "group_ids" in from_spec(terms.objective).needs and checked_values(ids.device):
         _check_groups(ids, counts() > 0)
@@ -351,8 +351,8 @@ def check_values(
 
 
 def _agree_on_token_terms(tokens: Tensor, terms: Terms) -> Terms:
-    """Agree with the other ranks of ``cp_group`` on which terms are per token: on a rank whose packed tokens
-    are by chance as many as its sequences the shape doesn't tell.
+    """Agree across ``cp_group`` on which terms are per token, which the shape of a packed term leaves open on
+    a rank with as many tokens as sequences.
     """
     either = [name for name, spec in SPECS.items() if spec is EITHER and getattr(terms, name) is not None]
     if not from_spec(terms.objective).takes_token_advantages:
@@ -377,11 +377,11 @@ _FACTORS = ("advantages", "rollout_weights", "token_weights", "kl_beta", "entrop
 
 
 def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
-    """Refuse log-probs above 1 nat, and NaN among factors and among old and reference log-probs.
+    """Reject log-probs above 1 nat, and NaN in factors and in old and reference log-probs.
 
-    Tokens that don't count may hold anything. Old log-probs may be NaN where no gradient depends on them,
-    reference log-probs where neither the KL term nor the objective needs them. ``docs/precision.md`` says
-    what NaN among the current ``logprobs`` does. Factors are advantages, weights, and coefficients of terms.
+    Factors are advantages, weights and coefficients of terms. Tokens that don't count are not checked. Old
+    log-probs may be NaN where no gradient depends on them, reference log-probs where neither the KL term nor
+    the objective needs them. For NaN in the current ``logprobs`` see ``docs/precision.md``.
     """
     if not checked_values(tokens.device):
         return
@@ -389,7 +389,7 @@ def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None)
     for name, value in named.items():
         factor = name in _FACTORS
         highest = math.inf if factor else value_checks.HIGHEST_LOGPROB
-        # one look finds both: the largest of numbers with a NaN among them is NaN
+        # max() propagates NaN
         if value is not None and value.numel() and not float(value.max()) <= highest:
             refuse = _refuse_factor if factor else _refuse_logprobs
             refuse(name, value, tokens, terms)
@@ -415,23 +415,23 @@ def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) 
     if name == "ref_logprobs" and terms.kl_beta is not None:
         needed = needed | (counted & (terms.kl_beta.to(tokens.device) != 0))
     expected = (
-        "log-probs wherever they decide about the gradient "
-        '(skip_inactive="all" returns NaN for sequences that have none)'
+        "log-probs wherever the gradient depends on them "
+        '(skip_inactive="all" returns NaN for sequences without gradient)'
     )
     value_checks.refuse_nan(name, logprobs, needed, packed, expected)
 
 
 def may_have_gradient(tokens: Tensor, terms: Terms) -> Tensor:
-    """Return which counted tokens may have a gradient, as bool tokens.
+    """Return which counted tokens may have a gradient, bool in the shape of ``tokens``.
 
-    The gradient of all others is zero for any log-probs, even NaN: their advantage or rollout weight
-    is zero, and there is neither a KL term nor an entropy bonus.
+    All others have a zero gradient even if their log-probs are NaN: their advantage or rollout weight is
+    zero, without a KL term or an entropy bonus.
     """
     possible, objective = terms.counted(tokens), from_spec(terms.objective)
     if any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
         return possible
     scope, layout = objective.coefficient_scope, terms.layout(tokens)
-    # where a zero advantage leaves a gradient, rollout weights may not multiply the whole loss, either
+    # rollout weights multiply the whole loss only if a zero advantage means a zero gradient
     factors = (terms.advantages, terms.rollout_weights if scope in ("token", "sequence") else None)
     for factor in factors if objective.zero_advantage_is_inactive else ():
         if factor is None:
@@ -447,16 +447,16 @@ def may_have_gradient(tokens: Tensor, terms: Terms) -> Tensor:
 
 
 def _check_groups(group_ids: Tensor, nonempty: Tensor) -> None:
-    """Refuse a group of one sequence, as cutting groups into micro-batches leaves them. Sequences without a
-    counted token may have any id.
+    """Reject groups of one sequence, which result from splitting groups into micro-batches; the ids of
+    sequences without a counted token are ignored.
     """
     _, places, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     single = group_ids[(counts[places] == 1) & nonempty]
     if single.numel():
         raise ValueError(
             f"group_ids: group {int(single[0])} has a single sequence, expected whole groups of at least "
-            "two; for parts of groups take policy_coefficients of the whole batch and give each part's to "
-            "objective=Linear() as token_weights"
+            "two; to split groups, compute policy_coefficients of the whole batch and pass each part's as "
+            "token_weights to objective=Linear()"
         )
 
 
@@ -490,7 +490,7 @@ _OTHER_GRADIENTS = ("kl_beta", "entropy_coef")
 
 
 def shows_inactive(terms: Terms) -> bool:
-    """Return whether advantages alone tell which sequences have a zero gradient."""
+    """Return whether the advantages determine which sequences have a zero gradient."""
     if terms.advantages is None or any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
         return False
     elsewhere = bool(terms.cp_group) and terms.advantages.ndim == 2
@@ -498,11 +498,11 @@ def shows_inactive(terms: Terms) -> bool:
 
 
 def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
-    """Return which sequences are known to have a zero gradient before the forward, [B] bool; None if unknown.
+    """Return which sequences have a zero gradient before the forward, [B] bool, or None if unknown.
 
-    All counted tokens of such a sequence have a zero advantage, which gives a zero gradient in the objective,
-    and there is neither a KL term nor an entropy bonus. With a ``cp_group`` advantages per token don't tell:
-    other ranks may have others.
+    These have zero advantages on all counted tokens, an objective with ``zero_advantage_is_inactive``, and
+    neither a KL term nor an entropy bonus. They are unknown for per-token advantages with a ``cp_group``, as
+    other ranks have more tokens of the sequence.
     """
     if not shows_inactive(terms):
         return None
@@ -513,11 +513,11 @@ def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     return terms.layout(tokens).sum(exact(active)) == 0
 
 
-def leave_out_inactive(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
+def skip_inactive_sequences(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
     """Skip inactive sequences: set their labels to ``ignore_index`` and mark them as ``skipped``.
 
     Raises:
-        ValueError: no sequence of the call can be known to be inactive.
+        ValueError: inactive sequences are not known before the forward.
     """
     inactive = inactive_sequences(row_labels, terms)
     if inactive is None:
@@ -536,5 +536,5 @@ def leave_out_inactive(row_labels: Tensor, terms: Terms, ignore_index: int) -> t
             "skip_inactive: got 'all', expected 'backward': "
             f"{type(from_spec(terms.objective)).__name__} gives sequences a gradient whose advantage is 0"
         )
-    left_out = terms.layout(row_labels).expand(inactive)
-    return row_labels.masked_fill(left_out, ignore_index), terms._replace(skipped=inactive)
+    tokens = terms.layout(row_labels).expand(inactive)
+    return row_labels.masked_fill(tokens, ignore_index), terms._replace(skipped=inactive)

@@ -1,4 +1,4 @@
-"""Checks of values: always on CPU tensors, on others with GSPO_KERNELS_VALIDATE=1 (they synchronise)."""
+"""Checks of values, on CPU tensors always, on other devices with GSPO_KERNELS_VALIDATE=1, as they sync."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
     if last != tokens.numel():
         raise ValueError(f"cu_seqlens: ends at {last}, expected the number of tokens, {tokens.numel()}")
     if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
-        raise ValueError("cu_seqlens: decreases, expected offsets that never do")
+        raise ValueError("cu_seqlens: got decreasing offsets, expected non-decreasing ones")
 
 
 def refuse_lengths(cu_seqlens: Tensor | None) -> None:
-    """Check that offsets start at 0, which lengths don't.
+    """Check that offsets start at 0, to detect lengths passed instead of offsets.
 
-    This also runs before an error about a shape that doesn't fit the number of sequences: a caller who passes
-    lengths has one sequence less than they think.
+    Also called before a shape error, since lengths [B] read as offsets mean B - 1 sequences.
     """
     if cu_seqlens is None or cu_seqlens.is_meta or torch.compiler.is_compiling():
         return
     first = int(cu_seqlens[0])
     if first != 0:
         raise ValueError(
-            f"cu_seqlens: starts at {first}, expected 0: it has the offsets [B + 1] of sequences, not their "
-            "lengths [B]; torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes them of lengths"
+            f"cu_seqlens: starts at {first}, expected 0: pass the offsets [B + 1] of sequences, not their "
+            "lengths [B]; use torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
         )
 
 
@@ -94,7 +93,7 @@ def check_temperature(
 
 
 HIGHEST_LOGPROB = 1.0
-"""The highest accepted log-prob in nats: log-probs are at most 0, but rounded to 16 bits a little more."""
+"""The highest accepted log-prob in nats, above 0 to allow for 16-bit rounding."""
 
 
 def all_valid(values: Tensor, highest: float = math.inf) -> bool:
@@ -103,24 +102,24 @@ def all_valid(values: Tensor, highest: float = math.inf) -> bool:
 
 
 def refuse_high_logprobs(name: str, logprobs: Tensor, counted: Tensor, packed: bool) -> None:
-    """Refuse log-probs above 1 nat where they count."""
+    """Reject log-probs above 1 nat where they count."""
     above = counted & (logprobs > HIGHEST_LOGPROB)
     if bool(above.any()):
         raise ValueError(
             f"{name}: got {float(logprobs[above][0]):.6g} at {_first_place(above, packed)}, expected "
-            "log-probs in nats, which are at most 0, or 1 with rounding; are these logits, or negated?"
+            "log-probs in nats (at most 0, or 1 with rounding); are these logits or negated log-probs?"
         )
 
 
 def refuse_nan(name: str, values: Tensor, needed: Tensor, packed: bool, expected: str = "numbers") -> None:
-    """Refuse NaN where values are needed."""
+    """Reject NaN where values are needed."""
     wrong = needed & values.isnan()
     if bool(wrong.any()):
         raise ValueError(f"{name}: got NaN at {_first_place(wrong, packed)}, expected {expected}")
 
 
 def _first_place(where: Tensor, packed: bool) -> str:
-    """Return the first place that is true, in the layout of the caller, whose tokens are here in rows."""
+    """Format the first true position of rows in the caller's layout."""
     place = where.nonzero()[0].tolist()
     return f"sequence {place[0]}" if where.ndim == 1 else f"position {place[1:] if packed else place}"
 
@@ -136,13 +135,13 @@ def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) ->
     if bool(absent.any()):
         b, t = absent.nonzero()[0].tolist()
         raise ValueError(
-            f"labels: got {int(labels[b, t])} at position [{b}, {t}], which the sampling mask there cuts; "
-            f"expected a label that could be drawn ({int(absent.sum())} of {int(counted.sum())} could not)"
+            f"labels: got {int(labels[b, t])} at position [{b}, {t}], expected an id in the sampling mask "
+            f"({int(absent.sum())} of {int(counted.sum())} labels are not in it)"
         )
 
 
 def check_logprobs(name: str, logprobs: Tensor, counted: Tensor, packed: bool) -> None:
-    """Refuse log-probs that are NaN or above 1 nat where they count."""
+    """Reject log-probs that are NaN or above 1 nat where they count."""
     if not all_valid(logprobs, HIGHEST_LOGPROB):
         refuse_high_logprobs(name, logprobs, counted, packed)
         refuse_nan(name, logprobs, counted, packed, "log-probs in nats")
@@ -150,8 +149,8 @@ def check_logprobs(name: str, logprobs: Tensor, counted: Tensor, packed: bool) -
 
 @operator
 def checked_rows(values: Tensor, counted: Tensor, packed: bool, name: str, logprobs: bool) -> Tensor:
-    """Check tokens in rows, or [B], which may not be NaN where they count; return a copy in ``exact_dtype``.
-    If they are ``logprobs``, they may not be above 1 nat either.
+    """Reject NaN where values in rows or [B] count, and ``logprobs`` above 1 nat; return a copy in
+    ``exact_dtype``.
     """
     if checked_values(values.device) and logprobs:
         check_logprobs(name, values, counted, packed)
@@ -166,9 +165,7 @@ def _(values: Tensor, counted: Tensor, packed: bool, name: str, logprobs: bool) 
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """Check that every id is in the vocabulary, or -1 or ``bits.NO_ID`` for none; a vocabulary of 0 has an
-    unknown size.
-    """
+    """Check that every id is in the vocabulary, or -1 or ``bits.NO_ID`` for padding; 0 is an unknown size."""
     if not checked_values(ids.device):
         return
     highest = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
@@ -182,7 +179,7 @@ def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
 
 @operator
 def mask_of_shard(kept_mask: Tensor, shard: Shard, width: int) -> Tensor:
-    """Return the bitmask of this process's ``width`` columns, from a mask of the whole vocabulary."""
+    """Return the bitmask of this process's ``width`` columns from a mask of the whole vocabulary."""
     first, total = columns_of(shard, width)
     if total and kept_mask.shape[-1] != bits.words(total):
         raise ValueError(
@@ -198,7 +195,7 @@ def _(kept_mask: Tensor, shard: Shard, width: int) -> Tensor:
 
 
 class MaskedLabels(NamedTuple):
-    """Labels, and which tokens count, as bool of the same shape: those that aren't ``ignore_index``."""
+    """Labels, and a bool mask of the same shape that is False where they are ``ignore_index``."""
 
     labels: Tensor
     counted: Tensor

@@ -1,4 +1,4 @@
-"""Which backend serves a call: a table with a row for each backend, which is imported on first use."""
+"""Selection of the backend of a call, from a table of lazily imported backends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gspo_kernels.core.torch_internals import constant_when_traced
 
 
 class _Row(NamedTuple):
-    """A backend, its modules relative to this package, which may be imported under another name.
+    """A backend, with modules relative to this package.
 
     Attributes:
         rows: the module of row operations, see ``protocol.RowBackend``.
-        hidden: the module of steps around the products, see ``protocol.HiddenKernels``.
-        auto_on: the type of devices on which "auto" takes the backend; "": on those that no other serves.
-        batch_invariant: whether a row's bits depend on that row alone.
+        hidden: the module of operations on hidden states, see ``protocol.HiddenKernels``.
+        auto_on: the device type for which "auto" selects the backend, or "" for all that no other supports.
+        batch_invariant: whether results of a row depend only on that row.
     """
 
     rows: str
@@ -42,7 +42,7 @@ BACKENDS = tuple(_TABLE)
 
 @functools.cache
 def load(name: str) -> RowBackend:
-    """Return the backend module called ``name``, imported on first use."""
+    """Import and return the backend module called ``name``."""
     return cast(RowBackend, importlib.import_module(_TABLE[name].rows, __package__))
 
 
@@ -52,12 +52,12 @@ ratio_backend = cast(Callable[[str], RatioBackend], load)
 
 @functools.cache
 def hidden_kernels(name: str) -> HiddenKernels:
-    """Return the steps around products for the backend called ``name``: its own kernels, or PyTorch's."""
+    """Return the operations on hidden states of the backend called ``name``, or PyTorch's."""
     return cast(HiddenKernels, importlib.import_module(_TABLE[name].hidden, __package__))
 
 
 def unavailable_reason(name: str, device: torch.device) -> str | None:
-    """Return None if ``name`` can serve tensors on ``device``, otherwise the reason why it can't."""
+    """Return None if ``name`` supports tensors on ``device``, otherwise the reason."""
     try:
         return load(name).unavailable(device)
     except ImportError as error:
@@ -66,18 +66,18 @@ def unavailable_reason(name: str, device: torch.device) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def automatic(device: torch.device) -> str:
-    """Return the first backend that can serve ``device``."""
+    """Return the first backend that supports ``device``."""
     candidates = (name for name, row in _TABLE.items() if row.auto_on in (device.type, ""))
     return next(name for name in candidates if unavailable_reason(name, device) is None)
 
 
 @constant_when_traced
 def resolve(name: str, device: torch.device) -> str:
-    """Turn "auto" into the first backend that can serve ``device``; check that a named one can.
+    """Resolve "auto" to the first backend that supports ``device``; check that a named one does.
 
     Raises:
-        ValueError: ``name`` is no backend.
-        RuntimeError: the named backend can't serve ``device``; the message says why.
+        ValueError: ``name`` is not a backend.
+        RuntimeError: the named backend does not support ``device``, with the reason.
     """
     if name == "auto":
         return automatic(device)
@@ -85,19 +85,17 @@ def resolve(name: str, device: torch.device) -> str:
         raise ValueError(f"backend: got {name!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     reason = unavailable_reason(name, device)
     if reason is not None:
-        raise RuntimeError(f"backend={name!r} can't serve tensors on {device}: {reason}")
+        raise RuntimeError(f"backend={name!r} does not support tensors on {device}: {reason}")
     return name
 
 
 def refuse_backend(backend: str, requested: bool | None = None) -> None:
-    """Refuse a backend in a batch-invariant call that it can't serve; see ``batch_invariance.in_force``.
-
-    Raises:
-        ValueError: with the reason.
+    """Raise a ValueError if a backend does not support a batch-invariant call; see
+    ``batch_invariance.in_force``.
     """
     if not _TABLE[backend].batch_invariant and in_force(requested):
         served = " or ".join(repr(name) for name, row in _TABLE.items() if row.batch_invariant)
         raise ValueError(
-            f"backend: {backend!r} can't serve a batch-invariant call, expected {served}: PyTorch may split "
-            "the sum over a row among threads"
+            f"backend: {backend!r} does not support batch-invariant calls, expected {served}: PyTorch may "
+            "split the sum over a row among threads"
         )

@@ -1,4 +1,4 @@
-"""Batch-invariant mode: whether a token's results may depend on what is computed along with it."""
+"""Batch-invariant mode: a token's results do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gspo_kernels.core import checks
 
 _switches: list[set_batch_invariant] = []
-"""What all threads have switched, in the order of the calls. Each list operation below is atomic."""
+"""Active switches of all threads, in the order of the calls. Each list operation below is atomic."""
 
 
 class _Thread(threading.local):
@@ -18,49 +18,47 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-"""What the current thread has switched."""
+"""Active switches of the current thread."""
 
 
 class set_batch_invariant:
     """Switch batch-invariant mode: a token's results are bitwise identical in any batch.
 
-    The mode holds from this call on, in all threads of the process; as a context manager, until the context
-    ends. Contexts of several threads may overlap: a thread inside contexts of its own has the mode of the
-    innermost one, and all other threads, such as autograd's, have the mode of the last context that has not
-    ended. Functions over hidden states also take ``batch_invariant=`` for a single call. A backward runs in
-    the mode of its forward, also if it is compiled or repeated.
+    The call sets the mode for all threads of the process. As a context manager it restores the previous mode
+    at the end. If contexts of several threads overlap, a thread inside a context has the mode of its
+    innermost one, and other threads, such as autograd's, have that of the context entered last. Functions of
+    hidden states also take ``batch_invariant=`` for a single call. A backward runs in the mode of its
+    forward.
 
-    These keep their bits for any chunk size (``max_chunk_bytes``), schedule, order of rows, padding or
+    These are bitwise identical for any chunk size (``max_chunk_bytes``), schedule, order of rows, padding or
     packing, split into micro-batches, number of rows and number of threads:
 
     - log-probs, entropies, log-probs and tails of selected ids;
     - gradients of logits and of hidden states, row by row;
-    - coefficients dLoss/dlogprobs, and so clip decisions, of objectives that depend on one sequence at most,
-      given the same outer divisor (the same ``normalizer``, or as many sequences or tokens).
+    - coefficients dLoss/dlogprobs, including clip decisions, of objectives whose scope is a token or a
+      sequence, given the same outer divisor (``normalizer``, or number of sequences or tokens).
 
-    Gradients of weight and bias are sums over rows. Counted tokens are cut into segments of 128 in their
-    order, and segments are added up from the first to the last. So these gradients keep their bits for any
-    chunk size, schedule and number of threads, padded or packed. They round differently if rows come in
-    another order, if the batch is split into micro-batches, whose gradients autograd adds up, or if
-    ``skip_inactive="all"`` skips sequences.
+    Gradients of weight and bias are sums over segments of 128 counted tokens, in order. They are bitwise
+    identical for any chunk size, schedule and number of threads, padded or packed. They change with the order
+    of rows, the split into micro-batches, and the sequences skipped by ``skip_inactive="all"``.
 
-    These may change their bits: the loss and metrics, which are sums over the batch; coefficients of
-    objectives over groups or the batch, with another order of sequences; on a GPU, coefficients of objectives
-    that PyTorch evaluates, with other padding; everything, on another processor or with another release.
+    Not batch-invariant: the loss and metrics, which are sums over the batch; coefficients of objectives over
+    groups or the batch, under reordering; on a GPU, coefficients of objectives evaluated by PyTorch, under
+    different padding. Results may differ between processors and releases.
 
-    In this mode matrix products sum in a fixed order: those of the C++ backend on the CPU, a Triton kernel on
-    a GPU. Single-pass shortcuts, and schedules whose sums have another order, are off.
+    Matmuls are those of the C++ backend on the CPU and a Triton kernel on a GPU. Single-pass kernels and
+    schedules with a different order of sums are disabled.
 
     Args:
-        mode: whether calls are batch-invariant. A process starts with False.
+        mode: whether calls are batch-invariant. The initial mode is False.
 
     Raises:
-        TypeError: ``mode`` is no bool.
+        TypeError: ``mode`` is not a bool.
     """
 
     def __init__(self, mode: bool) -> None:
         self._mode, self._entered, self._own = checks.flag("mode", mode), False, _thread.switches
-        # The last call without a context counts. The one before is what this one, as a context, ends in.
+        # keep the last call outside of contexts, and the one before it, to restore on exit
         if len(self._own) > 1 and not (self._own[-1]._entered or self._own[-2]._entered):
             self._own[-2]._undo()
         self._do()
@@ -74,8 +72,8 @@ class set_batch_invariant:
         _switches.remove(self)
 
     def __enter__(self) -> None:
-        """Keep the mode that the call has set until the context ends."""
-        if self not in self._own:  # the object has been a context before
+        """Keep the mode set by the call until the context ends."""
+        if self not in self._own:  # reused as a context
             self._do()
         self._entered = True
 
@@ -89,19 +87,19 @@ class set_batch_invariant:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether calls are batch-invariant, unless they pass ``batch_invariant=``."""
+    """Return whether calls without ``batch_invariant=`` are batch-invariant."""
     return in_force(None)
 
 
 def in_force(requested: bool | None) -> bool:
-    """Return whether a call is batch-invariant: its argument or, if that is None, the current mode."""
+    """Return whether a call is batch-invariant, from its argument or, if None, the current mode."""
     return checks.flag("batch_invariant", or_current(requested))
 
 
 def or_current(requested: bool | None) -> bool:
-    """Return a call's ``batch_invariant=`` or, if that is None, the current mode.
+    """Return a call's ``batch_invariant=`` or, if None, the current mode.
 
-    A call reads the mode once: another thread may switch it at any time.
+    Call this once per call, as other threads may switch the mode.
     """
     if requested is not None:
         return requested
@@ -113,14 +111,10 @@ def or_current(requested: bool | None) -> bool:
 
 
 def refuse_groups(invariant: bool, **groups: Any) -> None:
-    """Refuse process groups in a batch-invariant call.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise a ValueError for process groups in a batch-invariant call."""
     for name, group in groups.items():
         if invariant and group is not None:
             raise ValueError(
-                f"{name}: got a process group in batch-invariant mode, expected None: collectives add up "
-                "ranks in an order that depends on the size of what they sum"
+                f"{name}: got a process group in batch-invariant mode, expected None: the order of sums in "
+                "collectives depends on tensor sizes"
             )

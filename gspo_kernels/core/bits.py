@@ -1,7 +1,4 @@
-"""Sets of token ids as bitmasks, one per row: bit v % 32 of int32 word v // 32 says whether the set has id v.
-
-A mask takes an eighth of a byte per id, a 32nd of the memory of a row of fp32 logits.
-"""
+"""Sets of token ids as bitmasks, one per row; bit v % 32 of int32 word v // 32 is set if id v is in it."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import torch
 from torch import Tensor
 
 NO_ID = -100
-"""The padding of rows that have fewer ids than others."""
+"""Padding of rows with fewer ids."""
 
 
 def words(vocabulary: int) -> int:
@@ -18,8 +15,8 @@ def words(vocabulary: int) -> int:
 
 
 def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
-    """Turn ids [..., K], in any order and any number of times, into masks [..., W]; skip ids out of range."""
-    # bits are added up, so only the first of equal ids may add its bit
+    """Turn ids [..., K], unordered and possibly repeated, into masks [..., W]; skip ids out of range."""
+    # bits are summed, so repeated ids must add theirs once
     ids = ids.to(torch.int64).sort(dim=-1).values
     counts = (ids >= 0) & (ids < vocabulary)
     counts[..., 1:] &= ids[..., 1:] != ids[..., :-1]
@@ -29,10 +26,7 @@ def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
 
 
 def packed_rows(ids: Tensor, counts: Tensor, vocabulary: int) -> Tensor:
-    """Turn the ids [S] of n rows, one row after the other, into masks [n, W].
-
-    ``counts`` [n] says how many ids each row has. No id may occur twice in a row.
-    """
+    """Turn the concatenated ids [S] of n rows, ``counts`` [n] each, distinct in a row, into masks [n, W]."""
     length = words(vocabulary)
     ids = ids.to(torch.int64)
     rows = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
@@ -50,12 +44,12 @@ def packed_columns(kept: Tensor) -> Tensor:
 
 
 def part(mask: Tensor, first: int, count: int) -> Tensor:
-    """Return the masks [..., words(count)] of ``count`` ids from ``first`` on, renumbered from 0."""
+    """Return the masks [..., words(count)] of ids ``first`` to ``first + count - 1``, renumbered from 0."""
     length, shift = words(count), first & 31
     covering = torch.nn.functional.pad(mask[..., first >> 5 : (first >> 5) + length + 1], (0, length + 1))
     if not shift:
         return covering[..., :length].contiguous()
-    # a right shift of int32 fills up with copies of the sign bit
+    # clear the sign bits that an arithmetic right shift fills in
     low = (covering[..., :length] >> shift) & ((1 << (32 - shift)) - 1)
     return low | (covering[..., 1 : length + 1] << (32 - shift))
 
@@ -67,7 +61,7 @@ def columns(mask: Tensor, vocabulary: int) -> Tensor:
 
 
 def holds(mask: Tensor, ids: Tensor) -> Tensor:
-    """Return bool [...]: whether the set of each row of ``mask`` [..., W] holds the row's id, in range."""
+    """Return whether each row of ``mask`` [..., W] contains the row's id (in range), bool [...]."""
     ids = ids.to(torch.int64).unsqueeze(-1)
     word = mask.gather(-1, ids >> 5)
     return ((word >> (ids & 31).to(torch.int32)) & 1).squeeze(-1).to(torch.bool)

@@ -1,7 +1,6 @@
-"""Argument checks of the public functions, before any work; errors say what was got and what was expected.
+"""Argument checks of the public functions: shapes, dtypes and devices.
 
-The checks read shapes, dtypes and devices only. Values are checked inside the operators
-(``terms.check_values``).
+Values are checked inside the operators (``terms.check_values``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gspo_kernels.core.exact import exact_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
-_NUMBERS = (int, float)  # int | float makes a type whenever it is evaluated
+_NUMBERS = (int, float)  # int | float builds a type at each evaluation
 
 
 def _described(value: object) -> str:
@@ -34,10 +33,9 @@ def tensor(
     dtypes: tuple[torch.dtype, ...] | None = None,
     host: bool = False,
 ) -> Tensor:
-    """Check that a value is a dense tensor; check shape, device and dtype, unless None allows any; return it.
+    """Check that a value is a dense tensor of a shape, device and dtype, where None allows any; return it.
 
-    Dtypes of None allow all dtypes of plain numbers: neither complex nor quantized ones. With ``host`` the
-    value may also be on the CPU, regardless of the device.
+    Complex and quantized dtypes are always rejected. With ``host`` the value may also be on the CPU.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {meaning}")
@@ -107,7 +105,7 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets.
 
-    Offsets may be on the CPU, regardless of the tokens' device. Offsets as ``tokens`` are checked alone.
+    Offsets may be on the CPU. If offsets are passed as ``tokens``, only they are checked.
     """
     if cu_seqlens is None:
         if tokens.ndim != 2:
@@ -144,7 +142,7 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
 
 
 def filled(value: float, device: torch.device) -> Tensor:
-    """Return a 0-d tensor in ``exact_dtype``; the device fills it: a copy would wait for its earlier work."""
+    """Return a 0-d tensor in ``exact_dtype``, filled on the device, because a copy would sync with it."""
     return torch.full((), float(value), dtype=exact_dtype(device), device=device)
 
 
@@ -171,7 +169,7 @@ def objective(value: Any, base: type) -> Any:
 
 _VALIDATE = os.environ.encodekey("GSPO_KERNELS_VALIDATE")
 _ENVIRONMENT: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
-"""The dictionary behind ``os.environ``, whose ``get`` raises and catches an error for what is not set."""
+"""The dictionary behind ``os.environ``, whose ``get`` is slow for unset variables."""
 
 
 def validates() -> bool:

@@ -1,11 +1,10 @@
-"""Divergences of a student's distribution p from a teacher's q over the same few or many columns, in plain
-PyTorch.
+"""Divergences of a student's distribution p from a teacher's q over the same columns, in plain PyTorch.
 
 ``beta`` selects the divergence, as in GKD (arXiv 2306.13649, Eq. 1), TRL and Liger:
 
     0            forward KL(q || p) = sum q log(q / p)
     1            reverse KL(p || q) = sum p log(p / q)
-    between them generalised Jensen-Shannon: beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta
+    between them generalized Jensen-Shannon: beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta
     q
 
 With z the student's logits and p = softmax(z), the gradients d/dz_j are, in the same order,
@@ -28,9 +27,9 @@ from torch import Tensor
 
 
 class Columns(NamedTuple):
-    """What each column adds to the divergence, and the divergence's slope d/dlog p of the column.
+    """Each column's term of the divergence and its slope d/dlog p, in the shape of the log-probs.
 
-    Both have the shape of the log-probs. The slope lacks a constant times p, which a softmax cancels.
+    The slope omits a constant times p, which cancels in the softmax backward.
     """
 
     value: Tensor
@@ -40,8 +39,8 @@ class Columns(NamedTuple):
 def of_columns(log_p: Tensor, log_q: Tensor, beta: float) -> Columns:
     """Return the divergence of p from q column by column.
 
-    For a KL a column adds ``q log(q / p) - q + p``. The sum over columns is the same, but no column adds less
-    than 0, and rounding errors of a row's log-sum-exp cancel.
+    A column of a KL is ``q log(q / p) - q + p``, which has the same sum over columns, is never negative, and
+    cancels rounding errors of the log-sum-exp.
     """
     p, q = log_p.exp(), log_q.exp()
     if beta == 0:

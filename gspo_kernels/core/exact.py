@@ -1,5 +1,5 @@
-"""The precision of numbers per token and per sequence: fp64, or fp32 with compensated sums on a device
-without fp64 (Apple's MPS); and arithmetic of coefficients that neither overflow nor vanish.
+"""Arithmetic in fp64, or in fp32 with compensated sums on devices without fp64 (MPS), and scaling of
+coefficients that avoids overflow and underflow.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 WITHOUT_FP64 = ("mps",)
-"""Types of devices that have no fp64."""
+"""Types of devices without fp64."""
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
@@ -29,9 +29,9 @@ def exact_sum(values: Tensor) -> Tensor:
 
 
 def compensated_sum(values: Tensor) -> Tensor:
-    """Sum over the last dimension, [..., N] -> [...]: add halves until one is left, and sum rounding errors.
+    """Sum over the last dimension, [..., N] -> [...], pairwise with Knuth's TwoSum error terms.
 
-    Knuth's TwoSum gives the rounding error of an addition exactly. The gradient is that of a plain sum.
+    The gradient is that of a plain sum.
     """
     kept = torch.zeros_like(values)
     while values.shape[-1] > 1:
@@ -42,7 +42,7 @@ def compensated_sum(values: Tensor) -> Tensor:
             added = values - one
             lost = (one - (values - added)) + (other - added)
             kept = lost + sum(torch.nn.functional.pad(kept, (0, odd)).chunk(2, -1))
-    # infinite and NaN sums stay as they are: they have no rounding error
+    # infinite and NaN sums have no error term
     return (values + kept.masked_fill(~values.isfinite(), 0.0)).squeeze(-1)
 
 
@@ -53,7 +53,7 @@ def segment_reduce(values: Tensor, operation: str, offsets: Tensor) -> Tensor:
     if exact_dtype(values.device) == torch.float64:
         initial = 0 if operation == "sum" else None
         return torch.segment_reduce(values, operation, offsets=offsets, unsafe=True, initial=initial)
-    # MPS has no segment_reduce: reduce rows that are as long as the longest segment
+    # MPS does not support segment_reduce: pad the segments to rows
     lengths = offsets.diff().unsqueeze(1)
     places = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=values.device)
     index = (offsets[:-1].unsqueeze(1) + places).clamp(max=values.numel() - 1)
@@ -64,24 +64,22 @@ def segment_reduce(values: Tensor, operation: str, offsets: Tensor) -> Tensor:
     return table.amax(1) if operation == "max" else table.amin(1)
 
 
-# Arithmetic in which coefficients of any size neither overflow nor vanish on their way into gradients
-
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
-"""By dtype: the integer type of the same width, and the bits of the exponent in it."""
+"""By dtype, the integer type of the same width and the mask of its exponent bits."""
 
 
 def largest(values: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude, of all values or along a dimension."""
     if values.is_cpu:
-        # on the CPU a norm takes a hundred times as long
+        # a norm is 100 times slower on the CPU
         return values.abs().amax(() if dim is None else dim)
     norm: Tensor = torch.linalg.vector_norm(values, float("inf"), dim)
     return norm
 
 
 def power_of_two(values: Tensor) -> Tensor:
-    """Return the power of two at or below the magnitude of each value, fp32 or fp64. Dividing by it rounds
-    nothing and leaves less than 2. Values that are 0, infinite or NaN get some finite power, too.
+    """Return the largest power of two up to the magnitude of each value, fp32 or fp64; a finite one for 0,
+    inf and NaN. Division by it is exact, with a result below 2.
     """
     integers, exponent = _EXPONENT[values.dtype]
     limits = torch.finfo(values.dtype)
@@ -90,12 +88,12 @@ def power_of_two(values: Tensor) -> Tensor:
 
 
 def times(values: Tensor, factor: Tensor) -> Tensor:
-    """Return the product, where an exact zero of either operand beats an overflow of the other."""
+    """Return the product, 0 where either operand is 0, even if the other is infinite."""
     return torch.where((values == 0) | (factor == 0), 0.0, values * factor)
 
 
 def times_(values: Tensor, factor: Tensor) -> Tensor:
-    """Do what ``times`` does in place, for few factors and many values (checking each is slow on the CPU)."""
+    """Multiply in place as ``times`` does, for few factors and many values."""
     zero = factor == 0
     if not (factor.is_cpu and bool(factor.isfinite().all())):
         zero = zero | (values == 0)
@@ -104,4 +102,4 @@ def times_(values: Tensor, factor: Tensor) -> Tensor:
 
 
 MAX_IN_SUMS = {dtype: torch.finfo(dtype).max * 2.0**-24 for dtype in _EXPONENT}
-"""The bound on coefficients by dtype. It keeps products finite: infinities of both signs would add to NaN."""
+"""Bound on coefficients by dtype, to keep products finite: inf - inf would be NaN."""

@@ -1,12 +1,8 @@
-"""Where sequences begin and end: one interface over padded [B, T] and packed [1, N] + ``cu_seqlens`` token
-tensors.
+"""Sequence boundaries of token tensors, padded [B, T] or packed [1, N] with ``cu_seqlens``.
 
-Packed tensors keep a leading dimension of 1 inside the package, so that tokens always have two dimensions.
-
-Sums over sequences are the only reductions that a sequence-level loss needs. They are deterministic on every
-device: no atomics, and the adjoint of ``expand`` is ``sum`` instead of an ``index_add``. On the CPU they run
-from a sequence's first token to its last, so that neither the zeros of tokens that don't count nor the layout
-change a bit.
+Sums over sequences are deterministic on every device: they use no atomics, and the backward of ``expand`` is
+``sum`` instead of an ``index_add``. On the CPU they add a sequence's tokens in order, so results are bitwise
+identical for both layouts and any padding.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from gspo_kernels.core.exact import exact_sum, segment_reduce
 
 
 class Layout(ABC):
-    """Which sequence a token belongs to, and which ranks have the tokens."""
+    """Mapping of tokens to sequences, across ranks if these share sequences."""
 
     @property
     @abstractmethod
     def sequences(self) -> int:
-        """Number of sequences, empty ones included."""
+        """Return the number of sequences, including empty ones."""
 
     @abstractmethod
     def sum(self, tokens: Tensor) -> Tensor:
@@ -38,11 +34,11 @@ class Layout(ABC):
         """Give each token the value of its sequence: [B] -> tokens."""
 
     def over_ranks(self, sums: Tensor) -> Tensor:
-        """Turn sums over this rank's tokens, of any shape, into sums over the tokens of all ranks."""
+        """All-reduce sums of this rank's tokens, of any shape."""
         return sums
 
     def largest(self, values: Tensor) -> Tensor:
-        """Turn this rank's largest values into the largest of all ranks; without a gradient."""
+        """All-reduce maxima; without a gradient."""
         return values
 
 
@@ -60,7 +56,7 @@ class Padded(Layout):
 
     def sum(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B]."""
-        # the autograd function takes longer than a small sum, so it runs only if a gradient is needed
+        # the autograd function is slower than a small sum
         if tokens.requires_grad and torch.is_grad_enabled():
             return _Sum.apply(tokens, self)
         if not tokens.is_cpu or not tokens.numel():
@@ -103,58 +99,56 @@ class Packed(Layout):
 def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
     """Return the layout of a token tensor: [B, T] without ``cu_seqlens``, [1, N] with it.
 
-    Offsets may be on the CPU, regardless of the tokens' device.
+    Offsets may be on the CPU.
     """
     if cu_seqlens is None:
         return Padded(tokens.shape[0], tokens.shape[1])
     if cu_seqlens.is_cpu:
         cu_seqlens = queued(cu_seqlens, tokens.device, "cu_seqlens")
-    # unchecked offsets may give wrong results, but no address outside of the tokens
+    # unchecked offsets must not cause out-of-bounds accesses
     offsets = cu_seqlens.clamp(0, tokens.numel()).cummax(0).values
     return Packed(offsets, segment_ids(cu_seqlens, tokens.numel()))
 
 
 def as_rows(tokens: Tensor, packed: bool) -> Tensor:
-    """Add the leading dimension of packed tokens: [N] -> [1, N]; padded tokens stay as they are."""
+    """Add the leading dimension of packed tokens, [N] -> [1, N]; return padded tokens unchanged."""
     return tokens.unsqueeze(0) if packed else tokens
 
 
 def from_rows(tokens: Tensor, packed: bool) -> Tensor:
-    """Remove the leading dimension of packed tokens: [1, N] -> [N]; padded tokens stay as they are."""
+    """Remove the leading dimension of packed tokens, [1, N] -> [N]; return padded tokens unchanged."""
     return tokens.squeeze(0) if packed else tokens
 
 
 def queued(values: Tensor, device: torch.device, name: str = "values") -> Tensor:
-    """Return values on a device. Where they come from the CPU, the host doesn't wait for what the device has
-    still to do, and may change its own values immediately.
-    """
+    """Copy values to a device without a host-device sync; the caller may overwrite CPU values immediately."""
     if device.type != "cuda" or not values.is_cpu or torch.compiler.is_compiling():
         return values.to(device)
     if torch.cuda.is_current_stream_capturing():
         raise ValueError(
             f"{name}: is on the CPU, expected {device} while a CUDA graph is captured: replays would read "
-            "that memory of the host, which others use by then"
+            "freed host memory"
         )
     pinned = values.clone() if values.is_pinned() else values
     return pinned.pin_memory().to(device, non_blocking=True)
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the index of each token's sequence, int64 [N], from offsets [B + 1]; no host synchronisation.
+    """Return the index of each token's sequence, int64 [N], from offsets [B + 1], without a sync.
 
-    An index is below B for any offsets: on a GPU nothing has checked these, and the indices are addresses.
+    Indices are below B even for invalid offsets, which are not checked on a GPU.
     """
     positions = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:-1].contiguous(), positions, right=True)
 
 
 def runs(*keys: Tensor) -> Packed:
-    """Return the layout in which each run of equal keys among [N] is a sequence; no host synchronisation."""
+    """Return the layout in which each run of equal keys among [N] is a sequence, without a sync."""
     changes = torch.zeros_like(keys[0], dtype=torch.bool)
     for ids in keys:
         changes[1:] |= ids[1:] != ids[:-1]
     segments = changes.cumsum(0)
-    # as many sequences as there are keys, so that the number of runs need not be read from the device
+    # the number of runs is on the device: allow for one sequence per key
     places = torch.arange(segments.numel() + 1, device=segments.device)
     return Packed(torch.searchsorted(segments, places), segments)
 

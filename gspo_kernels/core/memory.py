@@ -1,4 +1,4 @@
-"""How much memory a chunk of logits may take, and memory of that size."""
+"""Sizes of chunks of logits, and memory for them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ import torch
 from torch import Tensor
 
 MIN_CHUNK_BYTES = 64 * 2**20
-"""A default chunk may take this many bytes, however many rows they are."""
+"""Bytes that a default chunk may take regardless of its number of rows."""
 CHUNK_BYTES = 256 * 2**20
-"""A default chunk may have more than the fewest rows up to this many bytes."""
+"""Most bytes of a default chunk with more than the minimum of rows."""
 CHUNK_ROWS = {"cpu": (1024, 2048), "cuda": (4096, 4096)}
-"""Rows per chunk by default, fewest and most: enough that adding a chunk's dWeight costs little compared with
-its products."""
+"""Fewest and most rows of a default chunk. Accumulating dWeight is then cheap next to the matmuls."""
 ALL_ROWS_BYTES = 2**30
-"""On a GPU all rows of a call may share a chunk of up to this many bytes, or of as many as a bf16 weight has.
-dWeight is one product then, without its sum in fp32, which has twice the weight's bytes. On a CPU one chunk
-takes as long as two (measured, 4,096 rows of 32,000 logits and 1,536 of 151,936: 1.00 and 0.98 times)."""
+"""On a GPU all rows of a call may share a chunk of up to this many bytes, or the bytes of a bf16 weight.
+dWeight is then one matmul without an fp32 accumulator of twice the weight's bytes. On a CPU one chunk takes
+as long as two (4,096 rows of 32,000 logits and 1,536 of 151,936: 1.00 and 0.98 times)."""
 LEAST_BYTES = 256 * 2**20
-"""A chunk of a call whose rows are all projected twice, and of ``memory="least"``. Statistics then take 441
-rows of 151,936 logits at a time, enough for products at full speed, and blocks of up to 16,384 rows have all
-of ``gradients.BLOCK_COLUMNS``."""
+"""Chunk size of ``two_pass`` and of ``memory="least"``: 441 rows of 151,936 logits, enough for matmuls at
+full speed, or up to 16,384 rows of ``gradients.BLOCK_COLUMNS``."""
 MIN_SYNC_WORK = 1.75e12
-"""The least rows * V * H for which a host-device sync may save time. A sync costs about a millisecond, by
-which the host is otherwise ahead of the device. Skipping a tenth of the rows saves 0.4 * rows * V * H
-operations in two products, which take as long at 700 TFLOP/s. On the CPU a sync costs nothing."""
+"""Minimum of rows * V * H for a host-device sync to save time. A sync costs about 1 ms of overlap. Skipping a
+tenth of the rows saves 0.4 * rows * V * H operations in two matmuls, 1 ms at 700 TFLOP/s."""
 MEMORY_SHARE = 16
-"""The default chunk takes at most the device's memory divided by this."""
+"""A default chunk takes at most the device's memory divided by this."""
 
 
 def default_chunk_bytes(
@@ -41,15 +38,15 @@ def default_chunk_bytes(
 ) -> int:
     """Return the default of ``max_chunk_bytes``.
 
-    It holds as many rows of logits as fit ``CHUNK_BYTES``, but within ``CHUNK_ROWS``; it is at least
+    It is the size of the rows that fit ``CHUNK_BYTES``, clamped to ``CHUNK_ROWS``, at least
     ``MIN_CHUNK_BYTES`` and at most ``total_memory / MEMORY_SHARE``.
 
     Args:
-        row_bytes: the bytes of one row of logits.
+        row_bytes: bytes of one row of logits.
         total_memory: the device's memory in bytes.
-        device: the device's type; any that is not "cpu" counts as a GPU.
-        all_rows: the rows of a call that may share a chunk, see ``ALL_ROWS_BYTES``; 0: they may not.
-        weight_bytes: the bytes of the weight.
+        device: the device's type; all but "cpu" are treated as GPUs.
+        all_rows: rows of a call that may share a chunk, see ``ALL_ROWS_BYTES``, or 0.
+        weight_bytes: bytes of the weight.
     """
     min_rows, max_rows = CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"])
     size = max(min_rows * row_bytes, min(max_rows * row_bytes, CHUNK_BYTES), MIN_CHUNK_BYTES)
@@ -60,7 +57,7 @@ def default_chunk_bytes(
 
 @functools.cache
 def host_memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or its control group's limit."""
+    """Return the bytes of memory available to this process: the machine's or its cgroup's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -72,7 +69,7 @@ def host_memory() -> int:
 def chunk_rows(
     row_bytes: int, max_chunk_bytes: int, device: torch.device, all_rows: int = 0, weight_bytes: int = 0
 ) -> int:
-    """Return how many rows of logits fit ``max_chunk_bytes`` (0: the default); at least one."""
+    """Return the number of rows of logits that fit ``max_chunk_bytes`` (0: the default), at least 1."""
     if not max_chunk_bytes:
         on_gpu = device.type == "cuda"
         total = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory()
@@ -81,18 +78,17 @@ def chunk_rows(
 
 
 HUGE_PAGES_FROM = 16 * 2**20
-"""Bytes from which new memory on the CPU asks for huge pages."""
+"""Minimum of bytes to request huge pages on the CPU."""
 
 
 def used_memory(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, *, larger: bool = True
 ) -> Tensor:
-    """Return an uninitialised, contiguous tensor, for data that is soon freed again.
+    """Return an uninitialized, contiguous tensor for short-lived data.
 
-    Faulting in new pages takes as long as all that is computed on them. On Linux a large tensor therefore
-    reuses the pages of one of the last two freed tensors, if that had the same size or, if ``larger``, up to
-    twice that. Until then the system may take those pages whenever it needs memory (``MADV_FREE``). New
-    tensors ask for huge pages.
+    Page faults take as long as the computation on new pages. On Linux a large tensor therefore reuses the
+    pages of one of the last two freed tensors, if that had the same size or, if ``larger``, up to twice that.
+    Meanwhile the system may reclaim those pages (``MADV_FREE``). New tensors use huge pages.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):

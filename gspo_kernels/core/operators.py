@@ -1,7 +1,7 @@
-"""How operators are registered: one implementation for all devices, its schema read from its annotations.
+"""Registration of operators, with one implementation for all devices and the schema from its annotations.
 
-An argument may be a *struct*, a named tuple of tensors, numbers and strings: the schema lists its fields one
-by one, and the two places here that take structs apart and put them together again are the only ones.
+An argument may be a *struct*, a named tuple of tensors, numbers and strings, whose fields are flattened in
+the schema.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 F = TypeVar("F", bound=Callable[..., Any])
 
 NAMESPACE = __name__.partition(".")[0]
-"""The operators' namespace: the package's name, which differs for each copy that a process has imported."""
+"""The operators' namespace, the package's name, which differs between copies imported in one process."""
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LEAVES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", bool: "bool", str: "str"}
 
 
 class _Struct:
-    """How an argument becomes operands: a leaf becomes one, a named tuple the operands of its fields."""
+    """Flattening of an argument to operands: one for a leaf, those of its fields for a named tuple."""
 
     def __init__(self, kind: Any):
         self.kind = kind
@@ -60,7 +60,7 @@ class _Struct:
 
 
 def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
-    """Return the places, among arguments, of tensors and of structs that contain tensors."""
+    """Return the positions of arguments that are tensors or structs with tensors."""
     leaves = (Tensor, Tensor | None)
     return tuple((i, x) for i, x in enumerate(structs.values()) if x.places or x.kind in leaves)
 
@@ -68,9 +68,9 @@ def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
 def _collect_tensors(
     places: tuple[tuple[int, _Struct], ...], values: Any, tensors: list[Tensor]
 ) -> list[Tensor]:
-    """Append the tensors among arguments, and in structs among these, to ``tensors``; return that list.
+    """Append the tensors among arguments and their structs to ``tensors``; return that list.
 
-    Every small call does this, so arguments that can't be tensors are not looked at.
+    Arguments that can't be tensors are skipped, for the speed of small calls.
     """
     for place, struct in places:
         value = values[place]
@@ -84,9 +84,9 @@ def _collect_tensors(
 
 
 def flat(values: Any) -> list[Any]:
-    """Return arguments as operands, with structs taken apart."""
+    """Flatten arguments to operands."""
     operands = []
-    for value in values[:]:  # a plain tuple: the compiler of torch 2.11 iterates over no constant struct
+    for value in values[:]:  # a plain tuple, as torch 2.11 can't trace iteration over a constant struct
         if isinstance(value, tuple):
             operands.extend(flat(value))
         else:
@@ -95,10 +95,9 @@ def flat(values: Any) -> list[Any]:
 
 
 def can_bypass_dispatcher(tensors: list[Tensor]) -> bool:
-    """Return whether a call on these tensors may skip the dispatcher, because nothing would notice it.
+    """Return whether a call on these tensors may bypass the dispatcher, which is slow for small calls.
 
-    Passing it takes as long as a dozen small operations. Compilers, dispatch modes, functorch, tensor
-    subclasses and profilers need the dispatcher.
+    Compilers, dispatch modes, functorch, tensor subclasses and profilers need the dispatcher.
     """
     return not (
         is_compiling() or _modes() or _profiler_enabled() or _transforms() is not None
@@ -106,7 +105,7 @@ def can_bypass_dispatcher(tensors: list[Tensor]) -> bool:
 
 
 class Operator:
-    """A registered operator: a call dispatches through torch; ``register_fake`` gives it a shape function.
+    """An operator registered with torch; ``register_fake`` adds its fake implementation.
 
     Args:
         implementation: takes tensors, numbers, strings and structs; returns a tensor, a struct of tensors, or
@@ -164,7 +163,7 @@ class Operator:
             return result
         result = self.default(*flat(args))
         if self._mutates and not is_compiling():
-            # autograd doesn't see a kernel's writes; a new version makes it refuse what it saved of args[0]
+            # let autograd detect the write, which is invisible to it
             torch.autograd.graph.increment_version(args[0])
         return result if self._result is None else self._result.take(iter(result))
 
@@ -214,13 +213,12 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def isolated(tensors: list[Tensor], multiplies: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autograd, and without the caller's autocast and reduced-precision matmuls."""
+    """Return a context that disables autograd, autocast and reduced-precision matmuls."""
     return _isolation(tensors, multiplies) or _NOTHING
 
 
 def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any] | None:
-    """Do what ``isolated`` does; return None if nothing has to change."""
-    # contexts that change nothing would take as long as the small operations of a small call
+    """Return the context of ``isolated``, or None if it would change nothing (faster in small calls)."""
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if multiplies:
         on_cuda = bool(tensors) and tensors[0].is_cuda
@@ -250,12 +248,11 @@ _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_pre
 
 
 class _ExactMatmul:
-    """Keep TF32, bf16 and 16-bit sums out of matmuls, regardless of what the caller has set.
+    """Disable TF32, bf16 and 16-bit accumulation in matmuls, regardless of the caller's settings.
 
-    ``fp32_precision`` is the new switch for what ``allow_tf32`` and ``set_float32_matmul_precision`` set. The
-    old ones can't be read any more once the new one was used. With "medium", CPUs that have bf16 instructions
-    multiply fp32 matrices in bf16. The settings belong to the process: of overlapping calls in several
-    threads, the first saves them and the last restores them.
+    ``fp32_precision`` replaces ``allow_tf32`` and ``set_float32_matmul_precision``, which can't be read after
+    it was used. With "medium", CPUs with bf16 instructions multiply fp32 matrices in bf16. Settings are
+    global: of overlapping calls in several threads, the first saves and the last restores them.
     """
 
     def __init__(self) -> None:
@@ -270,7 +267,7 @@ class _ExactMatmul:
             self._precisions = []
             for backend in ("cuda", "mkldnn"):
                 precision = _get_precision(backend, "matmul")
-                # "none" inherits the setting for all operations, and must still inherit it afterwards
+                # "none" inherits the global setting, and must be restored as such
                 _set_precision(backend, "matmul", "none")
                 self._precisions.append(
                     (backend, "none" if _get_precision(backend, "matmul") == precision else precision)
@@ -294,14 +291,14 @@ EXACT_MATMUL = _ExactMatmul()
 
 
 def _reduction(name: str) -> bool | tuple[bool, bool]:
-    """Return a setting of 16-bit sums, along with that of split sums if this PyTorch has one."""
+    """Return a reduced-precision reduction setting, with that of split-K if this PyTorch has one."""
     setting: bool = getattr(_CUDA, name)
     split = getattr(_CUDA, f"{name}_split_k", None)
     return setting if split is None else (setting, split)
 
 
 def checked_values(device: torch.device) -> bool:
-    """Return whether values are checked: always on CPU, on other devices with GSPO_KERNELS_VALIDATE=1."""
+    """Return whether to check values: always on CPU, on other devices with GSPO_KERNELS_VALIDATE=1."""
     return _is_cpu(device) or validates()
 
 

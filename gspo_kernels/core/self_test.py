@@ -1,4 +1,4 @@
-"""Products by tensor maps: off by default, as no GPU has run them; first uses are compared."""
+"""Self-test and switch of matmuls by tensor maps, which no GPU has run and which are disabled by default."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ _LOGGER = logging.getLogger("gspo_kernels")
 
 VARIABLE = "GSPO_KERNELS_TENSOR_MAPS"
 DEFAULT = "0"
-"""The value of the variable if it is not set. It becomes "1" once a committed run of the campaign
-(``python -m benchmarks campaign``) shows these products right and faster."""
+"""The variable's default, until ``python -m benchmarks campaign`` shows these matmuls correct and faster."""
 
 _enabled: bool | None = None
 
 
 def enable_tensor_maps(enabled: bool) -> None:
-    """Enable or disable products by tensor maps on Hopper and B200, in all threads of the process.
+    """Enable or disable matmuls by tensor maps on Hopper and B200, for all threads of the process.
 
-    These are the product of a bf16 head that writes exponentials in place of logits, and the batch-invariant
-    product of 16-bit operands. They are disabled by default, because no GPU has run them and an illegal
-    access would end the process. Without them ``torch.mm`` and passes over the logits serve a bf16 head, and
-    batch-invariant products load by pointers. If enabled, the first use of each product on a device compares
-    it with PyTorch's.
+    These are the matmul of a bf16 head that writes exponentials instead of logits, and the batch-invariant
+    matmul of 16-bit operands. They are disabled by default, because no GPU has run them and an illegal
+    access would end the process. The alternatives are ``torch.mm`` with separate kernels over the logits, and
+    batch-invariant matmuls that load by pointers. If enabled, the first use of each matmul on a device
+    compares it with PyTorch's.
 
     The environment variable ``GSPO_KERNELS_TENSOR_MAPS``, "0" or "1", does the same; this function overrides
-    it. The two ways differ in the last bits of their results, also in batch-invariant mode, so choose one
-    before the first call.
+    it. Results differ in their last bits between the two, also in batch-invariant mode; choose one before
+    the first call.
 
     Args:
-        enabled: whether these products are enabled.
+        enabled: whether these matmuls are enabled.
 
     Returns:
         None.
@@ -48,7 +47,7 @@ def enable_tensor_maps(enabled: bool) -> None:
 
 
 def tensor_maps_enabled() -> bool:
-    """Return whether products by tensor maps are enabled.
+    """Return whether matmuls by tensor maps are enabled.
 
     Raises:
         ValueError: the environment variable is neither "0" nor "1".
@@ -62,39 +61,38 @@ def tensor_maps_enabled() -> bool:
 
 
 class SelfTest:
-    """Which devices a product by tensor maps serves.
+    """Self-test of a matmul by tensor maps on each device.
 
     Args:
-        excess: runs the product on a device and returns its largest error there, as a multiple of what
-            roundings allow.
+        excess: runs the matmul on a device and returns its largest error as a multiple of the error bound.
     """
 
     def __init__(self, excess: Callable[[torch.device], float]):
         self._excess = excess
         self._found: dict[torch.device, str | None] = {}
-        self._lock = threading.RLock()  # other threads wait for the comparison
+        self._lock = threading.RLock()  # other threads wait for the self-test
 
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """Return None if the product serves a device, otherwise why not.
+        """Return None if the matmul supports a device, otherwise the reason.
 
-        Only a wrong result and a refusal of Triton's compiler are kept, and logged. All other errors, such as
-        running out of memory, are raised, and the next call tries again.
+        Wrong results and compilation errors are cached and logged. Other errors, such as out of memory, are
+        raised, and the next call tries again.
         """
         if device.type != "cuda" or torch.version.hip is not None:
-            return "it is for NVIDIA GPUs"
+            return "it needs an NVIDIA GPU"
         if not tensor_maps_enabled():
-            return f"it is for Hopper and B200, and off because no GPU has run it; {VARIABLE}=1 enables it"
+            return f"it needs Hopper or B200, and is disabled as no GPU has run it; {VARIABLE}=1 enables it"
         with self._lock:
             if device in self._found:
                 return self._found[device]
             if torch.cuda.get_device_capability(device)[0] not in (9, 10):
                 return "it needs the tensor maps and the shared memory of Hopper or B200"
             if torch.cuda.is_current_stream_capturing():
-                return "its first use compares results, which a graph can't capture"
-            self._found[device] = None  # it serves its own comparison
+                return "its self-test can't run while a CUDA graph is captured"
+            self._found[device] = None  # available to its own self-test
             try:
                 excess = self._excess(device)
-                reason = None if excess <= 1 else f"it is off by {excess:.2g} times what roundings allow"
+                reason = None if excess <= 1 else f"its error is {excess:.2g} times the bound"
             except BaseException as error:
                 del self._found[device]
                 if not _is_refusal(error):
@@ -102,12 +100,12 @@ class SelfTest:
                 reason = f"Triton can't compile it here: {type(error).__name__}: {error}"
             self._found[device] = reason
             if reason is not None:
-                _LOGGER.warning("a Triton matmul is off on %s in this process: %s", device, reason)
+                _LOGGER.warning("a Triton matmul is disabled on %s in this process: %s", device, reason)
             return reason
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return whether Triton's compiler raised an error: MLIR's passes raise one without a class."""
+    """Return whether an error is from Triton's compiler, whose MLIR passes raise a plain RuntimeError."""
     from triton.errors import TritonError
 
     return isinstance(error, TritonError) or "PassManager" in str(error)

@@ -1,8 +1,7 @@
 """Types that every layer shares: the logit transform, rows and their statistics, named outputs.
 
 Shape letters: B sequences, T padded length, N tokens, V vocabulary, H width. Inside the package rows are
-always laid out as [B, T] (padded) or as [1, N] with ``cu_seqlens`` (packed); a suffix such as ``logits_BTV``
-says so.
+[B, T] (padded) or [1, N] with ``cu_seqlens`` (packed).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 Recheck = Callable[[], object] | None
-"""A check of values that callers pass, which raises if one is wrong; None where values aren't checked."""
+"""A check of callers' values, which raises an error; None where values aren't checked."""
 
 METRICS = (
     "ratio/mean",
@@ -27,18 +26,18 @@ METRICS = (
     "kl/old",
     "active_fraction",
 )
-"""Names of the metrics that every loss reports, in the order in which kernels and ops store them."""
+"""Metrics of every loss, in the order in which kernels and operators store them."""
 
 
 MASK_DTYPES = (torch.bool, torch.float32, torch.float64, torch.int32, torch.int64)
-"""The dtypes in which backends read masks themselves."""
+"""Mask dtypes that backends read directly."""
 
 
 class LoRAHead(NamedTuple):
-    """An lm_head with a low-rank adapter, to be passed as ``weight``: ``weight + scale * B @ A``.
+    """An lm_head with a low-rank adapter, ``weight + scale * B @ A``, accepted as ``weight``.
 
-    ``weight`` has no gradient; A and B have. B has a separate matrix product, so that nothing of the
-    size of ``weight`` is allocated. With a 16-bit weight the adapter's products and gradients are in fp32.
+    Only A and B have gradients. B has a separate matmul, which allocates nothing of the size of ``weight``.
+    With a 16-bit weight the adapter's matmuls and gradients are in fp32.
 
     Attributes:
         weight: [V, H], frozen; hidden's dtype, or any under autocast.
@@ -57,9 +56,8 @@ class TokenLogprobs(NamedTuple):
     """Per-token log-probabilities.
 
     Attributes:
-        logprobs: log pi(label) in nats, the labels' shape, fp32 (fp64 for fp64 inputs); 0.0 where ignored.
-        entropy: entropy of the distribution in nats, same shape and dtype, 0.0 where ignored; None without
-            ``return_entropy``.
+        logprobs: log pi(label) in nats, the labels' shape, fp32 (fp64 for fp64 inputs), 0.0 if ignored.
+        entropy: entropy in nats, same shape and dtype, 0.0 if ignored, or None without ``return_entropy``.
     """
 
     logprobs: Tensor
@@ -67,12 +65,12 @@ class TokenLogprobs(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """What every policy loss returns.
+    """Output of a policy loss.
 
     Attributes:
         loss: 0-d tensor that carries the gradient, fp32 (fp64 for fp64 inputs).
         logprobs: detached log-probabilities in nats, the labels' shape.
-        entropy: detached entropy in nats, the labels' shape; None where it was not computed.
+        entropy: detached entropy in nats, the labels' shape, or None if not computed.
         metrics: detached 0-d tensors by name.
     """
 
@@ -83,12 +81,11 @@ class LossOutput(NamedTuple):
 
 
 class DistillationOutput(NamedTuple):
-    """What a distillation loss returns.
+    """Output of a distillation loss.
 
     Attributes:
         loss: 0-d tensor that carries the student's gradient, fp32 (fp64 for fp64 inputs).
-        divergence: detached divergence of each token in nats, the tokens' shape, same dtype; 0.0 where a
-            token does not count.
+        divergence: detached divergence of each token in nats, the tokens' shape, same dtype; 0.0 if masked.
     """
 
     loss: Tensor
@@ -96,12 +93,12 @@ class DistillationOutput(NamedTuple):
 
 
 class SelectedLogprobs(NamedTuple):
-    """Log-probabilities of several ids per token, and the log of the probability mass that these leave.
+    """Log-probabilities of several ids per token, and of all remaining ids together.
 
     Attributes:
-        logprobs: log pi(id) in nats, the ids' shape, fp32 (fp64 for fp64 inputs); 0.0 where there is no id.
-        tail: log of the probability of all other ids, the ids' shape without K, same dtype; 0.0 for tokens
-            without ids, -inf where there are no other ids. None with ``normalize_within``.
+        logprobs: log pi(id) in nats, the ids' shape, fp32 (fp64 for fp64 inputs), 0.0 for padding.
+        tail: log-probability of all remaining ids, the ids' shape without K, same dtype; 0.0 for tokens
+            without ids, -inf if no ids remain, None with ``normalize_within``.
     """
 
     logprobs: Tensor
@@ -114,9 +111,9 @@ class RowStats(NamedTuple):
     Attributes:
         logprobs: log-probability of the label, never above 0; NaN where the label is out of range.
             Statistics' dtype, like the entropy.
-        lse: log-sum-exp of the transformed logits, always fp64: a gradient's exp(z - lse) would show the
-            rounding of a large lse to fp32.
-        entropy: entropy in nats, or None where it was not asked for.
+        lse: log-sum-exp of the transformed logits, always fp64, because the gradient's exp(z - lse) is
+            sensitive to the rounding of a large lse.
+        entropy: entropy in nats, or None if not requested.
     """
 
     logprobs: Tensor
@@ -124,7 +121,7 @@ class RowStats(NamedTuple):
     entropy: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> RowStats:
-        """Return the statistics with ``change``, which reshapes or selects rows, applied to each tensor."""
+        """Apply ``change``, which reshapes or selects rows, to each tensor."""
         entropy = None if self.entropy is None else change(self.entropy)
         return RowStats(change(self.logprobs), change(self.lse), entropy)
 
@@ -136,7 +133,7 @@ class PairStats(NamedTuple):
         lse: as in ``RowStats``, of the student's rows.
         teacher_lse: the same of the teacher's rows.
         divergences: of the student's rows from the teacher's in nats, statistics' dtype.
-        centres: the number that the gradient subtracts from each column's log-ratio, the same dtype: the
+        centers: the number that the gradient subtracts from each column's log-ratio, the same dtype: the
             divergence for the reverse KL, KL(p || m) for Jensen-Shannon, 0.0 for the forward KL, which
             subtracts none; see ``divergences``.
     """
@@ -144,29 +141,29 @@ class PairStats(NamedTuple):
     lse: Tensor
     teacher_lse: Tensor
     divergences: Tensor
-    centres: Tensor
+    centers: Tensor
 
 
 class Normalizers(NamedTuple):
-    """The first two fields of ``PairStats``, passed if they are known and the others are to be computed."""
+    """The first two fields of ``PairStats``, passed to compute the others."""
 
     lse: Tensor
     teacher_lse: Tensor
 
 
 class LogitTransform(NamedTuple):
-    """How raw logits x become the z that enters the softmax.
+    """Transform of raw logits x to the input z of the softmax.
 
     ``z = logit_scale * x; z = softcap * tanh(z / softcap); z = z / temperature``
 
     Attributes:
         logit_scale: factor on the raw logits.
-        softcap: bound of the tanh soft-capping; 0.0 means none.
-        temperature: the same for all rows; 1.0 where there is a ``row_temperature``.
+        softcap: bound of the tanh soft-capping, or 0.0.
+        temperature: temperature of all rows; 1.0 with ``row_temperature``.
         row_temperature: [B, T] in the statistics' dtype, any strides, or None.
-        kept: the sampling mask, int32 [B, T, ceil(V / 32)] with a vocabulary stride of 1, or None: bit v % 32
-            of word v // 32 says whether column v is in the softmax. A column that is cut has no effect,
-            regardless of its logit, and a gradient of exactly 0.
+        kept: the sampling mask, int32 [B, T, ceil(V / 32)] with a vocabulary stride of 1, or None. Bit v % 32
+            of word v // 32 is set if column v is in the softmax. Other columns have no effect, regardless of
+            their logit, and a gradient of exactly 0.
     """
 
     logit_scale: float = 1.0
@@ -181,16 +178,14 @@ class LogitTransform(NamedTuple):
         return self._replace(row_temperature=temperature, kept=kept)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Return z of raw logits [B, T, columns] in their dtype, without applying ``kept``;
-        differentiable.
-        """
+        """Return z of raw logits [B, T, columns] in their dtype, ignoring ``kept``; differentiable."""
         z = x * self.logit_scale
         if self.softcap:
             z = self.softcap * torch.tanh(z / self.softcap)
         return z / self._divisor()
 
     def slope(self, x: Tensor) -> Tensor:
-        """Return dz/dx of ``apply``; it keeps its relative accuracy where the softcap is flat."""
+        """Return dz/dx of ``apply``, relatively accurate even where the softcap saturates."""
         slope = torch.full_like(x, self.logit_scale)
         if self.softcap:
             tanh_x = torch.tanh(x * self.logit_scale / self.softcap)
@@ -202,11 +197,11 @@ class LogitTransform(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits with their labels, as backends take them: see ``protocol.RowBackend``.
+    """Rows of logits with their labels, the input of backends; see ``protocol.RowBackend``.
 
     Attributes:
-        logits: [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows
-            come as [1, N, V].
+        logits: [B, T, V] or packed [1, N, V] with any strides, including 0 and overlapping ones; fp16, bf16,
+            fp32 or fp64.
         labels: int64 or int32 [B, T], any strides.
         transform: from the logits to z.
         ignore_index: the label of *ignored* rows, whose logits are never read.
@@ -219,12 +214,12 @@ class LogitRows(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """The factors on d logprob/dlogits and d entropy/dlogits of each row.
+    """Upstream gradients of the log-prob and entropy of each row.
 
     Attributes:
         grad_logprobs: [B, T], any float dtype and strides.
         grad_entropy: the same, or None.
-        grad_scale: 0-d factor on both, or None for 1.
+        grad_scale: 0-d factor on both, or None.
     """
 
     grad_logprobs: Tensor
@@ -254,12 +249,11 @@ class RowPair(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Which columns of the whole logits a process has.
+    """The shard of logit columns of a process.
 
     Attributes:
-        group: the name of the process group whose ranks share the columns; "" if this process has all.
-        start: the token id of this process's first column; -1: every rank has as many columns, in the order
-            of ranks.
+        group: the name of the process group whose ranks share the columns, or "" without sharding.
+        start: the token id of this process's first column; -1 for shards of equal size in the order of ranks.
     """
 
     group: str = ""
@@ -267,13 +261,13 @@ class Shard(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """How logits become log-probs, and by which backend: the checked options of all functions with labels.
+    """The checked options of all functions with labels.
 
     Attributes:
         transform: from raw logits to z.
         ignore_index: the label of rows that are skipped.
-        backend: the name of a backend that can serve the tensors' device.
-        shard: which columns this process has; labels are ids of the whole vocabulary.
+        backend: the name of a backend that supports the tensors' device.
+        shard: the columns of this process; labels are ids of the whole vocabulary.
     """
 
     transform: LogitTransform
@@ -283,7 +277,7 @@ class RowOptions(NamedTuple):
 
 
 class RatioClip(NamedTuple):
-    """PPO's clip on importance ratios: what fused forwards and steps can compute.
+    """PPO's clip on importance ratios, the loss that fused kernels support.
 
     ``loss = -w min(r A, clip(r, low, high) A)``, for A < 0 at most ``-w dual A``. There is one ratio per
     sequence, ``log r = sum_t (logp_t - old_t) / L``, or one per token, ``log r = logp - old``. The bounds are
@@ -292,14 +286,14 @@ class RatioClip(NamedTuple):
     Attributes:
         log_low: log of the lower clip bound, <= 0.
         log_high: log of the upper clip bound, >= 0.
-        log_dual: log of the dual clip's bound, above ``log_high``; +inf means none.
-        count_tokens: True: a sequence's loss counts L times and a token's loss once ("token_mean" and similar
-            ones). False: a sequence's loss counts once and a token's loss 1 / L times.
-        divisor: what the outer divisor counts without a normalizer: "sequences" with a counted token,
-            "tokens" (the sum of L over these sequences), "one", or "prompts", which ``sum_over_prompts``
-            turns into "one" for backends.
+        log_dual: log of the dual clip's bound, above ``log_high``, or +inf.
+        count_tokens: weigh a sequence's loss by L and a token's by 1 ("token_mean" and similar) if True, a
+            sequence's by 1 and a token's by 1 / L otherwise.
+        divisor: the outer divisor without a normalizer: "sequences" with a counted token, "tokens" (the sum
+            of L over these sequences), "one", or "prompts", which ``sum_over_prompts`` turns into "one" for
+            backends.
         divisor_scale: constant factor on that divisor, or on the normalizer.
-        level: "sequence" or "token": what has one ratio and one loss.
+        level: "sequence" or "token", one ratio and one loss for each.
     """
 
     log_low: float
@@ -312,7 +306,7 @@ class RatioClip(NamedTuple):
 
 
 NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
-"""The value for losses that are no clipped ratio; its ``level`` is empty."""
+"""The value for losses that are not a clipped ratio; its ``level`` is empty."""
 
 
 class _RatioWeight(NamedTuple):
@@ -327,8 +321,8 @@ class RatioWeight(_RatioWeight):
     probability over the sampler's.
 
     Attributes:
-        low, high: bounds of the ratio; both 1: f is 1.
-        outside: "bound": f is the bound that r exceeds (TIS, CISPO). "zero": f is 0 there (MIS, IcePop).
+        low, high: bounds of the ratio; f is 1 if both are 1.
+        outside: f outside of the bounds, the "bound" that r exceeds (TIS, CISPO) or "zero" (MIS, IcePop).
         eps: f is 0 where ``|p - q|`` is larger (prime-rl's IPO).
 
     Raises:
@@ -353,7 +347,7 @@ class RatioWeight(_RatioWeight):
         return super().__new__(cls, low, high, outside, eps)
 
     def times_q(self, log_p: Tensor, log_q: Tensor) -> Tensor:
-        """Return q f(p / q), without the ratio itself, which may overflow."""
+        """Return q f(p / q) without computing the ratio, which may overflow."""
         log_low = math.log(self.low) if self.low else -math.inf
         log_high = math.log(self.high) if self.high < math.inf else math.inf
         below, above = log_p - log_q < log_low, log_p - log_q > log_high
@@ -368,12 +362,12 @@ class RatioOperands(NamedTuple):
     """The inputs of a clipped ratio besides log-probs and the tokens that count.
 
     Attributes:
-        old_logprobs: the shape of the log-probs, any strides and float dtype; None where the log-probs
-            themselves take their place.
+        old_logprobs: the shape of the log-probs, any strides and float dtype; None for the log-probs
+            themselves (on-policy).
         advantages: [B], or for ratios of tokens [B] or the shape of the log-probs.
         weights: factors on policy terms, the same shapes, or None for 1.
-        lengths: [B], L of each sequence; None: its number of counted tokens.
-        normalizer: 0-d on the device, replaces what ``RatioClip.divisor`` counts, or None.
+        lengths: [B], L of each sequence, or None for its number of counted tokens.
+        normalizer: 0-d on the device, replaces the count of ``RatioClip.divisor``, or None.
         cu_seqlens: int32 or int64 [B + 1] of packed tokens, or None.
     """
 
@@ -390,7 +384,7 @@ class KLPenalty(NamedTuple):
 
     Attributes:
         ref_logprobs: the shape of the log-probs, any strides and float dtype.
-        beta: the penalty's weight, broadcast to the shape of the log-probs; None: only the metric is wanted.
+        beta: the penalty's weight, broadcast to the shape of the log-probs, or None for the metric only.
         estimator: "k1", "k2" or "k3".
     """
 
@@ -404,10 +398,9 @@ class RatioStep(NamedTuple):
 
     Attributes:
         loss: 0-d.
-        metrics: [len(METRICS)], in the order of ``METRICS``, and after them "kl/ref" where there is a
-            ``KLPenalty``.
-        grad_logprobs: dLoss/dlogprobs in the shape of the log-probs, 0.0 where tokens don't count; without a
-            penalty also exactly 0.0 where the ratio is clipped, or advantage or weight is zero.
+        metrics: [len(METRICS)], in the order of ``METRICS``, followed by "kl/ref" with a ``KLPenalty``.
+        grad_logprobs: dLoss/dlogprobs in the shape of the log-probs, 0.0 for tokens that don't count; without
+            a penalty also exactly 0.0 where the ratio is clipped, or advantage or weight is zero.
     """
 
     loss: Tensor
@@ -416,16 +409,16 @@ class RatioStep(NamedTuple):
 
 
 class SequenceRatioStats(NamedTuple):
-    """What the fused sequence-ratio forward returns: a step's scalars, and statistics of the rows.
+    """Output of the fused sequence-ratio forward.
 
     Attributes:
         loss, metrics: as in ``RatioStep``.
-        logprobs: [B, T] (or [1, N]); zeros where ignored.
+        logprobs: [B, T] (or [1, N]), 0.0 if ignored.
         lse: the same shape, fp64.
         coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
             for clipped and empty sequences and for those with zero advantage or weight.
-        divisor: 0-d, the divisor of the coefficients, which the caller applies; includes ``divisor_scale``.
-        labels: ``ignore_index`` where a mask is 0; empty if there was no mask.
+        divisor: 0-d, the divisor of the coefficients including ``divisor_scale``, for the caller to apply.
+        labels: ``ignore_index`` where a mask is 0; empty without a mask.
     """
 
     loss: Tensor
@@ -441,7 +434,7 @@ STATS_DTYPES = (torch.float32, torch.float64)
 
 
 def wrong_mask(loss_mask: Tensor) -> ValueError:
-    """Return the error for a mask that holds another number than 0 and 1."""
+    """Return the error for a mask with a value other than 0 and 1."""
     value = loss_mask[(loss_mask != 0) & (loss_mask != 1)][0].item()
     return ValueError(f"loss_mask: got {value}, expected only 0 and 1 (or bool)")
 
@@ -457,7 +450,7 @@ def pair_dtypes(dtype: torch.dtype, exact: torch.dtype = torch.float64) -> tuple
 
 
 def allocate_pair_stats(logits: Tensor, known: Normalizers | PairStats | None = None) -> PairStats:
-    """Return known statistics of logits [B, T, V], contiguous in their dtypes, and memory for the others."""
+    """Return statistics of logits [B, T, V], known ones contiguous in their dtypes, others uninitialized."""
     existing = () if known is None else known
     kinds = pair_dtypes(stats_dtype(logits.dtype))
     return PairStats(

@@ -1,1 +1,1 @@
-"""Process groups: tokens and sequences that their ranks share, and arguments that they compare."""
+"""Process groups, sharding of vocabulary, sequences and tokens, and comparison of arguments across ranks."""

@@ -1,7 +1,6 @@
-"""The public argument ``parallel``, process groups by their names, as operators take them, and the few
-collectives that run in them.
+"""The public argument ``parallel``, and collectives in process groups that operators pass by name.
 
-``torch.distributed`` is imported on first use: not every build of PyTorch has it.
+``torch.distributed`` is imported lazily, as it is not in every build of PyTorch.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where the tensors of a call live when several ranks share them. By default this rank has all of them.
+    """Distribution of the tensors of a call over ranks. By default this rank has all of them.
 
-    A group is a ``ProcessGroup`` or a ``DeviceMesh`` of one dimension. DTensors bring their own groups: leave
-    the fields about them at their defaults.
+    A group is a ``ProcessGroup`` or a ``DeviceMesh`` of one dimension. DTensors determine their groups; keep
+    the defaults of the corresponding fields.
 
     Args:
-        tp_group: ranks that share the vocabulary (tensor parallelism). Each has some columns of the logits,
-            [..., V of the rank], or some rows of the lm_head's weight and bias, [V of the rank, H]. Labels
-            are ids of the whole vocabulary. Everything but logits, weight and bias is the same on all ranks,
-            and so are results, bit for bit.
-        vocab_range: (first, one past the last) id of this rank's columns or rows. None: all ranks have
-            equally many, in the order of ranks.
-        reduce_hidden_grad: sum dHidden over ``tp_group``, a chunk at a time in fp32. False: each rank gets
-            its part of the sum, for callers who sum the parts themselves.
-        sequence_parallel: ``hidden`` holds the tokens of this rank alone, [B, T of the rank, H] or
+        tp_group: ranks that share the vocabulary (tensor parallelism). Each has a range of columns of the
+            logits, [..., V of the rank], or of rows of the lm_head's weight and bias, [V of the rank, H].
+            Labels are ids of the whole vocabulary. All other inputs must be the same on all ranks; results
+            are bitwise identical on all ranks.
+        vocab_range: (first, one past the last) id of this rank's columns or rows. Default: shards of equal
+            size in the order of ranks.
+        reduce_hidden_grad: all-reduce dHidden over ``tp_group``, a chunk at a time in fp32. If False, each
+            rank returns its part of the sum.
+        sequence_parallel: ``hidden`` holds the tokens of this rank only, [B, T of the rank, H] or
             [N of the rank, H], in the order of ranks. Labels and results are those of all tokens.
         cp_group: ranks that have parts of the same sequences (context parallelism). Tensors of the labels'
-            shape hold this rank's tokens: padded [B, T of the rank]; packed, with equally many sequences on
-            all ranks, some of which may have no tokens. Tensors [B] and the normalizer are about whole
-            sequences and the same on all ranks; so are loss and metrics. Gradients are those of the rank's
-            own tokens: sum them over the group.
+            shape hold this rank's tokens, padded [B, T of the rank], or packed with the same number of
+            sequences on all ranks, possibly empty. Tensors [B] and the normalizer refer to whole sequences
+            and are the same on all ranks, like loss and metrics. Gradients are those of the rank's tokens;
+            sum them over the group.
 
     Raises:
         TypeError, ValueError: a wrong option, named in the message.
@@ -58,7 +57,7 @@ class Parallel:
     _is_default: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        # every call asks whether all fields have their defaults
+        # read by every call
         self.__dict__["_is_default"] = all(getattr(self, each.name) == each.default for each in fields(self))
         for name in ("tp_group", "cp_group"):
             if getattr(self, name) is not None:
@@ -67,8 +66,8 @@ class Parallel:
         checks.flag("sequence_parallel", self.sequence_parallel)
         if self.sequence_parallel and not self.reduce_hidden_grad:
             raise ValueError(
-                "reduce_hidden_grad: got False, but with sequence_parallel=True a rank's dHidden is always "
-                "the sum over tp_group"
+                "reduce_hidden_grad: got False, expected True with sequence_parallel=True, which always sums "
+                "dHidden over tp_group"
             )
         if self.vocab_range is None:
             return
@@ -84,8 +83,8 @@ class Parallel:
     def check(
         parallel: object, function: str, usable: tuple[str, ...], batch_invariant: bool | None = None
     ) -> None:
-        """Refuse what is no ``Parallel``, fields that the function can't use, and groups in a batch-invariant
-        call.
+        """Check the type, and reject fields that the function does not support and groups in a
+        batch-invariant call.
 
         Raises:
             TypeError, ValueError: naming the argument or the field.
@@ -99,7 +98,7 @@ class Parallel:
         for name, default in _DEFAULTS.items():
             if getattr(parallel, name) != default and name not in usable:
                 raise ValueError(
-                    f"{name}: {function} can't use it, expected {default}; of parallel it takes "
+                    f"{name}: not supported by {function}, expected {default}; supported fields of parallel: "
                     f"{', '.join(usable)}"
                 )
 
@@ -118,11 +117,11 @@ def group_name(argument: str, group: object) -> str:
 
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"{argument}: got {group}, expected a mesh of one dimension, as mesh['tp'] is")
+            raise ValueError(f"{argument}: got {group}, expected a mesh of one dimension such as mesh['tp']")
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"{argument}: got {type(group).__name__}, expected a ProcessGroup that this process is in, or a "
+            f"{argument}: got {type(group).__name__}, expected a ProcessGroup of this process, or a "
             "DeviceMesh of one dimension"
         )
     name: str = group.group_name
@@ -137,11 +136,11 @@ def _group(name: str) -> ProcessGroup:
 
 
 BEFORE_COLLECTIVE: ContextVar[Callable[[], None] | None] = ContextVar("BEFORE_COLLECTIVE", default=None)
-"""A function to be called before the next collective, see ``distributed.validate``; or None."""
+"""Called before the next collective if not None; see ``distributed.validate``."""
 
 
 def _group_for_collective(name: str) -> ProcessGroup:
-    """Return the group, after the call of ``BEFORE_COLLECTIVE``."""
+    """Call ``BEFORE_COLLECTIVE``; return the group."""
     if (before := BEFORE_COLLECTIVE.get()) is not None:
         before()
     return _group(name)
@@ -154,7 +153,7 @@ def rank_and_size(name: str) -> tuple[int, int]:
 
 
 def gathered(name: str, local: Tensor) -> Tensor:
-    """Return the tensors of all ranks, which have the same shape, as [ranks, *shape]."""
+    """All-gather tensors of the same shape to [ranks, *shape]."""
     from torch.distributed import all_gather
 
     group = _group_for_collective(name)
@@ -164,19 +163,19 @@ def gathered(name: str, local: Tensor) -> Tensor:
 
 
 def gathered_numbers(name: str, device: torch.device, local: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return every rank's integers, equally many from each; ``device`` is that of the call's tensors."""
+    """All-gather the same number of integers from each rank; ``device`` is that of the call's tensors."""
     numbers = torch.tensor(local, dtype=torch.int64, device=side_channel(name, device))
     return [tuple(int(number) for number in row) for row in gathered(name, numbers).tolist()]
 
 
 def sum_(name: str, values: Tensor) -> Tensor:
-    """Sum over all ranks, in place; all ranks get the same bits."""
+    """All-reduce in place, with bitwise identical results on all ranks."""
     begin_sum_(name, values).wait()
     return values
 
 
 def begin_sum_(name: str, values: Tensor) -> Work:
-    """Begin to sum over all ranks, in place."""
+    """Start an all-reduce in place."""
     from torch.distributed import all_reduce
 
     work: Work = all_reduce(values, group=_group_for_collective(name), async_op=True)
@@ -184,7 +183,7 @@ def begin_sum_(name: str, values: Tensor) -> Work:
 
 
 def begin_broadcast(name: str, values: Tensor, rank: int) -> Work:
-    """Begin to fill ``values`` with those of ``rank``."""
+    """Start a broadcast of ``values`` from ``rank``."""
     from torch.distributed import broadcast
 
     work: Work = broadcast(values, group=_group_for_collective(name), group_src=rank, async_op=True)
@@ -192,7 +191,7 @@ def begin_broadcast(name: str, values: Tensor, rank: int) -> Work:
 
 
 def begin_reduce(name: str, values: Tensor, rank: int) -> Work:
-    """Begin to sum ``values`` over all ranks into those of ``rank``; the other ranks' are overwritten."""
+    """Start a reduce of ``values`` to ``rank``; those of other ranks are overwritten."""
     from torch.distributed import reduce
 
     work: Work = reduce(values, group=_group_for_collective(name), group_dst=rank, async_op=True)
@@ -200,8 +199,8 @@ def begin_reduce(name: str, values: Tensor, rank: int) -> Work:
 
 
 def side_channel(name: str, device: torch.device) -> torch.device:
-    """Return the device that gathers a few numbers with the least waiting: the CPU, if the group has a
-    backend for it ("cpu:gloo,cuda:nccl", what ``init_process_group()`` makes), else ``device``.
+    """Return the device for gathering a few numbers: the CPU if the group has a backend for it
+    ("cpu:gloo,cuda:nccl", the default of ``init_process_group()``), else ``device``.
     """
     cpu = torch.device("cpu")
     return cpu if cpu in _group(name)._device_types else device

@@ -1,4 +1,4 @@
-"""DTensors among the arguments of a call: a rank's local tensors, and the groups with the other parts."""
+"""Conversion of DTensor arguments to local tensors and process groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gspo_kernels.core.batch_invariance import in_force, refuse_groups
 from gspo_kernels.core.torch_internals import PLAIN
 from gspo_kernels.distributed.groups import Parallel
 
-if TYPE_CHECKING:  # not every build of PyTorch has it
+if TYPE_CHECKING:  # not in every build of PyTorch
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
@@ -18,9 +18,9 @@ VOCABULARY = {
     "weight": 0, "teacher_weight": 0,
     "bias": 0, "teacher_bias": 0,
 }  # fmt: skip
-"""The dimension of each argument that ranks may share."""
+"""The dimension of each argument that may be sharded."""
 TOKENS = ("logits", "hidden")
-"""Arguments whose dimension before the last is that of tokens."""
+"""Arguments whose second-to-last dimension is that of tokens."""
 
 
 class MeshGroup(NamedTuple):
@@ -30,7 +30,7 @@ class MeshGroup(NamedTuple):
         group: the process group.
         argument: the group's name in error messages.
         placements: the DTensors' placements over the group, by argument.
-        share: what the ranks have parts of: "vocabulary", or else "tokens"; "" for neither.
+        share: the sharded dimension, "vocabulary", "tokens", or "".
     """
 
     group: ProcessGroup
@@ -40,7 +40,7 @@ class MeshGroup(NamedTuple):
 
 
 def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
-    """Return the groups of some DTensors. Placements that aren't supported are no error here."""
+    """Return the groups of DTensors, without checking their placements."""
     groups: dict[str, tuple[ProcessGroup, str]] = {}
     by_group: dict[str, dict[str, Any]] = {}
     for name, value in dtensors.items():
@@ -58,7 +58,7 @@ def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
 
 
 def _share(name: str, value: DTensor, placement: Any) -> str:
-    """Return what a placement shards of an argument: "vocabulary", "tokens", or "" for neither."""
+    """Return the dimension that a placement shards: "vocabulary", "tokens", or ""."""
     from torch.distributed.tensor import Shard
 
     if name in VOCABULARY and placement == Shard(VOCABULARY[name] % value.ndim):
@@ -67,20 +67,18 @@ def _share(name: str, value: DTensor, placement: Any) -> str:
 
 
 def _group_of(share: str, groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> ProcessGroup | None:
-    """Return the one group whose ranks have parts of the vocabulary, or of the tokens, or None."""
+    """Return the one group over which the vocabulary, or the tokens, are sharded, or None."""
     matching = [each.group for each in groups if each.share == share]
     if len(matching) > 1:
         raise ValueError(
-            f"{', '.join(dtensors)}: {len(matching)} dimensions of device meshes cut the {share}, expected "
-            "one; FSDP2 gathers its own where the module is called"
+            f"{', '.join(dtensors)}: {len(matching)} dimensions of device meshes shard the {share}, expected "
+            "one; FSDP2 gathers its parameters only when the module is called"
         )
     return matching[0] if matching else None
 
 
 def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> None:
-    """Refuse placements that shard neither vocabulary nor tokens, and a vocabulary that is sharded in some
-    arguments only.
-    """
+    """Reject shards of neither vocabulary nor tokens, or of the vocabulary of some arguments only."""
     from torch.distributed.tensor import Replicate
 
     for each in groups:
@@ -97,25 +95,25 @@ def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> 
 _ALIKE = {
     "bias": "weight", "teacher_weight": "weight", "teacher_bias": "weight", "teacher_logits": "logits",
 }  # fmt: skip
-"""Arguments that are sharded like another one."""
+"""Arguments that must be sharded like another one."""
 
 
 def local_tensors(
     parallel: Parallel, terms: Any = None, batch_invariant: bool | None = None, **tensors: Any
 ) -> tuple[list[Any], Parallel]:
-    """Return a call's tensors, with local tensors for DTensors, and ``parallel`` with the DTensors' groups.
+    """Replace DTensors of a call by local tensors, and add their groups to ``parallel``.
 
     Args:
         parallel: as the caller passed it.
-        terms: a loss's terms; None for calls that don't depend on which sequence a token belongs to.
+        terms: the terms of a loss, or None for calls that don't depend on sequences.
         batch_invariant: the call's argument.
-        tensors: the call's tensors by the names of its arguments, as in ``VOCABULARY`` and ``TOKENS``.
+        tensors: the call's tensors by argument name, as in ``VOCABULARY`` and ``TOKENS``.
 
     Raises:
         ValueError: a DTensor that isn't supported, or an argument that contradicts it.
     """
     values = list(tensors.values())
-    if PLAIN.issuperset(map(type, values)):  # faster than the look for an attribute that isn't there
+    if PLAIN.issuperset(map(type, values)):  # faster than a failing attribute lookup
         return values, parallel
     dtensors: dict[str, Any] = {name: x for name, x in tensors.items() if hasattr(x, "device_mesh")}
     if dtensors:
@@ -132,7 +130,7 @@ def _resolve(
 
     for name, value in (terms._asdict() if terms is not None else {}).items():
         if isinstance(value, DTensor):
-            raise ValueError(f"{name}: got a DTensor, expected a plain tensor with what this rank has")
+            raise ValueError(f"{name}: got a DTensor, expected a plain tensor with this rank's part")
     groups = mesh_groups(dtensors)
     _check_placements(groups, dtensors)
     vocabulary, tokens = (_group_of(share, groups, dtensors) for share in ("vocabulary", "tokens"))
@@ -150,7 +148,7 @@ def _resolve(
     changes: dict[str, Any] = {"cp_group": tokens} if shared else {}
     for name, dtensor in dtensors.items():
         over_vocabulary, gradient = _dim_over(dtensor, vocabulary), list(dtensor.placements)
-        # the dimension over which each rank has a part of the gradient: the parts are summed
+        # the dimension over which gradients are partial sums
         if name in ("weight", "bias"):
             summed = _dim_over(dtensor, tokens)
         else:

@@ -1,8 +1,7 @@
-"""Sums over sequences whose tokens are on several ranks (context parallelism), with their gradient.
+"""Differentiable sums over sequences whose tokens are on several ranks (context parallelism).
 
-A sequence's values and the loss are the same on all ranks, and so are their gradients. Each rank has other
-tokens, with other gradients. So a sum over ranks passes its gradient on unchanged, and the gradient of a
-value that is expanded to tokens is summed over ranks.
+Values per sequence, the loss and their gradients are the same on all ranks. The backward of a sum over ranks
+is therefore the identity, and the backward of an expansion to tokens is a sum over ranks.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class _SumGradients(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class AcrossRanks(Layout):
-    """A layout of this rank's tokens, whose sums are those over all ranks; each rank gets the same bits.
+    """A layout whose sums are over the tokens of all ranks, bitwise identical on all ranks.
 
     Attributes:
-        local: the layout of this rank's tokens alone; all ranks have equally many sequences.
+        local: the layout of this rank's tokens; all ranks have the same number of sequences.
         group: the process group's name.
     """
 
@@ -58,32 +57,32 @@ class AcrossRanks(Layout):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences, including those without a token on this rank."""
+        """Return the number of sequences, including those without a token on this rank."""
         return self.local.sequences
 
     def sum(self, tokens: Tensor) -> Tensor:
-        """Sum over each sequence: tokens -> [B], the same on all ranks; one all-reduce."""
+        """Sum over each sequence: tokens -> [B], with one all-reduce."""
         return self.over_ranks(self.local.sum(tokens))
 
     def expand(self, values: Tensor) -> Tensor:
-        """Give each token the value of its sequence: [B] -> tokens; one all-reduce in the backward."""
+        """Expand values to tokens: [B] -> tokens, with one all-reduce in the backward."""
         return self.local.expand(_SumGradients.apply(values, self.group))
 
     def over_ranks(self, sums: Tensor) -> Tensor:
-        """Turn this rank's sums into those over all ranks; one all-reduce."""
+        """All-reduce sums."""
         return _SumValues.apply(sums, self.group)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the largest value of any rank, NaN where any rank has NaN; one gather."""
+        """Return the maximum over ranks, or NaN if any rank has NaN, with one all-gather."""
         return gathered(self.group, values).amax(0)
 
 
 class GatheredTokens:
-    """The tokens of all ranks, sequence by sequence and, within each, in the order of ranks.
+    """The tokens of all ranks by sequence and, within a sequence, in the order of ranks.
 
     Args:
         local: the layout of this rank's tokens.
-        tokens: a tensor that has the shape and device of this rank's tokens.
+        tokens: a tensor of the shape and device of this rank's tokens.
         group: the process group's name.
 
     Attributes:
@@ -106,7 +105,7 @@ class GatheredTokens:
         self._mine = (rank[order] == rank_and_size(group)[0]).nonzero().squeeze(1)
 
     def gather(self, local_values: Sequence[Tensor]) -> list[Tensor]:
-        """Gather values of this rank's tokens to those of all tokens, [1, N]; one gather, 8 bytes a value."""
+        """All-gather values to those of all tokens, [1, N], 8 bytes per value."""
         stacked = torch.stack([values.flatten().to(torch.float64) for values in local_values])
         every = gathered(self._group, pad(stacked, (0, self._max_count - stacked.shape[1])))
         packed = every.transpose(0, 1).flatten(1)[:, self._places]

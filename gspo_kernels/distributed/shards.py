@@ -1,14 +1,14 @@
-"""Rows whose columns the ranks of a process group share: a backend around another one.
+"""A wrapper of backends for rows whose columns are sharded over the ranks of a process group.
 
-Work on columns stays on the rank that has them. For a whole row each shard has a few numbers, which are
-gathered and combined in the order of ranks, so that all ranks have the same bits:
+Each rank works on its columns. A few numbers per row are all-gathered and combined in the order of ranks,
+with bitwise identical results on all ranks:
 
     lse = log sum_r exp(lse_r)
     log p(label) = log p_o(label) - log(1 + exp(lse_others - lse_o)),    o the rank that has the label
     H = sum_r w_r (H_r + lse - lse_r),    w_r = exp(lse_r - lse)
 
-None of these is a difference of large numbers: log p keeps its relative precision near 0. The gradient of a
-shard needs no other shard, only its own columns and the statistics of the whole row.
+These avoid cancellation: log p is relatively accurate near 0. The gradient of a shard depends only on its
+columns and the statistics of the whole row.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from gspo_kernels.distributed.groups import gathered, rank_and_size, sum_
 
 Rows = TypeVar("Rows", LogitRows, RowPair)
 IGNORED, ELSEWHERE = -1, -2
-"""Labels within a shard: for ignored rows, and for rows whose label is in another shard or in none."""
+"""Labels within a shard for ignored rows, and for rows whose label is in a different shard or in none."""
 LOWEST = torch.finfo(torch.float64).min
 _NOT_HERE = 1.0
-"""A value in place of a log-prob, which is at most 0: the label is not in this shard."""
+"""Marks a log-prob (at most 0) of a label that is not in this shard."""
 
 
 def first_column(shard: Shard, width: int) -> int:
@@ -57,15 +57,13 @@ def columns_of(shard: Shard, width: int) -> tuple[int, int]:
 
 
 def vocabulary_of(shard: Shard, width: int, device: torch.device) -> int | Tensor:
-    """Return the size of the whole vocabulary; where ranks have to be asked, one number is summed."""
+    """Return the size of the whole vocabulary, with an all-reduce of one number if necessary."""
     total = columns_of(shard, width)[1]
     return total or sum_(shard.group, torch.full((), width, dtype=torch.int64, device=device))
 
 
 class ShardedRows:
-    """``protocol.RowBackend`` over a shard of the columns. Labels are ids of the whole vocabulary, and
-    statistics those of whole rows.
-    """
+    """``protocol.RowBackend`` over a shard of the columns, with labels and statistics of whole rows."""
 
     def __init__(self, inner: RowBackend, shard: Shard):
         self._inner, self._shard = inner, shard
@@ -75,25 +73,25 @@ class ShardedRows:
         return self._inner.unavailable(device)
 
     def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
-        """See ``protocol.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
+        """See ``protocol.RowBackend.logprobs_forward``; one all-gather of 12 to 16 bytes per row."""
         local = self._local(rows)
         return self._combined(self._inner.logprobs_forward(local, entropy), local.labels)
 
     def logprobs_backward(
         self, rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = True
     ) -> None:
-        """See ``protocol.RowBackend.logprobs_backward``; nothing is communicated."""
-        # without a label in the vocabulary the log-prob is NaN and depends on no logit
+        """See ``protocol.RowBackend.logprobs_backward``; no communication."""
+        # labels out of range have NaN log-probs and no gradient
         constant = stats.logprobs.isnan() & stats.lse.isfinite()
         grads = grads._replace(grad_logprobs=grads.grad_logprobs.masked_fill(constant, 0.0))
         self._inner.logprobs_backward(self._local(rows), stats, grads, out, sharded)
 
     def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-        """Return False: the statistics of all ranks come before the gradient."""
+        """Return False, because the gradient needs the statistics of all ranks."""
         return False
 
     def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
-        """See ``protocol.RowBackend.logprobs_and_grad``; the gather is between its two halves."""
+        """See ``protocol.RowBackend.logprobs_and_grad``; the all-gather separates its two passes."""
         stats = self.logprobs_forward(rows, False)
         self.logprobs_backward(rows, stats, RowGradients(coefficients), out)
         return stats
@@ -101,9 +99,7 @@ class ShardedRows:
     def divergence(
         self, rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
     ) -> PairStats:
-        """See ``protocol.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
-        sums.
-        """
+        """See ``protocol.RowBackend.divergence``; all-gathers twice log-sum-exps, and once the sums."""
         of_shard = self._local(rows)
         if known is None:
             student = LogitRows(rows.logits, rows.labels, rows.transform, rows.ignore_index)
@@ -113,10 +109,10 @@ class ShardedRows:
         if not isinstance(known, PairStats):
             local = self._inner.divergence(of_shard, known, None, None)
             sums = gathered(
-                self._shard.group, torch.stack([local.divergences, local.centres]).to(torch.float64)
+                self._shard.group, torch.stack([local.divergences, local.centers]).to(torch.float64)
             ).sum(0)
-            # an operator's outputs may not share memory
-            known = PairStats(*known, *(each.to(local.centres.dtype, copy=True) for each in sums))
+            # outputs of an operator must not alias
+            known = PairStats(*known, *(each.to(local.centers.dtype, copy=True) for each in sums))
         return known if grad is None else self._inner.divergence(of_shard, known, grad, out)
 
     def merge_mask(
@@ -138,7 +134,7 @@ class ShardedRows:
         return rows._replace(labels=columns, ignore_index=IGNORED)
 
     def _combined(self, stats: RowStats, local: Tensor) -> RowStats:
-        """Return the statistics of whole rows, from those of this shard and of the other ranks'."""
+        """Return the statistics of whole rows from those of all shards."""
         if not local.numel():
             return stats
         logprobs = stats.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
@@ -154,14 +150,14 @@ class ShardedRows:
 
 
 def rows_of(options: RowOptions) -> RowBackend:
-    """Return the row operations of a call: the backend, in ``ShardedRows`` if ranks share the vocabulary."""
+    """Return the backend of a call, wrapped in ``ShardedRows`` if the vocabulary is sharded."""
     rows = load(options.backend)
     return ShardedRows(rows, options.shard) if options.shard.group else rows
 
 
 def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine what each rank has of some ids into whole rows: transformed logits [B, T, K] in fp64, which of
-    the ids are present, and the log-sum-exp of all other columns [B, T], fp64.
+    """Combine the shards of selected ids: transformed logits [B, T, K] in fp64, which of the ids are present,
+    and the log-sum-exp of all other columns [B, T] in fp64.
     """
     local = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
     every = gathered(shard.group, local)
@@ -170,25 +166,25 @@ def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> t
 
 
 def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k: int) -> Tensor:
-    """Return the ids [B, T, k] of the largest logits of whole rows, from the largest, at most k, of each
-    shard's ``width`` columns. k numbers and as many ids per row are gathered.
+    """Return the ids [B, T, k] of the largest logits of whole rows from those of each shard of ``width``
+    columns; all-gathers k logits and ids per row.
     """
     short = (0, k - values.shape[-1])
     padded = torch.nn.functional.pad(values.to(torch.float64), short, value=-torch.inf)
     ids = torch.nn.functional.pad(columns + first_column(shard, width), short, value=-1)
     every = gathered(shard.group, torch.stack([padded, ids.to(torch.float64)]))
     values, ids = (each.movedim(0, -2).flatten(-2) for each in every.unbind(1))
-    # the padding of a small shard comes after all logits, regardless of their values
+    # padding of a small shard sorts after all logits
     values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LOWEST))
     leading = ids.gather(-1, values.topk(k).indices).to(torch.int64)
     return leading.masked_fill(leading < 0, bits.NO_ID)
 
 
 def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:
-    """Return the statistics of whole rows from those of all shards, each [ranks, B, T]; a log-prob above 0
-    says that the label is not in the shard.
+    """Return the statistics of whole rows from those of all shards, each [ranks, B, T].
 
-    As in one process, the log-prob of a row with +inf is NaN, and so is that of a row of -inf alone.
+    A log-prob above 0 marks a label outside of the shard. As in one process, the log-prob is NaN in a row
+    with +inf or with only -inf.
     """
     in_shard = ~(logprobs > 0)
     total = torch.logsumexp(lse, 0)
@@ -197,7 +193,7 @@ def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowSt
     excess = others - lse_in_shard
     softplus = torch.logaddexp(excess, torch.zeros_like(excess))
     logp = torch.where(in_shard, logprobs, 0.0).sum(0).double() - softplus
-    # the label's logit is -inf, and so is its whole shard
+    # the label's whole shard is -inf
     logp = torch.where((lse_in_shard == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
     logp = torch.where((total == float("inf")) | ~in_shard.any(0), float("nan"), logp)
     if entropy is None:

@@ -1,4 +1,4 @@
-"""Hidden states whose tokens are scattered over ranks (Megatron's sequence parallelism)."""
+"""Hidden states whose tokens are sharded over ranks (Megatron's sequence parallelism)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from gspo_kernels.distributed.groups import begin_broadcast, begin_reduce, rank_and_size
 
-if TYPE_CHECKING:  # not every build of PyTorch has it
+if TYPE_CHECKING:  # not in every build of PyTorch
     from torch.distributed import Work
 
 
 @dataclass(frozen=True)
 class ScatteredTokens:
-    """Which rank has which columns of tokens [B, T].
+    """The distribution of the columns of tokens [B, T] over ranks.
 
     Attributes:
         group: the process group's name.
-        ends: where each rank's columns end; the first rank's begin at 0, the last one's end at T.
+        ends: the end of each rank's columns; those of the first rank start at 0, the last ends at T.
     """
 
     group: str
@@ -30,7 +30,7 @@ class ScatteredTokens:
 
     @classmethod
     def of(cls, group: str, lengths: Sequence[int], tokens: int) -> ScatteredTokens:
-        """Make it from the number of columns that each rank has.
+        """Create from the number of columns of each rank.
 
         Raises:
             ValueError: these numbers don't add up to ``tokens``.
@@ -43,7 +43,7 @@ class ScatteredTokens:
         return cls(group, tuple(itertools.accumulate(lengths)))
 
     def begin_gather(self, local: Tensor, index: slice | Tensor) -> Callable[[], Tensor]:
-        """Begin to gather rows [n, H] at flattened positions of [B, T] from the ranks' ``local`` [B, T_r, H].
+        """Start gathering rows [n, H] at flattened positions of [B, T] from the ranks' ``local`` [B, T_r, H].
 
         Returns:
             A function that waits for the rows and returns them.
@@ -69,24 +69,24 @@ class ScatteredTokens:
         return finish
 
     def reduce(self, values: Tensor, index: slice | Tensor) -> tuple[Tensor, list[Work]]:
-        """Begin to sum ``values`` [n, H] over ranks.
+        """Start a reduce-scatter of ``values`` [n, H].
 
         Returns:
-            This rank's rows of the sum, in the order of ``own_rows``, and the works that complete them.
+            This rank's rows of the sum, in the order of ``own_rows``, and the ``Work`` handles to wait for.
         """
         parts = [values[chosen] for chosen, _, _ in self._pieces(index, values.device)]
         works = [begin_reduce(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
         return parts[rank_and_size(self.group)[0]], works
 
     def own_rows(self, index: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return which rows at some positions are this rank's, and their places in its tokens [B * T_r]."""
+        """Return the indices of this rank's rows among some positions, and their places in [B * T_r]."""
         rank, _ = rank_and_size(self.group)
         chosen, b, t = self._pieces(index, device)[rank]
         first, last = (0, *self.ends)[rank : rank + 2]
         return chosen, b * (last - first) + t
 
     def _pieces(self, index: slice | Tensor, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return for each rank which of the rows it has, and b and t of these rows among its own tokens."""
+        """Return for each rank the indices of its rows, and their b and t among its tokens."""
         if isinstance(index, slice):
             index = torch.arange(index.start, index.stop, device=device)
         length = self.ends[-1]

@@ -1,4 +1,4 @@
-"""Compare the arguments of a call between its ranks, with GSPO_KERNELS_VALIDATE=1."""
+"""Comparison of a call's arguments across ranks with GSPO_KERNELS_VALIDATE=1."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _MESSAGE_BYTES = 2**15
 _GROUPS = {"parallel.tp_group": "vocabulary", "parallel.cp_group": "tokens", "group": ""}
-"""Arguments that are groups, and what their ranks share."""
-# the dimension before the last is that of tokens
+"""Arguments that are groups, and the dimension that they shard."""
+# the second-to-last dimension is that of tokens
 _ROWS = ("logits", "teacher_logits", "hidden", "teacher_hidden")
 # the dimension of the vocabulary
 _COLUMNS = {**VOCABULARY, "weight.weight": 0, "weight.B": 0}
@@ -31,14 +31,14 @@ _HEAD = (*_COLUMNS, "weight.A")
 
 
 class RanksDisagreeError(RuntimeError):
-    """Another rank refused the call, or was called with different arguments."""
+    """Another rank raised an error, or was called with different arguments."""
 
 
 def agree_across_ranks(function: Callable[P, R]) -> Callable[P, R]:
-    """Compare the arguments of each call of ``function`` between ranks, with GSPO_KERNELS_VALIDATE=1.
+    """Compare the arguments of each call of ``function`` across ranks, with GSPO_KERNELS_VALIDATE=1.
 
-    Before the first collective of the call each rank sends its arguments, or the error it has raised, in one
-    gather per process group. All ranks raise if one of them has an error, or different arguments.
+    Before its first collective each rank sends its arguments, or its error, in one all-gather per process
+    group. All ranks raise if one of them has an error or different arguments.
     """
     signature = inspect.signature(function)
 
@@ -78,7 +78,7 @@ def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _compare(arguments: Mapping[str, Any], refused: Exception | None) -> None:
-    """Exchange arguments, or an error, in each group; an error of one group is passed on to the next."""
+    """Exchange arguments or an error in each group; an error is forwarded to the next group."""
     device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), torch.device("cpu"))
     error = refused
     for group, (argument, share) in _groups(arguments).items():
@@ -98,7 +98,7 @@ def _compare(arguments: Mapping[str, Any], refused: Exception | None) -> None:
 
 
 def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the groups of a call by name: the argument with the group, and what its ranks share."""
+    """Return by group name the argument with the group and the dimension that it shards."""
     given = {name: arguments[name] for name in _GROUPS if arguments.get(name) is not None}
     groups = {group_name(name, group): (name, _GROUPS[name]) for name, group in given.items()}
     for each in mesh_groups({name: x for name, x in arguments.items() if hasattr(x, "device_mesh")}):
@@ -108,7 +108,7 @@ def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def _texts(arguments: Mapping[str, Any], share: str) -> dict[str, str]:
-    """Return texts of the arguments that must be equal on ranks with this ``share``."""
+    """Describe the arguments that must be equal on ranks with this ``share``."""
     texts, tokens, by_token = {}, torch.Size(), share == "tokens"
     for name in ("ids", "loss_mask", "logprobs", "labels"):
         if isinstance(value := arguments.get(name), Tensor):
@@ -116,7 +116,7 @@ def _texts(arguments: Mapping[str, Any], share: str) -> dict[str, str]:
     for name, value in arguments.items():
         always = name.startswith(("call", "objective")) or hasattr(value, "device_mesh")
         if not always and (share == "" or (by_token and name == "loss_mask")):
-            continue  # ranks with parts of a batch share the objective; a rank may have no mask
+            continue  # data-parallel ranks share only the objective; a rank may have no mask
         value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
         if not isinstance(value, Tensor):
             plain = isinstance(value, bool | int | float | str | None) or name.startswith("objective.")

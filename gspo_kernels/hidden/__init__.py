@@ -1,15 +1,13 @@
-"""Operators over hidden states: logits exist only a chunk of rows at a time.
+"""Operators over hidden states, which materialize logits for one chunk of rows at a time.
 
-``products`` says who multiplies matrices: torch with the vendor's library, or the C++ backend. The backend
-works on rows of logits. Counted rows are compacted first: masked tokens are never projected, and rows whose
-gradient is zero enter no gradient product.
+``matmul`` selects the implementation of matmuls, ``backends`` that of operations on rows of logits. Masked
+tokens are not projected, and the gradient matmuls skip rows whose gradient is zero.
 
-16-bit inputs have fp32 logits (``logits_dtype="float32"``). On CUDA the rows that enter the gradient products
-are 16-bit and unscaled (p - onehot), written into the memory of the fp32 logits. Coefficients multiply hidden
-rows and results instead, normalised by powers of two where they could underflow. On the CPU 16-bit weights
-are converted to fp32 in slabs, as fp32 products are faster there, unless C++ multiplies bf16.
+16-bit inputs have fp32 logits (``logits_dtype="float32"``). On CUDA the rows of the gradient matmuls are
+16-bit and unscaled (p - onehot), in the memory of the fp32 logits. Coefficients multiply hidden rows and
+results instead, normalized by powers of two against underflow. On the CPU 16-bit weights are converted to
+fp32 in slabs for faster matmuls, unless the C++ backend multiplies bf16.
 
-The C++ backend computes the rows of the gradient products along with a chunk's statistics, from the same
-exponentials. Each row is p - onehot up to a factor, which multiplies together with the coefficient. Triton
-computes rows along with statistics where a row fits on the chip and no log-probs are compared.
+The C++ backend computes gradient rows along with a chunk's statistics, from the same exponentials, up to a
+factor per row. Triton does so if a row fits in shared memory and no ratio is needed.
 """

@@ -1,7 +1,4 @@
-"""One call over hidden states, checked and decided, and the chunks of rows whose logits exist together.
-
-Nothing here changes after its construction.
-"""
+"""One call over hidden states, checked and immutable, and its chunks of rows."""
 
 from __future__ import annotations
 
@@ -26,34 +23,32 @@ from gspo_kernels.logits.logprobs import check_ranges, check_rows, range_of
 
 
 class RequiresGrad(NamedTuple):
-    """Which inputs of a call over hidden states get a gradient."""
+    """Whether hidden, weight and bias require a gradient."""
 
     hidden: bool = False
     weight: bool = False
     bias: bool = False
 
     def select(self, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, weight and bias, with None for those that are not needed."""
+        """Replace the gradients of hidden, weight and bias that are not required by None."""
         return tuple(grad if needed else None for grad, needed in zip(gradients, self, strict=True))
 
 
 class Decisions(NamedTuple):
-    """What a loss decides by shapes, dtypes and options alone; only strings, numbers and flags, so that
-    operators take it as it is.
+    """Decisions of a loss that depend only on shapes, dtypes and options: strings, numbers and flags.
 
     Attributes:
-        backend: the name of a backend that serves the tensors' device.
-        depends_on: what dLoss/dlogprob of one token depends on besides masks, lengths, weights and
-            advantages: "nothing" (the coefficient is known beforehand), "token", "turn", "sequence", "group"
-            or "batch".
-        ratio_clip: the clipped ratio that the backend evaluates in one launch; with ``NO_RATIO`` PyTorch
-            evaluates the objective instead.
-        requires_grad: which of hidden states, weight and bias get a gradient.
-        skips: whether gradient products skip rows without a gradient.
-        entropy: whether the entropy is computed, too.
-        schedule: a name of ``plan.SCHEDULES``, or "auto": groups that fit in a chunk are "aligned", longer
-            ones "deferred" or else "two_pass".
-        defers: the fewest rows of a group that doesn't fit in a chunk with which "auto" defers it; 0: never.
+        backend: the name of a backend that supports the tensors' device.
+        depends_on: the scope of dLoss/dlogprob of one token, besides masks, lengths, weights and advantages:
+            "nothing" (the coefficient is known beforehand), "token", "turn", "sequence", "group" or "batch".
+        ratio_clip: the clipped ratio that the backend evaluates in one launch, or ``NO_RATIO`` if PyTorch
+            evaluates the objective.
+        requires_grad: the inputs that require a gradient.
+        skips: whether gradient matmuls skip rows without a gradient.
+        entropy: whether to compute the entropy.
+        schedule: a name of ``plan.SCHEDULES``, or "auto" for "aligned" groups that fit in a chunk and
+            "deferred" or "two_pass" for longer ones.
+        defers: minimum of rows for "auto" to defer a group that doesn't fit in a chunk, or 0 for never.
     """
 
     backend: str
@@ -68,15 +63,15 @@ class Decisions(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call over hidden states, as operators work on it; see ``call_of``.
+    """One call over hidden states in the operators' form; see ``call_of``.
 
     Attributes:
         hidden, labels, options, chunking: as in ``LinearOperands``.
-        matmul: the products with this rank's part of the weight, and the row operations between them.
-        hidden_kernels: the steps around the gradient products.
+        matmul: the matmuls with this rank's part of the weight, and the row operations between them.
+        hidden_kernels: the operations on hidden states before and after the gradient matmuls.
         chunk_rows: the most rows of logits at a time, the same on all ranks.
-        least_rows: the same where all rows are projected twice.
-        tokens: which rank has which hidden states; None where they are not scattered.
+        least_rows: the same if all rows are projected twice.
+        tokens: the distribution of hidden states over ranks, or None if not scattered.
     """
 
     hidden: Tensor
@@ -91,12 +86,12 @@ class Call:
 
     @cached_property
     def counted(self) -> Tensor:
-        """[B, T], bool: tokens that have a log-prob."""
+        """Tokens that have a log-prob, bool [B, T]."""
         return self.labels != self.options.ignore_index
 
     @cached_property
     def projected(self) -> slice | Tensor:
-        """The positions of the rows that get logits: counted rows, or all rows without compaction."""
+        """The positions of the rows to project: counted rows, or all rows without compaction."""
         lengths = self.chunking.lengths
         count = None if lengths is None else int(lengths[0].sum())
         all_rows = not self.chunking.compact or count == self.labels.numel()
@@ -104,14 +99,14 @@ class Call:
 
     @property
     def row_count(self) -> int:
-        """How many rows get logits."""
+        """The number of rows to project."""
         where = self.projected
         return where.stop if isinstance(where, slice) else len(where)
 
     def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
-        """Return the positions of the rows where ``keep`` holds; None: of all rows, or of ``chunking.where``.
+        """Return the positions of the rows where ``keep`` is True, or by default of all projected rows.
 
-        This reads one number from the device, or nothing if ``count``, the number of these rows, is passed.
+        This syncs with the device unless ``count``, the number of these rows, is passed.
         """
         if keep is None:
             return slice(0, self.labels.numel()) if self.chunking.where is None else self.chunking.where
@@ -121,13 +116,13 @@ class Call:
         return keep.flatten().nonzero_static(size=count).squeeze(1)
 
     def cut(self, row_count: int, max_rows: int = 0) -> tuple[int, ...]:
-        """Return where chunks of rows end, see ``chunk.cut``; of at most ``chunk_rows`` rows by default."""
+        """Return the ends of chunks of at most ``max_rows`` (default ``chunk_rows``); see ``chunk.cut``."""
         return cut(row_count, max_rows or self.chunk_rows, self.matmul.multiple)
 
     def chunks(self, where: slice | Tensor, ends: Sequence[int]) -> Iterator[Chunk]:
         """Yield the rows at some positions in chunks that end at ``ends``.
 
-        Scattered hidden states are gathered one chunk ahead, while the chunk before is multiplied.
+        The all-gather of scattered hidden states overlaps with the matmuls of the previous chunk.
         """
         first = where.start if isinstance(where, slice) else 0
         labels = rows_at(self.labels, where)
@@ -148,7 +143,7 @@ class Call:
     def chunk(
         self, where: slice | Tensor, labels: Tensor | None = None, hidden: Tensor | None = None
     ) -> Chunk:
-        """Return the rows at some positions; labels [n] and hidden [n, H] are looked up unless passed."""
+        """Return the chunk of the rows at some positions; labels [n] and hidden [n, H] may be passed."""
         labels = rows_at(self.labels, where) if labels is None else labels
         if hidden is None and self.tokens is not None:
             hidden = self.tokens.begin_gather(self.hidden, where)()
@@ -173,15 +168,15 @@ def call_of(
     checked: bool = True,
     whole_logits: bool = False,
 ) -> Call:
-    """Check values, and select who multiplies and how many rows share a chunk.
+    """Check values, select the matmul and set the chunk size.
 
-    Ranks that share the vocabulary gather each other's sizes here, so that all cut the same chunks.
+    Ranks that share the vocabulary exchange their sizes, to use the same chunks.
 
     Args:
-        operands: of the operator.
-        decisions: of a loss, whose rows may all share a chunk by default, see ``memory.ALL_ROWS_BYTES``.
-        checked: False skips the checks, and what ranks gather.
-        whole_logits: whether the operator works on logits itself; see ``select_matmul``.
+        operands: the operator's operands.
+        decisions: the decisions of a loss, whose rows may share one chunk, see ``memory.ALL_ROWS_BYTES``.
+        checked: False skips the checks and the exchange between ranks.
+        whole_logits: whether the operator reads logits; see ``select_matmul``.
     """
     hidden, weight, bias, labels, options, chunking, base = operands
     refuse_backend(options.backend, chunking.batch_invariant)

@@ -1,4 +1,4 @@
-"""Rows that are projected together: their hidden states, then their logits, then rows of a gradient."""
+"""Chunks of rows that are projected together, with their hidden states, logits and gradient rows."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Chunk(NamedTuple):
     size: int
 
     def rows(self, logits: Tensor) -> LogitRows:
-        """Return logits [n, V] of the chunk as backends take them."""
+        """Return logits [n, V] of the chunk in the form of backends."""
         options = self.options
         return LogitRows(logits.unsqueeze(0), self.labels, options.transform, options.ignore_index)
 
     def columns(self, first: int, last: int, label: int) -> Chunk:
-        """Return the chunk for some columns of its logits; ``label`` is the token id of the first. Labels
-        count from there, and those of other columns are outside.
+        """Return the chunk for some columns of its logits, with labels relative to the token id ``label`` of
+        the first column, out of range for other columns.
         """
         transform, ignore_index = self.options.transform, self.options.ignore_index - label
         if transform.kept is not None:
@@ -54,13 +54,13 @@ class Chunk(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """A chunk on its way from logits to the gradient products.
+    """A projected chunk.
 
     Attributes:
-        values: [n, V], the logits, or the rows of the gradient products in their place.
+        values: [n, V], the logits, or the rows of the gradient matmuls in their memory.
         stats: [1, n] each.
-        written: whether ``values`` are rows d logprob/dlogits already, up to a factor for each row.
-        factors: these factors, [n] in the statistics' dtype; None: 1.
+        written: whether ``values`` are gradient rows d logprob/dlogits, up to a factor per row.
+        factors: these factors, [n] in the statistics' dtype, or None for 1.
         label_residual: see ``gradients.GradientRows``.
     """
 
@@ -71,7 +71,7 @@ class Projected(NamedTuple):
     label_residual: Tensor | None = None
 
     def select(self, sources: Tensor, gaps: Tensor) -> Projected:
-        """Move some rows to the front of the same memory, a few at a time; see ``compacted``."""
+        """Move some rows to the front in place, a few at a time; see ``compacted``."""
         values = self.values
         step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
         for start in range(0, gaps.numel(), step):
@@ -85,17 +85,17 @@ class Projected(NamedTuple):
 
 
 def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | None:
-    """Find how the k rows where ``keep`` [n] holds move to the front; None if it holds for all rows.
+    """Return the moves that bring the k rows with ``keep`` [n] to the front, or None if all are kept.
 
-    By default few rows move: kept rows in front stay, those behind fill the gaps. With ``in_order`` the rows
-    keep their order. Either way a row comes from behind all places that were filled before, so that rows can
-    move within the same memory, a few at a time. This is one host-device sync.
+    By default as few rows as possible move, from the end into gaps. With ``in_order`` the rows keep their
+    order. Both can move rows in place, because a source is always behind all earlier destinations. This is
+    one host-device sync.
 
     Returns:
-        The index that each of the k rows comes from, [k], and the places into which another row moves.
+        The source index of each of the k rows, [k], and the destinations of the rows that move.
     """
     before = keep.cumsum(0)
-    # how many rows are kept, and how many of these are among the first ``count`` already
+    # the number of rows to keep, and of those that are among the first ``count``
     count, stay = torch.cat([before[-1:], before.take(before[-1:] - 1)]).tolist()
     if count == keep.numel():
         return None
@@ -108,8 +108,8 @@ def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | N
 
 
 def cut(row_count: int, max_rows: int, multiple: int = 1) -> tuple[int, ...]:
-    """Return where chunks of at most ``max_rows`` rows end. Chunks have about the same size, which is a
-    multiple of ``multiple``, except for the last one, if ``max_rows`` is.
+    """Return the ends of chunks of similar size of at most ``max_rows`` rows, all but the last a multiple of
+    ``multiple`` if ``max_rows`` is.
     """
     pieces = -(-row_count // max_rows)
     if multiple == 1 or max_rows % multiple or not row_count:
@@ -119,7 +119,7 @@ def cut(row_count: int, max_rows: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def most_rows(ends: Sequence[int]) -> int:
-    """Return the number of rows of the largest chunk; at least 1."""
+    """Return the number of rows of the largest chunk, at least 1."""
     return max((end - start for start, end in itertools.pairwise((0, *ends))), default=1)
 
 

@@ -1,8 +1,8 @@
-"""Operator: a distillation loss from two pairs of hidden states and weights, with the student's gradient.
+"""Operator of a distillation loss from hidden states of student and teacher, with the student's gradient.
 
-The weight of a token's divergence is known beforehand from masks and lengths. So a chunk of rows is projected
-once by student and teacher, and its gradient follows while the logits of both exist: 3 products of the
-student's size and 1 of the teacher's.
+Each chunk of rows is projected once by student and teacher and its gradient is computed from these logits,
+as the weights of tokens are known from masks and lengths: 3 matmuls of the student's size and 1 of the
+teacher's.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def linear_distillation(
     spec: DivergenceSpec,
     shares: Tensor,
 ) -> LinearDistilled:
-    """Return loss, divergences and gradients. Skipped rows have negative labels.
+    """Return loss, divergences and gradients; rows with negative labels are skipped.
 
     The teacher is a head (hidden [B, T, H of the teacher], weight and bias), or log-probs of some ids in
-    ``teacher``, whose logits are None. ``shares`` [B, T], fp64, weigh the divergences in the loss.
+    ``teacher``, whose logits are None. ``shares`` [B, T], fp64, are the weights of divergences in the loss.
     """
     call, of_teacher = call_of(operands, whole_logits=True), None
     temperature, ignore_index = teacher.transform.row_temperature, operands.options.ignore_index
@@ -66,13 +66,13 @@ def linear_distillation(
             checked=False,
             whole_logits=True,
         )
-        # both sides take the memory that the student alone would: by default the fewest rows of CHUNK_ROWS
+        # both sides share the memory of one: by default the fewest rows of CHUNK_ROWS
         if not call.chunking.max_chunk_bytes:
             chunk_rows = min(chunk_rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
         both = matmul.row_bytes + matmul.vocabulary * of_teacher.matmul.dtype.itemsize
         chunk_rows = max(1, chunk_rows * matmul.row_bytes // both)
     ends = call.cut(call.row_count, chunk_rows)
-    out = Accumulators(call, needs, most_rows(ends), normalised=True, once=call.row_count <= chunk_rows)
+    out = Accumulators(call, needs, most_rows(ends), normalized=True, once=call.row_count <= chunk_rows)
     divergences = call.hidden.new_zeros(call.labels.shape, dtype=out.dtype)
     _add_chunks(call, of_teacher, teacher, spec, shares, ends, out, divergences)
     return LinearDistilled(summed(divergences, shares), divergences, out.gradients())
@@ -88,7 +88,7 @@ def _add_chunks(
     out: Accumulators,
     divergences: Tensor,
 ) -> None:
-    """Write the divergences of all rows and add up their gradients. Logits are freed when this returns."""
+    """Write the divergences of all rows and accumulate their gradients; free the logits on return."""
     matmul, device = call.matmul, call.hidden.device
     # one block of memory where both sides have the same dtype
     row_count = out.max_rows
@@ -115,8 +115,7 @@ def _add_chunks(
         units, scale = (share != 0).to(out.dtype), share
         if rows.dtype == torch.float16:
             known = pair.evaluate(chunk.options)
-            # near its teacher a student's rows are as small as the square root of the divergence: powers
-            # of two divide the rows, so that fp16 can hold them
+            # gradient rows scale with the square root of the divergence: divide by it, for fp16
             divided_by = known.divergences.sqrt().nan_to_num(1.0, 1.0).clamp(2.0**-12, 1.0)
             scale = power_of_two(share.abs().to(divided_by.dtype) * divided_by)
             units = share / scale
@@ -132,12 +131,12 @@ def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> LinearDistilled
     return LinearDistilled(
         operands.hidden.new_empty((), dtype=sums),
         operands.labels.new_empty(operands.labels.shape, dtype=sums),
-        HeadGradients.fake(operands, needs, normalised=True),
+        HeadGradients.fake(operands, needs, normalized=True),
     )
 
 
 class LinearDistillationFunction(torch.autograd.Function):
-    """Loss and divergences; the forward computes the gradients, too.
+    """Loss and divergences; the forward also computes the gradients.
 
     The arguments are the operands (field by field), the teacher's hidden, weight, bias and rows, the form,
     shares, and whether the call is traced.

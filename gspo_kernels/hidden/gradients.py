@@ -1,7 +1,4 @@
-"""What the steps of a call add up: statistics of rows, and the gradients of hidden states, weight and bias.
-
-These accumulators alone change while a call runs.
-"""
+"""The mutable state of a call: accumulators of statistics and of the gradients of hidden, weight and bias."""
 
 from __future__ import annotations
 
@@ -26,31 +23,31 @@ from gspo_kernels.hidden.chunk import Chunk, Projected, compacted
 from gspo_kernels.hidden.matmul import HeadMatmul
 from gspo_kernels.logits.selected import SelectedGradients, SelectedRows, write_gradient
 
-if TYPE_CHECKING:  # not every build of PyTorch has it
+if TYPE_CHECKING:  # not in every build of PyTorch
     from torch.distributed import Work
 
 
 BLOCK_COLUMNS = {"cpu": 16384, "cuda": 4096}
-"""Columns of logits in a block of ``Accumulators.add_by_columns``. On a GPU each block adds to dHidden, so it
-reads and writes 8NH bytes in a product of 2N * 4096 * H operations: 1,024 operations a byte, where a GPU has
-time for 160 to 240. On a CPU smaller blocks are new pages of memory each time."""
+"""Columns of logits in a block of ``Accumulators.add_by_columns``. On a GPU each block accumulates dHidden,
+8NH bytes in a matmul of 2N * 4096 * H operations: 1,024 operations per byte, where a GPU is compute-bound
+from 160 to 240. On a CPU larger blocks avoid page faults."""
 
 
 ROUNDED_COLUMNS = 16384
-"""How many columns of rows are multiplied at a time where a product for dWeight can't round to 16 bits."""
+"""Columns of rows per matmul where a matmul for dWeight can't round to 16 bits."""
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of hidden, weight and bias as an operator returns them; empty where not needed.
+    """Gradients of hidden, weight and bias, the output of operators; empty if not needed.
 
-    A loss's forward computes these for an upstream gradient of 1. What fp16 couldn't hold then has the
-    statistics' dtype.
+    A loss's forward computes them for an upstream gradient of 1, with ``scales`` and wider dtypes, as fp16
+    could overflow.
 
     Attributes:
         hidden: [B, T, H] in hidden's dtype.
-        scales: [B, T], factors on ``hidden``, see ``Accumulators``; empty where there are none.
-        weight: [V, H] in its own dtype, but where there are scales fp32 in place of fp16.
-        bias: [V] in hidden's dtype, but where there are scales in the statistics'.
+        scales: [B, T], factors on ``hidden``, see ``Accumulators``, or empty.
+        weight: [V, H] in the weight's dtype; with scales fp32 instead of fp16.
+        bias: [V] in hidden's dtype; with scales in the statistics' dtype.
     """
 
     hidden: Tensor
@@ -59,28 +56,28 @@ class HeadGradients(NamedTuple):
     bias: Tensor
 
     @classmethod
-    def fake(cls, operands: LinearOperands, needs: RequiresGrad, normalised: bool) -> HeadGradients:
-        """Return tensors of the right shapes and dtypes without values, for tracing."""
+    def fake(cls, operands: LinearOperands, needs: RequiresGrad, normalized: bool) -> HeadGradients:
+        """Return uninitialized tensors for tracing."""
         hidden, weight = operands.hidden, operands.weight
-        dtype = stats_dtype(hidden.dtype) if normalised else hidden.dtype
+        dtype = stats_dtype(hidden.dtype) if normalized else hidden.dtype
         of_weight = dtype if weight.dtype == torch.float16 else weight.dtype
         return cls(
             hidden.new_empty(hidden.shape if needs.hidden else 0),
-            hidden.new_empty(hidden.shape[:-1] if normalised else 0, dtype=dtype),
+            hidden.new_empty(hidden.shape[:-1] if normalized else 0, dtype=dtype),
             weight.new_empty(weight.shape if needs.weight else 0, dtype=of_weight),
             weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=dtype),
         )
 
 
 class GradientRows(NamedTuple):
-    """The rows of the gradient products: d loss/d logits is each row times its factor and its coefficient.
+    """The rows of the gradient matmuls; d loss/d logits is each row times its factor and coefficient.
 
     Attributes:
         values: [n, V].
         coefficients: [n], any float dtype and stride.
         factors: [n] in the statistics' dtype, or None for 1.
-        active: [n], bool: rows that have a gradient; None: rows whose coefficient isn't 0.
-        label_residual: [n] or None: what rounding took from the largest element of each row, its label's.
+        active: rows that have a gradient, bool [n], or None for rows with nonzero coefficients.
+        label_residual: rounding error of each row's largest element, that of the label, [n], or None.
     """
 
     values: Tensor
@@ -91,16 +88,14 @@ class GradientRows(NamedTuple):
 
 
 class HeadSums:
-    """dWeight [V, H] and dBias [V] summed over chunks, where they are needed; in the statistics' dtype.
+    """Accumulators of dWeight [V, H] and dBias [V] over chunks, in the statistics' dtype.
 
-    The matmul itself sums dWeight, so their 16-bit operands must hold the coefficients. bf16 does. For
-    fp16 a power of two is the unit of the sum; it grows with the largest coefficient so far.
+    The 16-bit operands of the dWeight matmul contain the coefficients. For fp16 the accumulator has a power
+    of two as unit, which grows with the largest coefficient so far.
     """
 
     def __init__(self, matmul: HeadMatmul, needs: RequiresGrad, backend: str, once: bool = False):
-        """``once``: each column is added once, with all rows, so that dWeight has its final dtype from the
-        start.
-        """
+        """Allocate; with ``once`` each column is added once, for all rows, in dWeight's final dtype."""
         weight = matmul.trained
         self.segments = None if matmul.any_order else matmul.segments()
         self._dtype, device = stats_dtype(weight.dtype), weight.device
@@ -128,8 +123,8 @@ class HeadSums:
     def operands(
         self, hidden: Tensor, coefficients: Tensor, factors: Tensor | None, active: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return what multiplies rows, see ``GradientRows``: for dWeight their hidden states times their
-        coefficients, and for dBias, if it is needed, the coefficients.
+        """Return the operands that multiply rows (see ``GradientRows``): hidden states times coefficients for
+        dWeight, and coefficients for dBias.
         """
         matmul, bound = self._matmul, MAX_IN_SUMS[self._dtype]
         unit = None
@@ -156,8 +151,7 @@ class HeadSums:
         Args:
             parts: rows [n, V], and their ``operands``.
             ends: see ``HeadMatmul.add_weight``.
-            block, first: the products of the columns from ``first`` on, where rows have only these; all
-                columns come, in order.
+            block, first: the matmul of a block of columns and its first column; blocks are added in order.
         """
         matmul = self._matmul if block is None else block
         last = first + matmul.vocabulary
@@ -173,10 +167,10 @@ class HeadSums:
         if last == self._matmul.vocabulary:
             self._empty = False
             if self._wide is not None:
-                self._power = self._wide = None  # dWeight is rounded, and not in units
+                self._power = self._wide = None  # dWeight is rounded, without a unit
 
     def _add_rounded(self, matmul: HeadMatmul, total: Tensor, values: Tensor, operand: Tensor) -> None:
-        """Write the product of all rows to ``total``, rounded from fp32 some columns at a time."""
+        """Write the product of all rows to ``total``, rounded from fp32 by blocks of columns."""
         width = min(len(total), ROUNDED_COLUMNS)
         if self._wide is None:
             self._wide = used_memory(torch.Size((width, total.shape[1])), self._dtype, total.device)
@@ -193,16 +187,16 @@ class HeadSums:
         operands: tuple[Tensor, ...],
         values: Tensor | None = None,
     ) -> None:
-        """Add what is missing in the rows of ``add`` at their labels, [n] each; equal labels in order.
+        """Add the rounding errors [n] of the rows of ``add`` at their labels [n], in order.
 
-        ``operands`` are those of the rows. dWeight in 16 bits, which one product has rounded, needs the rows
-        in ``values``; None: it is left as it is.
+        ``operands`` are those of the rows. A 16-bit dWeight is corrected only if the rows are passed as
+        ``values``.
         """
         at, weight = labels.clamp(0, self._matmul.vocabulary - 1), self._weight
         if weight is not None and weight.dtype == self._dtype:
             weight.index_put_((at,), operands[0] * label_residual.unsqueeze(1), accumulate=True)
         elif weight is not None and values is not None:
-            # these rows of dWeight are multiplied again, so that they, too, are rounded once
+            # recompute these rows of dWeight, to round them once
             ordered, order = at.sort(stable=True)
             first = order[torch.searchsorted(ordered, at)]  # the first row with the same label
             exact = torch.empty_like(operands[0], dtype=self._dtype)
@@ -213,19 +207,19 @@ class HeadSums:
             self._bias.index_put_((at,), operands[1] * label_residual, accumulate=True)
 
     def _unit(self, coefficients: Tensor, factors: Tensor | None) -> Tensor:
-        """Raise the unit of dWeight's sum to at least the largest factor of rows, and return it."""
+        """Raise the unit of the dWeight accumulator to at least the largest factor of rows; return it."""
         total, before, bound = self._weight, self._power, MAX_IN_SUMS[self._dtype]
         assert total is not None
         if before is None and not self._empty:
             before = torch.ones((), dtype=total.dtype, device=total.device)
         unit, shrink = self._kernels.sum_unit(coefficients, factors, before, bound, self._dtype)
         if before is not None:
-            self._backend.scale_(total, shrink)  # costs nothing if the unit stays
+            self._backend.scale_(total, shrink)  # free if the unit is unchanged
         self._power = unit
         return unit
 
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
-        """Add other sums times a coefficient that was not known when they were summed."""
+        """Add other accumulators, times a coefficient that is known only now."""
         if self._power is not None:
             self._count_in_ones()
         for total, other in zip((self._weight, self._bias), sums.result(), strict=True):
@@ -262,15 +256,13 @@ class Accumulators:
 
     Attributes:
         call, needs: the call, and which gradients it needs.
-        stats: the statistics of all rows, [B, T] each; zeros where nothing was projected.
+        stats: the statistics of all rows, [B, T] each; zeros for rows that were not projected.
         max_rows: the most rows of a chunk.
-        hidden: [B, T, H] in hidden's dtype; None until rows are stored, so that other memory is allocated
-            before.
-        scales: None, or a factor per row in the statistics' dtype: dHidden is ``scales * hidden``. Rows of
-            ``hidden`` are then normalised by powers of two, so that fp16 loses nothing for any
-            coefficients.
-        sums: the sums of dWeight and dBias.
-        dtype: the dtype of sums and scales, which is the statistics'.
+        hidden: [B, T, H] in hidden's dtype; None until the first rows are stored.
+        scales: a factor per row in the statistics' dtype, or None: dHidden is ``scales * hidden``, with rows
+            normalized by powers of two against underflow and overflow in fp16.
+        sums: the accumulators of dWeight and dBias.
+        dtype: the dtype of sums and scales, that of the statistics.
         one: 0-d, 1 in that dtype.
     """
 
@@ -280,25 +272,25 @@ class Accumulators:
         needs: RequiresGrad,
         max_rows: int,
         *,
-        normalised: bool,
+        normalized: bool,
         stats: RowStats | None = None,
         entropy: bool | None = None,
         projects_all: bool = False,
         stores_all: bool = False,
         once: bool = False,
     ):
-        """Allocate statistics and sums.
+        """Allocate statistics and accumulators.
 
         Args:
             call: the call.
-            needs: which gradients are needed.
+            needs: the inputs that require a gradient.
             max_rows: the most rows of a chunk.
-            normalised: whether rows of dHidden get ``scales``.
+            normalized: whether rows of dHidden have ``scales``.
             stats: the statistics of an earlier pass.
-            entropy: whether the statistics include the entropy; None: none are computed.
+            entropy: whether the statistics include the entropy, or None to compute no statistics.
             projects_all: every row will be projected.
             stores_all: a gradient of every row will be stored.
-            once: see ``HeadSums``; it has no effect where dWeight can't be rounded yet.
+            once: see ``HeadSums``; ignored if dWeight can't be rounded yet.
         """
         self.call, self.needs, self.max_rows, hidden = call, needs, max_rows, call.hidden
         self._logits: Tensor | None = None
@@ -313,20 +305,20 @@ class Accumulators:
             )
         if stats is not None:
             self.stats = stats
-        if not (normalised or any(needs)):
+        if not (normalized or any(needs)):
             return
         self.hidden: Tensor | None = None
         self.scales: Tensor | None = None
         self._new_hidden = torch.empty if stores_all else torch.zeros
-        if normalised:
+        if normalized:
             stored = stores_all and needs.hidden
             self.scales = (torch.empty if stored else torch.ones)(shape[:-1], dtype=self.dtype, device=device)
-        once = once and (call.matmul.rounds_early or not normalised)
+        once = once and (call.matmul.rounds_early or not normalized)
         self.sums = HeadSums(call.matmul, needs, call.options.backend, once)
         self.one = torch.full((), 1.0, dtype=self.dtype, device=device)
 
     def logits_memory(self, row_count: int) -> Tensor:
-        """Return memory for logits, [row_count, V]; the next call returns the same memory."""
+        """Return memory for logits, [row_count, V], which the next call reuses."""
         if self._logits is None:
             self._logits = self.call.matmul.allocate(max(row_count, self.max_rows))
         rows, vocabulary = self._logits[:row_count], self.call.matmul.vocabulary
@@ -335,7 +327,7 @@ class Accumulators:
     # --- statistics
 
     def forward(self, where: slice | Tensor, ends: Sequence[int]) -> None:
-        """Project rows that need only statistics, in chunks that end at ``ends``."""
+        """Compute statistics of rows, in chunks that end at ``ends``."""
         entropy = self.stats.entropy is not None
         for chunk in self.call.chunks(where, ends):
             self.keep(chunk, self.call.matmul.statistics(chunk, entropy, self.logits_memory))
@@ -363,13 +355,13 @@ class Accumulators:
         grad_entropy: Tensor | None,
         skip: bool,
     ) -> None:
-        """Add the gradients of a chunk, from its coefficients; overwrites its logits.
+        """Add the gradients of a chunk; overwrites its logits.
 
         Args:
             projected: the chunk's logits or rows, and its statistics.
             chunk: the rows.
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
-            skip: skip rows without gradient in the products, which takes a host-device sync.
+            skip: skip rows without gradient in the matmuls, which needs a host-device sync.
         """
         active = is_active(grad, grad_entropy) if skip or grad_entropy is not None else None
         invariant = self.call.chunking.batch_invariant
@@ -391,8 +383,8 @@ class Accumulators:
         grad_entropy: Tensor | None = None,
         active: Tensor | None = None,
     ) -> GradientRows:
-        """Return the rows of the gradient products for dLoss/dlogprobs (None: ones) and dLoss/dentropy, [n]
-        each, in the memory of the logits if they fit there.
+        """Return the rows of the gradient matmuls for dLoss/dlogprobs (None: ones) and dLoss/dentropy, [n]
+        each, in the memory of the logits if they fit.
         """
         ones = self.one.expand(chunk.size)
         coefficients = ones if grad is None else grad
@@ -402,8 +394,8 @@ class Accumulators:
             )
         grads = RowGradients(ones.unsqueeze(0))
         if grad_entropy is not None:
-            # a row then has two coefficients, so they go into the row itself
-            grads, coefficients = self._normalised(coefficients, grad_entropy)
+            # apply both coefficients to the row
+            grads, coefficients = self._normalized(coefficients, grad_entropy)
         matmul, values = self.call.matmul, self.call.matmul.rows_memory(projected.values)
         if matmul.rows_from_project:
             matmul.add_entropy(projected, chunk, grads)
@@ -412,28 +404,26 @@ class Accumulators:
             matmul.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
         return GradientRows(values, coefficients, None, active)
 
-    def _normalised(self, grad: Tensor, grad_entropy: Tensor | None) -> tuple[RowGradients, Tensor]:
-        """Divide the coefficients of each row by a power of two, so that 16 bits can hold the row; return
-        them and the powers.
-        """
+    def _normalized(self, grad: Tensor, grad_entropy: Tensor | None) -> tuple[RowGradients, Tensor]:
+        """Divide each row's coefficients by a power of two, for 16-bit rows; return them and the powers."""
         size = grad.abs() if grad_entropy is None else torch.maximum(grad.abs(), grad_entropy.abs())
         powers = power_of_two(size.to(self.dtype))
 
-        def normalised(values: Tensor) -> Tensor:
-            # finite, also where the power cannot follow: sums over rows would make NaN of infinities
+        def normalized(values: Tensor) -> Tensor:
+            # finite, because sums over rows would turn inf into NaN
             return (values / powers).clamp(-16.0, 16.0).unsqueeze(0)
 
-        of_entropy = None if grad_entropy is None else normalised(grad_entropy)
-        return RowGradients(normalised(grad), of_entropy), powers
+        of_entropy = None if grad_entropy is None else normalized(grad_entropy)
+        return RowGradients(normalized(grad), of_entropy), powers
 
     def add_rows(
         self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None, of_hidden: Tensor | None = None
     ) -> None:
-        """Add the gradient products of rows. Those of weight and bias go to ``sums``; None: to ``self.sums``.
+        """Add the gradients of rows, those of weight and bias to ``sums`` (default ``self.sums``).
 
-        Ranks sum dHidden while dWeight is multiplied. In batch-invariant calls the whole coefficient
-        multiplies dHidden last, as in ``scale``. ``of_hidden`` is the rows' product with the weight, where
-        that with hidden states has been added already.
+        The all-reduce of dHidden overlaps with the dWeight matmul. In batch-invariant calls the whole
+        coefficient multiplies dHidden last, as in ``scale``. If ``of_hidden``, the rows' product with the
+        weight, is passed, dWeight was already added.
         """
         call, values = self.call, of_hidden
         works: list[Work] = []
@@ -462,7 +452,7 @@ class Accumulators:
             work.wait()
         where, coefficients, factors = chunk.where, rows.coefficients, rows.factors
         if call.tokens is not None:
-            # this rank has the hidden states of only some rows
+            # this rank has the hidden states of some rows only
             local, where = call.tokens.own_rows(where, call.labels.device)
             coefficients, factors = coefficients[local], None if factors is None else factors[local]
         if self.hidden is None:
@@ -490,7 +480,7 @@ class Accumulators:
         largest = of_ids.abs().amax(-1)
         if of_tail is not None:
             largest = torch.maximum(largest, of_tail.abs())
-        # the K coefficients of a row go into the row itself, divided so that 16 bits can hold them
+        # apply the K coefficients to the row, normalized for 16 bits
         scale = power_of_two(largest.to(self.dtype))
         grads = SelectedGradients(of_ids / scale.unsqueeze(-1), None if of_tail is None else of_tail / scale)
         out = self.call.matmul.rows_memory(logits)
@@ -500,27 +490,27 @@ class Accumulators:
     def add_by_columns(
         self, chunk: Chunk, stats: RowStats, grad: Tensor, grad_entropy: Tensor | None, width: int
     ) -> None:
-        """Add the gradients of all rows of a call, some columns at a time.
+        """Add the gradients of all rows of a call by blocks of columns.
 
-        With p = exp(z - lse) and a, b = dLoss/dlogprob, dLoss/dentropy, no column v needs another one:
+        With p = exp(z - lse) and a, b = dLoss/dlogprob, dLoss/dentropy, columns v are independent:
 
             row_v = a (onehot_v - p_v) - b p_v (log p_v + entropy)
             dWeight_v = sum over rows of row_v hidden,    dHidden = sum over columns of row_v weight_v
 
-        So a block of dWeight is one product, rounded once, and dHidden is added up in [n, H].
+        A block of dWeight is one matmul, rounded once; dHidden is accumulated in [n, H].
 
         Args:
             chunk: the rows.
             stats: their statistics, [1, n] each.
             grad, grad_entropy: a and b, [n], or None.
-            width: how many columns at a time.
+            width: the columns of a block.
         """
         matmul, V = self.call.matmul, self.call.matmul.vocabulary
-        self._logits = None  # blocks take other memory than chunks
+        self._logits = None  # blocks have separate memory
         start = columns_of(self.call.options.shard, V)[0]
-        # without a label in the vocabulary the log-prob is NaN and depends on no logit
+        # labels out of range have NaN log-probs and no gradient
         grad = grad.masked_fill((stats.logprobs.isnan() & stats.lse.isfinite()).squeeze(0), 0.0)
-        grads, powers = self._normalised(grad, grad_entropy)
+        grads, powers = self._normalized(grad, grad_entropy)
         active = is_active(grad, grad_entropy)
         known, factors, label_residual = matmul.known_rows(chunk, stats, grads, active), None, None
         if known is not None and grad_entropy is None:
@@ -528,7 +518,7 @@ class Accumulators:
         operands: tuple[Tensor, ...] = ()
         if self.needs.weight or self.needs.bias:
             operands = self.sums.operands(chunk.hidden, powers, factors, active)
-        # on the CPU rows whose distance is a power of two would share a few cache lines
+        # a power-of-two row stride causes cache conflicts on the CPU
         stride = width + 16 if chunk.hidden.is_cpu else width
         shape = torch.Size((chunk.size, stride + -stride % 8))
         memory = used_memory(shape, matmul.block_dtype, chunk.hidden.device)
@@ -559,14 +549,14 @@ class Accumulators:
         width: int,
         new_stats: bool,
     ) -> None:
-        """Project rows once more and add their gradient.
+        """Recompute the logits of rows and add their gradient.
 
         Args:
             where: positions of the rows with a gradient.
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of these rows, [n], or None.
             width: see ``block_width``.
-            new_stats: compute the statistics once more: a product over other rows may round differently, and
-                exp(z - lse) of a peaked row shows the last bit of z.
+            new_stats: recompute the statistics, as a matmul over different rows may round differently and
+                exp(z - lse) of peaked rows is sensitive to z's last bit.
         """
         call, matmul, done = self.call, self.call.matmul, 0
         if width:
@@ -586,7 +576,7 @@ class Accumulators:
             del projected, out
 
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
-        """Multiply rows of dHidden, at some positions, by coefficients that were not known before."""
+        """Multiply rows of dHidden, at some positions, by coefficients that are known only now."""
         assert self.scales is not None
         if self.call.tokens is not None:
             local, where = self.call.tokens.own_rows(where, self.call.labels.device)
@@ -597,16 +587,16 @@ class Accumulators:
             self.scales.view(-1)[where] *= coefficients
 
     def gradients(self) -> HeadGradients:
-        """Return the gradients as an operator returns them."""
+        """Return the gradients in the form of an operator's output."""
         hidden, (weight, bias) = self.call.hidden, self.sums.result()
         if self.needs.hidden and self.hidden is None:
             self.hidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        self._logits = None  # the rounded dWeight may take this memory
+        self._logits = None  # free the memory for the rounded dWeight
         dtype = hidden.dtype if self.scales is None else self.dtype
         own = self.call.matmul.trained.dtype
         dtypes = (hidden.dtype, dtype, dtype if own == torch.float16 else own, dtype)
         computed = (self.hidden, self.scales, weight, bias)
-        # one empty tensor each: an operator's outputs may not be the same tensor
+        # separate tensors, as outputs of an operator must not alias
         empty = functools.partial(torch.empty, 0, device=hidden.device)
         return HeadGradients(
             *(
@@ -622,12 +612,12 @@ def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
 
 
 def block_width(call: Call, row_count: int, chunk_rows: int) -> int:
-    """Return how many columns of ``row_count`` rows are projected again at a time, with no more logits than a
-    chunk of ``chunk_rows`` has; 0: all, in chunks of rows, of which there is one if ``matmul.by_columns``.
+    """Return the number of columns per block when ``row_count`` rows are recomputed, with at most the logits
+    of ``chunk_rows`` rows, or 0 to recompute whole rows in chunks (one chunk if ``matmul.by_columns``).
 
-    Weights of more than 16 bits show in gradients whether logits are those of the statistics, bit by bit, so
-    they take chunks. So do batch-invariant calls, whose sums over rows have an order. Ranks that share the
-    vocabulary sum dHidden once for all rows, however few columns one of them has.
+    Weights of more than 16 bits need chunks, because their gradients are sensitive to the last bit of logits,
+    and batch-invariant calls need them for their fixed order of sums over rows. Ranks that share the
+    vocabulary all-reduce dHidden once for all rows.
     """
     V = call.matmul.vocabulary
     if not row_count or not call.matmul.by_columns:
@@ -647,8 +637,8 @@ def save_gradients(
     arguments: tuple[Any, ...],
     traced: bool,
 ) -> None:
-    """Save gradients in an autograd context for ``take_gradients``, and, unless the call is traced, the
-    operator and arguments that computed them. The first argument is ``LinearOperands``.
+    """Save gradients in an autograd context for ``take_gradients`` and, unless traced, the operator and its
+    arguments, of which the first is ``LinearOperands``.
     """
     operands: LinearOperands = arguments[0]
     ctx.needs, ctx.dtype, ctx.backend = needs, operands.hidden.dtype, operands.options.backend
@@ -664,8 +654,8 @@ def save_gradients(
 def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of hidden, weight and bias for an upstream gradient, None where not needed.
 
-    The first backward scales the forward's gradients in place and gives them away; later ones
-    (``retain_graph``) compute them again. A traced call keeps them and scales out of place.
+    The first backward scales the forward's gradients in place and returns them; later ones (``retain_graph``)
+    recompute them. A traced call keeps them and scales out of place.
     """
     if torch.is_grad_enabled():
         refuse_second_derivatives()

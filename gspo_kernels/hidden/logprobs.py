@@ -1,4 +1,4 @@
-"""Operators: log-probs of hidden states, at their labels or at K ids per token, and the gradients."""
+"""Operators for log-probs of hidden states, of labels or of K ids per token, and their gradients."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from gspo_kernels.core.types import RowStats
 from gspo_kernels.hidden.call import RequiresGrad, call_of
 from gspo_kernels.hidden.chunk import most_rows
 from gspo_kernels.hidden.gradients import Accumulators, HeadGradients, block_width, is_active
-from gspo_kernels.logits.logprobs import ScoredRows, save_rows, saved_rows
-from gspo_kernels.logits.selected import SelectedGradients, SelectedRows, fake_rows, score
+from gspo_kernels.logits.logprobs import LogprobRows, save_rows, saved_rows
+from gspo_kernels.logits.selected import SelectedGradients, SelectedRows, fake_rows, selected_rows
 
 
 @matrix_operator
-def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
-    """Return log-probs, log-sum-exp and entropy of hidden states at their labels."""
+def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> LogprobRows:
+    """Return log-probs of labels, log-sum-exp and entropy of hidden states."""
     call = call_of(operands)
     max_rows = most_rows(call.cut(call.row_count))
-    out = Accumulators(call, RequiresGrad(), max_rows, normalised=False, entropy=entropy)
+    out = Accumulators(call, RequiresGrad(), max_rows, normalized=False, entropy=entropy)
     out.forward(call.projected, call.cut(call.row_count, max(max_rows, call.matmul.min_statistics_rows)))
-    return ScoredRows.of(out.stats)
+    return LogprobRows.of(out.stats)
 
 
 @linear_logprobs_forward.register_fake
-def _(operands: LinearOperands, entropy: bool) -> ScoredRows:
-    return ScoredRows.fake(operands.labels, operands.hidden.dtype, entropy)
+def _(operands: LinearOperands, entropy: bool) -> LogprobRows:
+    return LogprobRows.fake(operands.labels, operands.hidden.dtype, entropy)
 
 
 @matrix_operator
@@ -41,9 +41,9 @@ def linear_logprobs_backward(
     grad_entropy: Tensor | None,
     skip: bool,
 ) -> HeadGradients:
-    """Return the gradients of hidden, weight and bias, from logits that are computed once more.
+    """Return the gradients of hidden, weight and bias from recomputed logits.
 
-    ``skip`` skips rows without gradient in every product.
+    With ``skip`` all matmuls skip rows without gradient.
     """
     call = call_of(operands)
     new_stats, where = False, call.projected
@@ -54,7 +54,7 @@ def linear_logprobs_backward(
     grad = grad_logprobs.flatten()[where]
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
     max_rows, once = most_rows(call.cut(len(grad))), call.matmul.by_columns
-    out = Accumulators(call, needs, max_rows, normalised=False, stats=stats, once=once)
+    out = Accumulators(call, needs, max_rows, normalized=False, stats=stats, once=once)
     width = block_width(call, len(grad), call.chunk_rows)
     out.recompute(where, grad, grad_entropy, width=width, new_stats=new_stats)
     return out.gradients()
@@ -62,7 +62,7 @@ def linear_logprobs_backward(
 
 @linear_logprobs_backward.register_fake
 def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
-    return HeadGradients.fake(operands, needs, normalised=False)
+    return HeadGradients.fake(operands, needs, normalized=False)
 
 
 class LinearTokenLogprobsFunction(torch.autograd.Function):
@@ -77,12 +77,12 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
         operands, (entropy, skip) = LinearOperands(*arguments[:7]), arguments[7:]
         if operands.labels.is_cuda:
             operands = operands.with_count()
-        scored = linear_logprobs_forward(operands, entropy)
-        save_rows(ctx, operands.options, *operands[:4], operands.base, *scored)
+        stats = linear_logprobs_forward(operands, entropy)
+        save_rows(ctx, operands.options, *operands[:4], operands.base, *stats)
         ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, operands.chunking
         if not entropy:
-            ctx.mark_non_differentiable(scored.entropy)
-        return scored.logprobs, scored.entropy
+            ctx.mark_non_differentiable(stats.entropy)
+        return stats.logprobs, stats.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
@@ -102,20 +102,20 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
 
 @matrix_operator
 def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
-    """Return log-probs of ids [B, T, K] and the mass that they leave, as a log; see ``SelectedRows``.
+    """Return log-probs of ids [B, T, K] and of the remaining mass, see ``SelectedRows``.
 
     Rows without ids have the label ``ignore_index``.
     """
     call = call_of(operands, whole_logits=True)
     ends = call.cut(call.row_count)
-    out = Accumulators(call, RequiresGrad(), most_rows(ends), normalised=False)
+    out = Accumulators(call, RequiresGrad(), most_rows(ends), normalized=False)
     result = fake_rows(ids, operands.hidden.dtype)
     for values in result:
         values.zero_()
     for chunk in call.chunks(call.projected, ends):
         chunk_ids = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
         logits = call.matmul.logits(chunk.hidden, out.logits_memory(chunk.size)).unsqueeze(0)
-        rows = score(logits, chunk_ids, chunk.options, within)
+        rows = selected_rows(logits, chunk_ids, chunk.options, within)
         for all_rows, values in zip(result, rows, strict=True):
             all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
     return result
@@ -135,10 +135,10 @@ def linear_selected_backward(
     grads: SelectedGradients,
     within: bool,
 ) -> HeadGradients:
-    """Return the gradients of hidden, weight and bias. The same products recompute logits chunk by chunk."""
+    """Return the gradients of hidden, weight and bias from logits that are recomputed chunk by chunk."""
     call = call_of(operands, whole_logits=True)
     ends = call.cut(call.row_count)
-    out = Accumulators(call, needs, most_rows(ends), normalised=False)
+    out = Accumulators(call, needs, most_rows(ends), normalized=False)
     for chunk in call.chunks(call.projected, ends):
 
         def select(values: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def linear_selected_backward(
 
 @linear_selected_backward.register_fake
 def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
-    return HeadGradients.fake(operands, needs, normalised=False)
+    return HeadGradients.fake(operands, needs, normalized=False)
 
 
 class LinearSelectedLogprobsFunction(torch.autograd.Function):

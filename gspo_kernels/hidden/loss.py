@@ -1,8 +1,7 @@
-"""The operator of a loss from hidden states: call, plan, one loop over the plan's steps.
+"""The operator of a loss from hidden states: make a plan, then loop over its steps.
 
-The gradient is computed along with the loss. Coefficients follow from the log-probs of a whole group (one
-sequence or several), so the gradient of a step can follow while its logits, or rows made of them, still
-exist. The outer divisor is known beforehand from masks and lengths alone.
+The forward computes the gradient along with the loss, step by step, as coefficients depend on one group of
+sequences and the outer divisor on masks and lengths only.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from gspo_kernels.hidden.gradients import HeadGradients, save_gradients, take_gr
 from gspo_kernels.hidden.plan import SUM_ROWS, Plan, make_plan
 from gspo_kernels.hidden.schedules import SCHEDULES, LossAccumulators, Part, known_with_centering
 from gspo_kernels.logits.centering import CenteringRows
-from gspo_kernels.logits.logprobs import ScoredRows
+from gspo_kernels.logits.logprobs import LogprobRows
 from gspo_kernels.objectives.aggregation import Aggregation
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.evaluate import metric_names
 
 
 class LinearLoss(NamedTuple):
-    """Loss and metrics as in ``PolicyStep``, log-probs, the entropy or an empty tensor, and the gradients."""
+    """Loss and metrics of ``PolicyStep``, log-probs, entropy or an empty tensor, and gradients."""
 
     loss: Tensor
     metrics: Tensor
@@ -45,7 +44,7 @@ class LinearLoss(NamedTuple):
 
 @matrix_operator
 def linear_policy(operands: LinearOperands, terms: Terms, decisions: Decisions) -> LinearLoss:
-    """Return a hidden-state loss, its log-probs and its gradients."""
+    """Return a loss from hidden states, its log-probs and its gradients."""
     return _run(operands, terms, decisions)
 
 
@@ -53,7 +52,7 @@ def linear_policy(operands: LinearOperands, terms: Terms, decisions: Decisions) 
 def linear_centered_policy(
     operands: LinearOperands, terms: Terms, decisions: Decisions, centering: CenteringRows
 ) -> LinearLoss:
-    """Return the same for a loss with centering, with the schedule "known"."""
+    """Return the same for a loss with score centering, with the schedule "known"."""
     return _run(operands, terms, decisions, centering)
 
 
@@ -67,7 +66,7 @@ def _run(
     for part in parts_of(call, terms, plan):
         schedule = SCHEDULES[part.step.schedule] if centering is None else known_with_centering
         schedule(call, part, out)
-    out.sequence_sums = None  # whose memory the rounded dWeight may take
+    out.sequence_sums = None  # free the memory for the rounded dWeight
     step, (logprobs, _, entropy), loss = out.evaluation(), out.stats, None
     if centering is not None:
         centered = sum_(terms.cp_group, out.centered) if terms.cp_group else out.centered
@@ -78,9 +77,9 @@ def _run(
 
 
 def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms]:
-    """Return the plan of a loss, and its terms with the outer divisor as normalizer if lengths give it.
+    """Return the plan of a loss, and its terms with the outer divisor as normalizer if lengths determine it.
 
-    Lengths that the host doesn't know are read in one host-device sync.
+    This syncs with the device unless the host has the lengths.
     """
     matmul, device = call.matmul, "cpu" if call.hidden.is_cpu else "cuda"
     schedule = decisions.schedule if any(decisions.requires_grad) else "forward"
@@ -102,7 +101,7 @@ def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms
         joins=SUM_ROWS[device] if decisions.requires_grad.weight and matmul.rounds_early else 0,
         by_columns=matmul.by_columns,
         batch_invariant=call.chunking.batch_invariant,
-        # other ranks have tokens of the same sequences, or sums over sequences need one order
+        # ranks share sequences, or sums over sequences have a fixed order
         one_evaluation=bool(terms.cp_group)
         or (call.chunking.batch_invariant and decisions.depends_on in ("group", "batch")),
     )
@@ -119,9 +118,7 @@ def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms
 
 
 def _lengths(call: Call, terms: Terms, decisions: Decisions) -> tuple[list[int], list[int], list[int] | None]:
-    """Return by sequence: its rows; 1 if it is skipped because it has no gradient; and
-    its group, or None where each sequence is a group.
-    """
+    """Return for each sequence its rows, 1 if it has no gradient, and its group (None: each is a group)."""
     grouped = decisions.depends_on == "group" and terms.group_ids is not None
     skips = decisions.skips and shows_inactive(terms)
     counts: list[int] = []
@@ -134,7 +131,7 @@ def _lengths(call: Call, terms: Terms, decisions: Decisions) -> tuple[list[int],
         advantages = terms.advantages if skips else None
         unknown.append(call.hidden_kernels.lengths(labels, ignore_index, terms.cu_seqlens, advantages))
     elif terms.cu_seqlens is None:
-        # every sequence has T rows, so nothing is read from the device
+        # every sequence has T rows: no sync needed
         counts = [call.labels.shape[1]] * call.labels.shape[0]
     else:
         unknown.append(terms.cu_seqlens.diff().unsqueeze(0))
@@ -153,7 +150,7 @@ def _lengths(call: Call, terms: Terms, decisions: Decisions) -> tuple[list[int],
 
 
 def parts_of(call: Call, terms: Terms, plan: Plan) -> Iterator[Part]:
-    """Copy what all steps need to the device, then yield step by step."""
+    """Copy the inputs of all steps to the device, then yield step by step."""
     if plan.steps and plan.steps[0].schedule == "known":
         yield Part(plan.steps[0], call.projected, rows_at(call.labels, call.projected), terms)
         return
@@ -185,7 +182,7 @@ def parts_of(call: Call, terms: Terms, plan: Plan) -> Iterator[Part]:
             values[name] = value.to(labels.device).expand(call.labels.shape) if spread else value
     in_place = isinstance(where, slice) and plan.sequences == tuple(range(len(plan.lengths)))
     if in_place and padded and not call.chunking.batch_invariant:
-        # whole padded sequences in their order: nothing has to be looked up
+        # whole padded sequences in order: views suffice
         for step, span in zip(plan.steps, spans, strict=True):
             sliced: dict[str, Any] = {name: value[step.first : step.last] for name, value in values.items()}
             yield Part(step, span, labels[span], call_terms._replace(**sliced))
@@ -215,22 +212,22 @@ def parts_of(call: Call, terms: Terms, plan: Plan) -> Iterator[Part]:
 @linear_policy.register_fake
 @linear_centered_policy.register_fake
 def _(operands: LinearOperands, terms: Terms, decisions: Decisions, *_: Any) -> LinearLoss:
-    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, decisions.entropy)
-    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if decisions.entropy else None
+    stats = LogprobRows.fake(operands.labels, operands.hidden.dtype, decisions.entropy)
+    sums, entropy = stats_dtype(operands.hidden.dtype), stats.entropy if decisions.entropy else None
     return LinearLoss(
-        scored.logprobs.new_empty((), dtype=sums),
-        scored.logprobs.new_empty(len(metric_names(terms, entropy)), dtype=sums),
-        scored.logprobs,
-        scored.entropy,
-        HeadGradients.fake(operands, decisions.requires_grad, normalised=True),
+        stats.logprobs.new_empty((), dtype=sums),
+        stats.logprobs.new_empty(len(metric_names(terms, entropy)), dtype=sums),
+        stats.logprobs,
+        stats.entropy,
+        HeadGradients.fake(operands, decisions.requires_grad, normalized=True),
     )
 
 
 class LinearPolicyFunction(torch.autograd.Function):
-    """Loss, metrics, log-probs and entropy; the forward computes the gradients, too.
+    """Loss, metrics, log-probs and entropy; the forward also computes the gradients.
 
-    The arguments are the operands (field by field), terms, decisions, whether the call is traced, and with
-    centering its rows.
+    The arguments are the operands (field by field), terms, decisions, whether the call is traced, and the
+    rows of score centering.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""What a loss over hidden states does, decided from numbers before any product: steps, chunks and memory.
+"""Plans of losses over hidden states, computed from plain numbers: steps, chunks and memory.
 
-``choose`` names the schedule by options and shapes; ``make_plan`` cuts the sequences into steps by their
-lengths; ``explain`` prints a plan.
+``choose`` selects the schedule by options and shapes, ``make_plan`` splits sequences into steps by their
+lengths, and ``explain`` prints a plan.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from gspo_kernels.hidden.matmul import SEGMENT
 from gspo_kernels.objectives.base import Objective
 
 SUM_ROWS = {"cpu": 192, "cuda": 2048}
-"""The rows from which on sums of dWeight in fp32 take less time than one more product of these rows. So many
-rows of a group that doesn't fit in a chunk are deferred.
+"""Minimum of rows for which an fp32 dWeight accumulator is faster than one more matmul of these rows, and for
+which a group that doesn't fit in a chunk is deferred.
 
-"deferred" saves one of two_pass's four products, 2L VH operations for L rows. It moves 8VH bytes per chunk
-of R rows, and 12VH to add a sequence's sums; two_pass moves 8LH bytes of dHidden per block. On a GPU with
-time for 200 operations a byte, deferred is faster from L (2 / 200 + 8 / 4096 - 8 / R) = 12 on: 1,200 rows
-in chunks of 4,096 rows, 2,900 in chunks of 1,024. Measured on AMD AVX-512, one thread, V = 32,000, H = 512,
-in two chunks, two_pass takes 0.57 (32 rows), 0.76 (64), 0.90 (128), 1.07 (256) and 1.14 (512) times as long
-in bf16, and 0.81, 0.87, 0.93, 1.06 and 1.14 times in fp32.
+"deferred" saves one of two_pass's four matmuls, 2L VH operations for L rows. It moves 8VH bytes per chunk of
+R rows and 12VH to add a sequence's sums; two_pass moves 8LH bytes of dHidden per block. On a GPU with 200
+operations per byte, deferred is faster from L (2 / 200 + 8 / 4096 - 8 / R) = 12: 1,200 rows in chunks of
+4,096 rows, 2,900 in chunks of 1,024. Measured on AMD AVX-512, one thread, V = 32,000, H = 512, in two chunks,
+two_pass takes 0.57 (32 rows), 0.76 (64), 0.90 (128), 1.07 (256) and 1.14 (512) times as long in bf16, and
+0.81, 0.87, 0.93, 1.06 and 1.14 times in fp32.
 
-Beside two_pass over a bf16 weight, fewer rows of groups that fit in a chunk are projected twice, too. By
-themselves they would need the sum in fp32: two_pass writes it (4VH bytes), their chunk adds to it (8VH), and
-it is rounded (6VH), where one product writes 2VH. These 16VH bytes take as long as a product of 1,600 rows.
-Measured as above, in addition to 300 rows, they take 1.10 (32 rows), 1.07 (64), 1.03 (128) and 0.95 (256)
-times as long by themselves."""
+In a two_pass call with a bf16 weight, fewer rows of groups that fit in a chunk join two_pass. Otherwise they
+need the fp32 accumulator: two_pass writes it (4VH bytes), their chunk adds to it (8VH), and it is rounded
+(6VH), where one matmul writes 2VH. These 16VH bytes take as long as a matmul of 1,600 rows. Measured as
+above, with 300 other rows, separate steps take 1.10 (32 rows), 1.07 (64), 1.03 (128) and 0.95 (256) times as
+long."""
 SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
 def unsupported(objective: Objective, terms: Terms, decisions: Decisions, invariant: bool) -> dict[str, str]:
-    """Return, by name, why schedules are not exact for a call, or not batch-invariant if ``invariant``."""
+    """Return by schedule why it is not exact for a call, or not batch-invariant if ``invariant``."""
     name, depends_on = type(objective).__name__, decisions.depends_on
     reasons: dict[str, str] = {}
     if depends_on not in ("nothing", "token"):
@@ -56,7 +56,7 @@ def unsupported(objective: Objective, terms: Terms, decisions: Decisions, invari
         )
     # "deferred" is not exact if the tokens of a sequence have more than one coefficient
     if terms.kl_beta is not None:
-        reasons["deferred"] = "kl_beta adds a coefficient of each token's own"
+        reasons["deferred"] = "kl_beta adds a coefficient per token"
     elif not objective.factorizes:
         reasons["deferred"] = f"{name}'s coefficients are not one number per sequence"
     elif terms.advantages is not None and terms.advantages.ndim == 2:
@@ -64,7 +64,7 @@ def unsupported(objective: Objective, terms: Terms, decisions: Decisions, invari
     elif terms.rollout_weights is not None and terms.rollout_weights.ndim == 2 and objective.level == "token":
         reasons["deferred"] = f"rollout_weights per token give {name} coefficients per token"
     if terms.entropy_coef is not None:
-        why = "entropy_coef adds a gradient that is no multiple of the log-prob's"
+        why = "entropy_coef adds a gradient that is not a multiple of the log-prob's"
         reasons |= dict.fromkeys(("deferred", "frozen"), why)
     if decisions.requires_grad.weight or decisions.requires_grad.bias:
         reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
@@ -87,18 +87,18 @@ def unsupported(objective: Objective, terms: Terms, decisions: Decisions, invari
 
 
 def choose(
-    schedule: str, reasons: dict[str, str], learns: bool, may_synchronise: bool, memory: str = "auto"
+    schedule: str, reasons: dict[str, str], learns: bool, may_synchronize: bool, memory: str = "auto"
 ) -> tuple[str, str]:
-    """Return the schedule of a call, and the reason for it, without looking at any value.
+    """Return the schedule of a call and the reason for it, without reading values.
 
-    "two_pass" projects again in the backward; all others compute the gradient along with the loss. "auto"
-    is decided for each group by its length.
+    "two_pass" recomputes logits in the backward; all others compute the gradient along with the loss. "auto"
+    is resolved for each group by its length.
 
     Args:
         schedule: "auto" or a name.
-        reasons: what ``unsupported`` returns.
-        learns: whether any input needs a gradient.
-        may_synchronise: whether sequence lengths may be read from the device.
+        reasons: the result of ``unsupported``.
+        learns: whether any input requires a gradient.
+        may_synchronize: whether a host-device sync for sequence lengths is allowed.
         memory: "auto" or "least".
 
     Raises:
@@ -110,37 +110,37 @@ def choose(
             f"schedule: got {schedule!r}, expected 'auto' or one of {', '.join(map(repr, SCHEDULES))}"
         )
     if memory == "least" and schedule != "auto":
-        raise ValueError(f"schedule: got {schedule!r}, expected 'auto' with memory='least', which chooses")
+        raise ValueError(f"schedule: got {schedule!r}, expected 'auto' with memory='least'")
     if schedule in reasons:
         raise ValueError(f"schedule: {schedule!r} is not exact here: {reasons[schedule]}; use 'auto'")
     if not learns:
-        return "two_pass", "no input needs a gradient, so there is only the forward product"
+        return "two_pass", "no input requires a gradient: forward matmul only"
     if schedule != "auto":
         return schedule, "it was passed"
-    if memory == "least" and ("frozen" in reasons or not may_synchronise):
-        return "two_pass", "memory='least' keeps neither many logits nor a sum of dWeight in fp32"
+    if memory == "least" and ("frozen" in reasons or not may_synchronize):
+        return "two_pass", "memory='least' avoids large chunks of logits and an fp32 dWeight accumulator"
     if memory == "least":
-        return "frozen", "the lm_head is frozen, so memory='least' has nothing else to keep than dHidden"
+        return "frozen", "the lm_head is frozen, and memory='least' keeps only dHidden"
     if "known" not in reasons:
-        return "known", "every token's coefficient is known beforehand or a function of its own log-prob"
-    if not may_synchronise:
-        return "two_pass", "skip_inactive='none' reads no sequence lengths from the device"
+        return "known", "every token's coefficient is known beforehand or depends on its own log-prob only"
+    if not may_synchronize:
+        return "two_pass", "skip_inactive='none' does not sync with the device to read sequence lengths"
     if "frozen" not in reasons:
-        return "frozen", "the lm_head is frozen, so only dHidden waits for its coefficients"
+        return "frozen", "the lm_head is frozen, and dHidden is multiplied by its coefficients afterwards"
     if "aligned" in reasons:
         return "two_pass", reasons["aligned"]
-    return "auto", "whole sequences (or groups) that fit in a chunk share it, longer ones go by themselves"
+    return "auto", "sequences (or groups) that fit in a chunk share chunks, longer ones have separate steps"
 
 
 class Step(NamedTuple):
-    """Some of a plan's sequences, and the schedule that serves their rows.
+    """Some of a plan's sequences, and their schedule.
 
     Attributes:
         schedule: a key of ``schedules.SCHEDULES``.
         first, last: the sequences ``plan.sequences[first:last]``.
-        start, stop: their rows, counted in the order of the plan's sequences.
-        inactive_rows: so many rows at the end have no gradient: they only share the projection.
-        ends: where chunks end, from ``start`` on; for "two_pass" those of its first pass.
+        start, stop: their rows, in the order of the plan's sequences.
+        inactive_rows: the number of rows at the end that have no gradient and are only projected.
+        ends: the ends of chunks, relative to ``start``; for "two_pass" those of its first pass.
     """
 
     schedule: str
@@ -168,9 +168,9 @@ class Plan:
         in_order: whether the sequences with rows have the order of the call.
         chunk_rows: the rows of logits that fit the budget.
         max_rows: the most rows of logits in a chunk.
-        one_product: whether dWeight is one product of all rows with a gradient, however many columns at a
-            time: these rows share a chunk, or are projected again some columns at a time.
-        one_evaluation: whether coefficients come from one evaluation of all tokens, not from one per step.
+        one_product: whether dWeight is one matmul of all rows with a gradient, which share a chunk or are
+            recomputed by blocks of columns.
+        one_evaluation: whether the objective is evaluated once for all tokens instead of once per step.
     """
 
     steps: tuple[Step, ...]
@@ -203,26 +203,25 @@ def make_plan(
     batch_invariant: bool = False,
     one_evaluation: bool = False,
 ) -> Plan:
-    """Cut sequences into steps.
+    """Split sequences into steps.
 
     Args:
-        schedule: "auto", a name of ``SCHEDULES``, or "forward": nothing needs a gradient.
+        schedule: "auto", a name of ``SCHEDULES``, or "forward" without gradients.
         lengths: the number of rows of each sequence.
         inactive: 1 for sequences that are known to have no gradient before the forward.
-        groups: the group of each sequence, where coefficients depend on a whole group; None: each sequence
-            is a group.
+        groups: the group of each sequence, if coefficients depend on a whole group.
         chunk_rows: the rows of logits that fit the budget.
-        least_rows: the same where all rows are projected twice.
+        least_rows: the same if all rows are projected twice.
         multiple: chunk sizes are rounded down to a multiple of this.
-        min_statistics_rows: rows that are projected at a time for statistics alone, if that is more.
-        defers: the fewest rows of a group that doesn't fit in a chunk with which it is deferred; 0: never.
-        joins: fewer rows than these of groups that fit join a two_pass step; 0: none do. See ``SUM_ROWS``.
-        by_columns: whether logits that are projected again come some columns at a time.
+        min_statistics_rows: rows per chunk for statistics alone, if larger.
+        defers: minimum of rows to defer a group that doesn't fit in a chunk, or 0 for never.
+        joins: fewer rows than this of groups that fit join a two_pass step, see ``SUM_ROWS``.
+        by_columns: whether logits are recomputed by blocks of columns.
         batch_invariant: whether rows keep their order.
         one_evaluation: see ``Plan``.
 
     Raises:
-        ValueError: "aligned" by name, but a group doesn't fit in a chunk.
+        ValueError: ``schedule="aligned"`` with a group that doesn't fit in a chunk.
     """
     grouped = [[i] for i, length in enumerate(lengths) if length]
     if groups is not None:
@@ -233,7 +232,7 @@ def make_plan(
     sized = [(group, sum([lengths[i] for i in group])) for group in grouped]
     idle = [each for each in sized if all(inactive[i] for i in each[0])]
     active = [each for each in sized if not all(inactive[i] for i in each[0])]
-    # groups that fit a chunk go last, next to those that are only projected; segments keep their order
+    # groups that fit a chunk come last, before inactive ones; batch-invariant segments keep their order
     if not batch_invariant:
         active = [e for e in active if e[1] > chunk_rows] + [e for e in active if e[1] <= chunk_rows]
     order, sizes = [group for group, _ in active + idle], [size for _, size in active + idle]
@@ -245,7 +244,7 @@ def make_plan(
     names = {name for name, *_ in served}
     if names == {"two_pass"}:
         chunk_rows = least_rows
-    if one_evaluation:  # it needs all tokens projected, so steps that are only projected go first
+    if one_evaluation:  # it needs all log-probs, so steps that are only projected come first
         parts = [part for part in parts if part[0] == "forward"] + served
 
     group_ends = [0, *itertools.accumulate(map(len, order))]
@@ -277,14 +276,14 @@ def make_plan(
 def _parts(
     schedule: str, sizes: Sequence[int], active: int, chunk_rows: int, defers: int, joins: int
 ) -> list[tuple[str, int, int, int]]:
-    """Return schedule, first group, end and inactive rows of each step; the first ``active`` groups may have
-    a gradient.
+    """Return schedule, first group, end and inactive rows of each step; only the first ``active`` groups may
+    have a gradient.
     """
     if schedule == "aligned" and max(sizes[:active], default=0) > chunk_rows:
         raise ValueError(
-            f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), one has "
-            f"{max(sizes[:active])} counted tokens but a chunk {chunk_rows} rows; raise max_chunk_bytes or "
-            "use 'auto'"
+            f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), got one of "
+            f"{max(sizes[:active])} counted tokens for chunks of {chunk_rows} rows; raise max_chunk_bytes "
+            "or use 'auto'"
         )
     schedules = [schedule] * active
     if schedule == "auto":
@@ -298,7 +297,7 @@ def _parts(
     parts: list[tuple[str, int, int, int]] = []
     for name, run in itertools.groupby(range(active), schedules.__getitem__):
         members = list(run)
-        # neighboring groups share a step: aligned steps have about the same size, a deferred group is alone
+        # adjacent groups share a step, in aligned steps of similar size; each deferred group is a step
         max_rows = {"aligned": chunk_rows, "deferred": 0}.get(name, math.inf)
         total = sum(sizes[members[0] : members[-1] + 1])
         target = total / max(1, -(-total // chunk_rows)) if name == "aligned" else max_rows
@@ -312,7 +311,7 @@ def _parts(
     parts = [part for part in parts if sum(sizes[part[1] : part[2]])]
     stop = active
     if parts and parts[-1][0] == "aligned":
-        # groups without a gradient fill up the last chunk
+        # inactive groups fill up the last chunk
         first = parts[-1][1]
         of_last = count = sum(sizes[first : parts[-1][2]])
         while stop < len(sizes) and count + sizes[stop] <= chunk_rows:
@@ -324,16 +323,16 @@ def _parts(
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """What a ``fused_linear_policy_loss`` call will do.
+    """The plan of a ``fused_linear_policy_loss`` call.
 
     Attributes:
-        schedule: its schedule's name; "mixed": short and long sequences have different schedules.
-        reason: why it has this schedule, in words.
-        products: matrix products over the counted tokens, in units of the forward's: 3.0 is 6NHV operations.
-            Rows that turn out to have no gradient reduce this number.
-        multiplied_by: who multiplies, see ``matmul.select_matmul``.
-        peak_bytes: the most memory beyond the inputs at any time of forward and backward.
-        gradient_bytes: how much of it the gradients of hidden states and weight are at the end.
+        schedule: the schedule's name, or "mixed" if sequences have different schedules.
+        reason: the reason for this schedule.
+        products: matmuls over the counted tokens, in units of the forward's: 3.0 is 6NHV operations. Rows
+            that turn out to have no gradient are counted.
+        multiplied_by: the matmul implementation, see ``matmul.select_matmul``.
+        peak_bytes: peak memory of forward and backward beyond the inputs.
+        gradient_bytes: the part of it that gradients of hidden states and weight take at the end.
         parts: counted tokens by schedule; those under "forward" have no gradient.
     """
 
@@ -358,14 +357,13 @@ class SchedulePlan:
 
 
 CENTERING_BYTES = {"known": (51, 16, 146, 31), "two_pass": (75, 16, 119, 5)}
-"""Bytes for each id of centering: of all rows before there is a chunk, and kept in addition to chunks; of a
-chunk's rows while their gradient is written, and while it is multiplied. Measured peaks are held against the
-sums.
+"""Bytes per id of score centering: for all rows before the first chunk and kept during chunks, and for a
+chunk's rows while their gradient is written and while it is multiplied. Measured peaks verify the sums.
 """
 
 
 def explain(reason: str, call: Call, plan: Plan, decisions: Decisions, ids: int = 0) -> SchedulePlan:
-    """Describe a plan; ``ids`` are how many each row has with centering, its label among them."""
+    """Describe a plan; ``ids`` is the number of ids per row with score centering, including the label."""
     needs = decisions.requires_grad
     trained, total = needs.weight or needs.bias, sum(plan.lengths)
     products, tokens = 0, dict[str, int]()
@@ -383,7 +381,7 @@ def explain(reason: str, call: Call, plan: Plan, decisions: Decisions, ids: int 
 
 
 def memory_of(call: Call, plan: Plan, decisions: Decisions, ids: int) -> tuple[int, int]:
-    """Return the most bytes beyond inputs that a call takes at a time, and the bytes of its gradients."""
+    """Return a call's peak bytes beyond inputs, and the bytes of its gradients."""
     matmul, needs, hidden = call.matmul, decisions.requires_grad, call.hidden
     wide, narrow, H = stats_dtype(hidden.dtype).itemsize, hidden.element_size(), hidden.shape[-1]
     trained = matmul.trained.numel() if needs.weight else 0
@@ -396,13 +394,13 @@ def memory_of(call: Call, plan: Plan, decisions: Decisions, ids: int) -> tuple[i
         before, kept_bytes, written, with_row = (ids * each for each in CENTERING_BYTES[decisions.schedule])
         copied, kept_bytes = 0 if all_rows else 16 * ids, kept_bytes * call.labels.numel()
         with_row += copied
-        # a row's other ids are cut by a mask
+        # a mask excludes a row's ids
         writing = kept_bytes + rows * (matmul.row_bytes + written + copied + matmul.vocabulary // 8)
         scores = max(before * call.labels.numel(), writing)
     if not any(needs):
         return scores, 0
-    # what a row has besides its logits: its hidden state, unless that is read in place; the same times its
-    # coefficient; and its part of dHidden
+    # besides logits a row has its hidden state (unless read in place), this times its coefficient, and
+    # dHidden
     in_backward = decisions.schedule == "two_pass" and not call.chunking.batch_invariant
     in_place = hidden.is_contiguous() and count == call.labels.numel() and (all_rows or in_backward)
     operand = matmul.trained.shape[1] * matmul.operand_dtype.itemsize if needs.weight else 0
@@ -413,9 +411,7 @@ def memory_of(call: Call, plan: Plan, decisions: Decisions, ids: int) -> tuple[i
     once = plan.one_product and (in_backward or matmul.rounds_early) and not ids
     if once and of_weight < sums:
         if matmul.rows_from_project and not width:
-            row += (
-                2 * H * wide
-            )  # rows of dWeight that are multiplied again, see ``HeadSums.add_label_residual``
+            row += 2 * H * wide  # recomputed rows of dWeight, see ``HeadSums.add_label_residual``
         if matmul.rows_dtype == torch.float16 or not matmul.writes_16_bits:
             kept = [min(width or matmul.vocabulary, ROUNDED_COLUMNS) * matmul.trained.shape[1] * wide]
         sums = of_weight
@@ -427,12 +423,12 @@ def memory_of(call: Call, plan: Plan, decisions: Decisions, ids: int) -> tuple[i
     else:
         at_the_end = of_hidden + sums + (of_weight if of_weight < sums else 0)
         if plan.longest("deferred"):
-            kept = [sums]  # those of one sequence
+            kept = [sums]  # of one sequence
         if not matmul.any_order and trained:
-            sums += SEGMENT * matmul.vocabulary * matmul.rows_dtype.itemsize  # one that is not yet whole
+            sums += SEGMENT * matmul.vocabulary * matmul.rows_dtype.itemsize  # an unfinished segment
         at_work = chunk + sum(kept) + max(rows, longest if width else 0) * row + of_hidden + sums
         scores += of_hidden + sums if ids and (rows < count or not hidden.is_cpu) else 0
     if hidden.is_cpu:
-        # pages that stay mapped
+        # cached pages
         at_the_end += sum(size for size in (chunk, *kept) if size >= HUGE_PAGES_FROM)
     return max(scores, at_work + kept_bytes, at_the_end + kept_bytes), of_hidden + of_weight

@@ -1,23 +1,23 @@
-"""The schedules of a loss over hidden states: how the rows of a step become log-probs and gradients.
+"""Schedules of a loss over hidden states, which compute log-probs and gradients of the rows of a step.
 
-With N counted tokens, width H and vocabulary V one product is G = 2NHV operations; f is the fraction of the
-rows with a gradient. A *group* is a set of sequences that determine each other's coefficients: one sequence,
+With N counted tokens, width H and vocabulary V one matmul is G = 2NHV operations; f is the fraction of the
+rows with a gradient. A *group* is a set of sequences whose coefficients depend on each other: one sequence,
 a group of the objective, or the batch.
 
-| schedule | exact where | products | how |
+| schedule | exact if | matmuls | how |
 |---|---|---|---|
-| known | a token's coefficient is known, or its own | 3G | log-probs and gradient from one chunk |
-| frozen | the head has no gradient | 2G | rows of dHidden wait for their coefficients |
-| aligned | groups fit in a chunk | (1 + 2f)G | log-probs, coefficients, gradient of the same logits |
-| deferred | one number per sequence | 3G | a sequence's sums wait for their coefficient |
-| two_pass | always | (1 + 3f)G | log-probs first; then the rows once more |
+| known | coefficients are known or per token | 3G | log-probs and gradient from one chunk |
+| frozen | the head has no gradient | 2G | dHidden is scaled when coefficients are known |
+| aligned | groups fit in a chunk | (1 + 2f)G | log-probs, coefficients and gradient of the same logits |
+| deferred | one coefficient per sequence | 3G | a sequence's sums are scaled at its end |
+| two_pass | always | (1 + 3f)G | log-probs first, then logits are recomputed for the gradient |
 
-With z a row's logits, p = softmax(z) and c the row's coefficient dLoss/dlogprob, every schedule adds up
+With z a row's logits, p = softmax(z) and c the row's coefficient dLoss/dlogprob, every schedule accumulates
 
     dLoss/dz = c (onehot(label) - p),    dHidden = dLoss/dz @ weight,    dWeight = dLoss/dz.T @ hidden
 
-Schedules differ in when c is known: c multiplies the rows of dHidden and the hidden states in dWeight, never
-the logits, so that it may come after the product.
+Schedules differ in when c is known. It multiplies rows of dHidden and the hidden states in dWeight, not the
+logits, and may be applied after the matmul.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gspo_kernels.hidden.gradients import Accumulators, HeadSums, block_width, i
 from gspo_kernels.hidden.plan import Plan, Step
 from gspo_kernels.logits.centering import CenteringRows, centering_loss
 from gspo_kernels.logits.policy_step import evaluate_objective, known_coefficients
-from gspo_kernels.logits.selected import SelectedGradients, score
+from gspo_kernels.logits.selected import SelectedGradients, selected_rows
 from gspo_kernels.logits.sequence_ratio import sum_over_tokens
 from gspo_kernels.objectives.aggregation import Aggregation
 from gspo_kernels.objectives.base import from_spec
@@ -48,14 +48,14 @@ from gspo_kernels.objectives.linear import Linear
 
 
 class Part(NamedTuple):
-    """What a step works on.
+    """The inputs of a step.
 
     Attributes:
-        step: of the plan.
+        step: the step of the plan.
         where: the positions of its rows among the flattened rows of the call.
         labels: [n].
-        terms: of its rows, with the call's outer divisor: as a packed batch, or padded where whole padded
-            sequences stay in place. Where the plan has ``one_evaluation``: the call's terms.
+        terms: terms of its rows, packed, or padded for whole padded sequences, with the call's outer divisor;
+            with ``one_evaluation`` the call's terms.
     """
 
     step: Step
@@ -65,15 +65,15 @@ class Part(NamedTuple):
 
 
 class LossAccumulators(Accumulators):
-    """What the steps of a loss add up, and the evaluation of all its tokens.
+    """The accumulators of a loss, and the evaluation of its objective.
 
     Attributes:
         decisions, plan, terms: of the call.
-        min_rows_to_skip: the least number of rows for which gradient products skip those without a gradient.
-        has_ratio: a ratio, which would show the last bits of the log-probs.
-        sequence_sums: dWeight and dBias of one deferred sequence; None where no sequence is deferred.
-        centering: what is centered, or None.
-        centered: with centering: 0-d, what it adds to the loss.
+        min_rows_to_skip: minimum of rows for gradient matmuls to skip those without a gradient.
+        has_ratio: whether the loss has a ratio, which is sensitive to the last bits of log-probs.
+        sequence_sums: dWeight and dBias of one deferred sequence, or None if none is deferred.
+        centering: the rows of score centering, or None.
+        centered: the loss term of score centering, 0-d.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LossAccumulators(Accumulators):
             call,
             decisions.requires_grad,
             plan.max_rows,
-            normalised=True,
+            normalized=True,
             entropy=decisions.entropy,
             projects_all=projects_all,
             stores_all=projects_all
@@ -112,7 +112,7 @@ class LossAccumulators(Accumulators):
         self._evaluation: PolicyStep | None = None
 
     def project(self, chunk: Chunk, all_rows_active: bool = True) -> Projected:
-        """Project a chunk and keep its statistics."""
+        """Project a chunk and store its statistics."""
         projected = self.call.matmul.project(
             chunk,
             self.decisions.entropy,
@@ -147,7 +147,7 @@ class LossAccumulators(Accumulators):
         return rows_at(step.grad_logprobs, where), grad_entropy
 
     def evaluation(self) -> PolicyStep:
-        """Return loss, coefficients and metrics of the whole call, once all its log-probs are computed."""
+        """Evaluate the objective of the whole call, after all log-probs are computed."""
         if self._evaluation is None:
             logprobs, _, entropy = self.stats
             self._evaluation = evaluate_objective(
@@ -157,21 +157,19 @@ class LossAccumulators(Accumulators):
 
 
 def forward(call: Call, part: Part, out: LossAccumulators) -> None:
-    """Serve rows without a gradient: only their statistics are computed."""
+    """Compute only the statistics of rows without a gradient."""
     out.forward(part.where, part.step.ends)
 
 
 def known(call: Call, part: Part, out: LossAccumulators) -> None:
-    """Serve tokens whose coefficient is known beforehand, or a function of their own log-prob: log-probs and
-    gradient come from the same chunk.
-    """
+    """Compute log-probs and gradient from the same chunk, for coefficients that are known or per token."""
     where, step = part.where, part.step
     if out.decisions.depends_on == "nothing":
         grads = known_coefficients(call.labels, part.terms, out.decisions.backend).flatten()
         keep = call.index(grads[where] != 0) if out.min_rows_to_skip <= call.labels.numel() else None
         ends = step.ends
         if isinstance(keep, Tensor):
-            # the rows without gradient are only projected
+            # rows without gradient are only projected
             index = as_index(where, keep.device)
             rest = index[call.index(grads[index] == 0, len(index) - len(keep))]
             most = max(out.max_rows, call.matmul.min_statistics_rows)
@@ -193,12 +191,12 @@ def known(call: Call, part: Part, out: LossAccumulators) -> None:
         skip = out.min_rows_to_skip <= chunk.size
         projected = out.project(chunk, all_rows_active=not skip)
         logprobs, _, entropy = projected.stats
-        if in_one_launch:  # which takes the chunk as one sequence
+        if in_one_launch:  # the chunk is one sequence to the kernel
             terms = rows_of_terms(per_token, chunk.where, 0)
             evaluated = evaluate_objective(
                 logprobs, None, terms, out.decisions.backend, ratio_clip, want_metrics=False
             )
-        else:  # PyTorch takes each token as a sequence
+        else:  # each token is a sequence to PyTorch
             terms, entropy = (
                 rows_of_terms(per_token, chunk.where, 1),
                 None if entropy is None else entropy.t(),
@@ -210,34 +208,34 @@ def known(call: Call, part: Part, out: LossAccumulators) -> None:
 
 
 def known_with_centering(call: Call, part: Part, out: LossAccumulators) -> None:
-    """Serve ``known`` with score centering: a row has coefficients of K + 1 ids and of the mass that these
-    leave, which all follow from its own logits.
+    """Run ``known`` with score centering: coefficients of K + 1 ids and the remaining mass of each row, which
+    depend on its own logits only.
     """
     per_token = token_terms(call.labels, part.terms, out.decisions.backend)
     for chunk in call.chunks(part.where, part.step.ends):
         logits, centering = call.matmul.logits(chunk.hidden, out.logits_memory(chunk.size)), out.centering
         assert centering is not None
         centering = centering.at(chunk.where)
-        scored = score(logits.unsqueeze(0), centering.ids, chunk.options, False)
-        logprobs = scored.logprobs[..., 0].contiguous()
+        selected = selected_rows(logits.unsqueeze(0), centering.ids, chunk.options, False)
+        logprobs = selected.logprobs[..., 0].contiguous()
         entropy: Tensor | None = None
         if out.decisions.entropy:
             entropy = call.matmul.backend.logprobs_forward(chunk.rows(logits), True).entropy
-        out.keep(chunk, RowStats(logprobs, scored.lse_others, entropy))
+        out.keep(chunk, RowStats(logprobs, selected.lse_others, entropy))
         terms = rows_of_terms(per_token, chunk.where, 1)
         step = evaluate(logprobs.t(), None, terms, want_metrics=False)
         with inner_autograd():
-            leaves = [each.to(out.centered.dtype, copy=True).requires_grad_() for each in scored[:2]]
+            leaves = [each.to(out.centered.dtype, copy=True).requires_grad_() for each in selected[:2]]
             centered = centering_loss((leaves[0], leaves[1]), centering, part.terms.objective, "")
             grads = SelectedGradients(*torch.autograd.grad(centered, leaves))
         out.centered = out.centered + centered.detach()
         grads.logprobs[..., 0] += step.grad_logprobs.flatten()
-        out.add_selected(logits, centering.ids, scored, grads, chunk)
+        out.add_selected(logits, centering.ids, selected, grads, chunk)
         del logits
 
 
 def aligned(call: Call, part: Part, out: LossAccumulators) -> None:
-    """Serve one chunk of whole groups: log-probs, coefficients and gradient come from the same logits."""
+    """Compute log-probs, coefficients and gradient of whole groups from the logits of one chunk."""
     chunk = call.chunk(part.where, part.labels)
     skip = out.min_rows_to_skip <= chunk.size
     projected = out.project(chunk, all_rows_active=not skip)
@@ -246,9 +244,9 @@ def aligned(call: Call, part: Part, out: LossAccumulators) -> None:
 
 
 def deferred(call: Call, part: Part, out: LossAccumulators) -> None:
-    """Serve a sequence in chunks: its one coefficient c multiplies the sequence's sums at its end.
+    """Accumulate a sequence in chunks, and multiply its sums by its one coefficient c at the end.
 
-    With token weights w: dWeight += c sum_t w_t row_t hidden_t, and c = dLoss/dlogprob_t / w_t of any t.
+    With token weights w, dWeight += c sum_t w_t row_t hidden_t, and c = dLoss/dlogprob_t / w_t of any t.
     """
     where, sums, factors = part.where, out.sequence_sums, out.terms.token_weights
     assert sums is not None
@@ -266,22 +264,21 @@ def deferred(call: Call, part: Part, out: LossAccumulators) -> None:
         out.add_rows(out.rows(projected, chunk, unit, None, active), chunk, sums)
         del projected
     grad, _ = out.coefficients(part)
-    # from the token of the largest weight, where rounding matters least
+    # divide at the token of the largest weight, for accuracy
     at = torch.where(counted, weights.abs(), -1.0).argmax()
-    weight, total = weights.take(at), grad.take(at)  # an index in brackets would be a host-device sync
+    weight, total = weights.take(at), grad.take(at)  # indexing would sync with the device
     coefficient = torch.where(weight == 0, 0.0, total / weight)
     out.scale(where, coefficient.expand(counted.shape))
     out.sums.add_sums(sums, coefficient)
 
 
 def frozen(call: Call, part: Part, out: LossAccumulators) -> None:
-    """Serve a head without gradient: rows of dHidden wait for the coefficients that multiply them.
+    """Compute dHidden for a head without gradient, and multiply its rows when the coefficients are known.
 
-    Blocks of columns would not pay. Each adds to all of dHidden: 8NH bytes, of 151,936 columns 20 GB for
-    16,384 tokens and H = 4,096, which is 4 ms in addition to 59 of products on an H200; chunks of rows read
-    the weight again, but while they multiply. And [n, 4096] with dHidden in fp32 take more memory than 256
-    MiB of rows from 11,000 tokens on (22,000 at H = 1,024). Exponentials whose offset is the label's logit
-    would have to wait for a row's last column, too, which alone shows whether that offset serves.
+    Chunks of rows are faster than blocks of columns, each of which accumulates dHidden: 8NH bytes, for
+    151,936 columns, 16,384 tokens and H = 4,096 20 GB or 4 ms, next to 59 ms of matmuls on an H200. Chunks
+    read the weight again, overlapped with the matmul. Blocks [n, 4096] and an fp32 dHidden also take more
+    memory than 256 MiB of rows from 11,000 tokens (22,000 at H = 1,024).
     """
     for chunk in call.chunks(part.where, part.step.ends):
         projected = out.project(chunk)
@@ -291,7 +288,7 @@ def frozen(call: Call, part: Part, out: LossAccumulators) -> None:
 
 
 def two_pass(call: Call, part: Part, out: LossAccumulators) -> None:
-    """Project all rows for their coefficients, and rows with a gradient once more."""
+    """Project all rows for their coefficients, then recompute the logits of rows with a gradient."""
     where = part.where
     out.forward(where, part.step.ends)
     grad, grad_entropy = out.coefficients(part)
@@ -324,7 +321,7 @@ _LINEAR = Linear().spec
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     """Return the terms with every tensor expanded to tokens, and the aggregation as a share per token.
 
-    An objective over more than a token becomes ``Linear``, with its known coefficients as token weights.
+    An objective of a wider scope is replaced by ``Linear``, with its known coefficients as token weights.
     """
     layout = terms.layout(tokens)
     shares = Aggregation(tokens, terms).token_shares()
@@ -334,7 +331,7 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
             return value.to(tokens.device).expand(tokens.shape)
         return layout.expand(value) if spec.shape != "tokens" and value.ndim == 1 else value
 
-    # the shares contain these fields already, or only objectives over more than a token use them
+    # the shares include these fields, or only objectives of a wider scope use them
     rest = terms._replace(
         cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None, cp_group=""
     )
@@ -347,5 +344,5 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
 
 
 def rows_of_terms(per_token: Terms, where: Any, across: int) -> Terms:
-    """Return the terms of some tokens, [1, n] (``across`` 0) or [n, 1] (1)."""
+    """Return the terms of some tokens as [1, n] (``across`` 0) or [n, 1] (``across`` 1)."""
     return per_token.each(lambda _, value: value.flatten()[where].unsqueeze(across))

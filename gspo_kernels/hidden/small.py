@@ -1,4 +1,4 @@
-"""A small call on the CPU: its logits fit a cache and stay until the backward."""
+"""Small calls on the CPU, which keep their logits for the backward."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from gspo_kernels.logits.logprobs import logprobs_backward, save_rows, saved_row
 from gspo_kernels.logits.sequence_ratio import ratio_operands, sequence_ratio
 
 SMALL_BYTES = 2**20
-"""Logits on the CPU that take at most this many bytes stay until the backward."""
+"""Most bytes of logits on the CPU to keep for the backward."""
 _MIN, _MAX = 2.0**-64, 2.0**64
-"""Coefficients with a magnitude between these, or zero, neither lose accuracy nor overflow in a product."""
+"""Range of magnitudes of nonzero coefficients that are safe from underflow and overflow in a matmul."""
 
 
 def small_loss(
     operands: LinearOperands, terms: Terms, decisions: Decisions
 ) -> tuple[Tensor, SequenceRatioStats] | None:
-    """Return logits [B, T, V] and loss of a small call on the CPU, without autograd; None where the schedules
-    must serve the call.
+    """Return logits [B, T, V] and loss of a small call on the CPU, without autograd, or None if the call
+    needs a schedule.
 
-    Where the logits fit a cache, planning, chunks and normalised coefficients would take longer than the
-    products that they save or protect. The schedules serve calls that plain arithmetic could spoil: with
-    masked tokens, whose hidden states may be anything; with coefficients that need normalised
-    arithmetic; with ranks that share a vocabulary; with products in a fixed order, or with an adapter. They
-    also serve calls that must pass torch's dispatcher.
+    If the logits fit in cache, planning, chunks and normalized coefficients cost more than they save. Calls
+    with masked tokens (whose hidden states may be NaN), extreme coefficients, vocabulary shards,
+    batch-invariant mode or an adapter need a schedule, and so do calls that must pass torch's dispatcher.
     """
     hidden, weight, bias, labels, options, chunking, base = operands
     if decisions.schedule != "auto" or decisions.entropy:
@@ -63,7 +61,7 @@ def small_loss(
     logits = logits.view(*labels.shape, weight.shape[0])
     stats = sequence_ratio(logits, labels, None, options, ratio_operands(labels, terms), decisions.ratio_clip)
     coefficients = stats.coefficients / stats.divisor
-    # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
+    # detects non-finite hidden states even if a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())
     if not finite or not all(c == 0 or _MIN < abs(c) < _MAX for c in coefficients.tolist()):
         return None
@@ -97,7 +95,7 @@ class SmallLossFunction(torch.autograd.Function):
             return (None,) * 8
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
         needs = ctx.needs
-        # small calls are fp32 or fp64, where logits have no other dtype
+        # small calls are fp32 or fp64, like their logits
         products = select_matmul(weight, bias, None, "float32", False, options)
         stats = RowStats(logprobs, lse, None)
         rows = logprobs_backward(logits, labels, stats, RowGradients(each), options)

@@ -1,1 +1,1 @@
-"""From logits: operators, autograd functions, the fused sequence ratio, selected ids, vocabulary shards."""
+"""Operators over logits: log-probs, the fused sequence ratio, selected ids, divergences, score centering."""

@@ -1,11 +1,11 @@
-"""Score centering (arXiv 2609.20807): a policy gradient without the mean of its score under the sampler.
+"""Score centering (arXiv 2609.20807), which subtracts the mean score under the sampler from a policy
+gradient.
 
 The gradient ``A f s`` of a drawn token, s = dlog p, has the mean ``E_q[A] E_q[f s] + Cov_q(A, f s)``. The
-term of ``ScoreCentering`` subtracts the first part: its gradient is ``A E_q[f s]``, where q is ``alpha p_v``
-outside of H. These ids add ``alpha f(1 / alpha)`` times the sum of p_v s_v over them, which is
-``(1 - P_H) dlog(1 - P_H)``. So they add ``(1 - Q_H) f(1 / alpha) dlog(1 - P_H)``, while coefficients of alpha
-p_v, which would have to cancel, have no bound. A row has coefficients of K + 1 ids and of the mass that they
-leave, see ``selected``.
+term of ``ScoreCentering`` subtracts the first part, ``A E_q[f s]``, where q is ``alpha p_v`` outside of H.
+These ids contribute ``alpha f(1 / alpha)`` times their sum of p_v s_v, which is ``(1 - P_H) dlog(1 - P_H)``.
+Together they add ``(1 - Q_H) f(1 / alpha) dlog(1 - P_H)``, without unbounded coefficients alpha p_v that
+would have to cancel. A row has coefficients of K + 1 ids and of the remaining mass, see ``selected``.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from gspo_kernels.objectives.aggregation import Aggregation
 from gspo_kernels.objectives.base import Objective, from_spec
 
 NO_OPTIONS = RowOptions(LogitTransform(), bits.NO_ID, "")
-"""In the place of options where there are no logits."""
+"""Options of a call without logits."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreCentering:
-    """The sampler's probabilities, to take the mean of the score under the sampler out of a policy gradient.
+    """The sampler's probabilities for score centering, which subtracts the mean score from a policy gradient.
 
-    With q the sampler's probabilities of the ids H of a token, p the policy's, and f the weight that the
-    objective gives a token, the loss becomes, after arXiv 2609.20807,
+    With q the sampler's probabilities of the ids H of a token, p the policy's, and f the objective's weight
+    of a token, the loss becomes, after arXiv 2609.20807,
 
         loss += agg(A (sum_{v in H} sg[q_v f(p_v / q_v)] log p_v + sg[(1 - Q_H) f(1 / alpha)] log(1 - P_H)))
 
-    with the objective's aggregation and mask, but no ``rollout_weights``. ``alpha = (1 - Q_H) / (1 - P_H)``:
-    the other ids count in the proportions of p; they add 0 where there are none. ``docs/off_policy.md`` says
-    which objectives have such an f: 1, TIS and MIS are the paper's. The clip of PPO has one for each sign of
-    A, the ratio where the gradient passes and 0 elsewhere. Objectives without f are refused, as the ratio of
-    a sequence (GSPO) gives an id no weight. Unless f is 1, ``old_logprobs`` must be the sampler's.
+    with the objective's aggregation and mask, without ``rollout_weights``. ``alpha = (1 - Q_H) / (1 - P_H)``
+    distributes the remaining mass in proportion to p. ``docs/off_policy.md`` lists the objectives that have
+    an f: 1, TIS and MIS are the paper's; PPO's clip has one for each sign of A, the ratio where the gradient
+    passes and 0 elsewhere. Objectives without f, such as those with sequence ratios (GSPO), are not
+    supported. Unless f is 1, ``old_logprobs`` must be the sampler's.
 
     Args:
-        ids: [B, T, K], or [N, K] with ``cu_seqlens``; int64 or int32: the sampler's most likely ids, or all
-            that it could have drawn; -1 (or -100) where a token has fewer. A repeated id counts once. A token
-            without ids is not centred.
-        logprobs: the shape of ``ids``, nats, at the sampler's temperature, over all that it could have drawn;
-            pass the loss a ``kept_mask`` where that is not the vocabulary.
-        weight: f, or a pair of f for A >= 0 and A < 0; it must be the objective's. None: the objective's.
+        ids: the sampler's most likely ids, or all that it could have drawn, int64 or int32 [B, T, K], or
+            [N, K] with ``cu_seqlens``; padded with -1 (or -100). Repeated ids count once. Tokens without ids
+            are not centered.
+        logprobs: the shape of ``ids``, in nats, at the sampler's temperature, normalized over all ids that it
+            could have drawn; if these are not the whole vocabulary, pass ``kept_mask`` to the loss.
+        weight: f, or a pair of f for A >= 0 and A < 0, which must equal the objective's; default: that.
     """
 
     ids: Tensor
@@ -65,12 +65,12 @@ class ScoreCentering:
 
 
 class CenteringRows(NamedTuple):
-    """What centering needs of rows besides their log-probs.
+    """Inputs of score centering besides the policy's log-probs.
 
     Attributes:
-        ids: int64 [B, T, K + 1]: the label, then the different ids; ``bits.NO_ID`` where there is none.
-        logprobs: the sampler's log-probs of these K ids, [B, T, K], in ``exact_dtype``; -inf without an id.
-        factors: [B, T]: each token's advantage times d loss / d its value, in ``exact_dtype``; zeros before
+        ids: int64 [B, T, K + 1], the label followed by distinct ids, padded with ``bits.NO_ID``.
+        logprobs: the sampler's log-probs of these K ids, [B, T, K], in ``exact_dtype``; -inf for padding.
+        factors: each token's advantage times d loss / d its value, [B, T] in ``exact_dtype``; zeros before
             ``weighted``.
     """
 
@@ -91,17 +91,17 @@ class CenteringRows(NamedTuple):
 
 
 def require_weight(objective: Objective) -> tuple[RatioWeight, RatioWeight]:
-    """Return f of an objective for advantages A >= 0 and A < 0; refuse objectives that have none."""
+    """Return f of an objective for advantages A >= 0 and A < 0; raise an error if it has none."""
     name, weight = type(objective).__name__, objective.ratio_weight()
     if weight is not None:
         return (weight, weight) if isinstance(weight, RatioWeight) else weight
-    why = "its weight of a token is not a function of p / p_old and of the advantage's sign alone"
+    why = "its weight of a token is not a function of p / p_old and the sign of the advantage"
     if objective.coefficient_scope not in ("nothing", "token"):
         why = f"its weight depends on the {objective.coefficient_scope}, so an id has no weight"
     raise ValueError(
-        f"centering: {name} can't be centred: {why}; expected GPG (f = 1), CISPO (truncated ratios), ABCGRPO "
-        "(masked ratios), GRPO, DAPO, DrGRPO or BNPO (clipped ratios), PrimeIPO without kl_tau, or an "
-        "objective that declares its ratio_weight"
+        f"centering: {name} can't be centered: {why}; expected GPG (f = 1), CISPO (truncated ratios), "
+        "ABCGRPO (masked ratios), GRPO, DAPO, DrGRPO or BNPO (clipped ratios), PrimeIPO without kl_tau, or "
+        "an objective that declares its ratio_weight"
     )
 
 
@@ -113,15 +113,15 @@ def normalize(
     options: RowOptions = NO_OPTIONS,
     width: int = 0,
 ) -> CenteringRows:
-    """Check what is to be centred on this rank, and bring it into rows, without ``factors``.
+    """Check the caller's ``ScoreCentering`` and convert it to rows, without ``factors``.
 
     Args:
         centering: as the caller passed it.
-        tokens: [B, T], labels or, where the width is 0, log-probs.
-        terms: validated.
-        objective: the loss.
-        options: how logits become log-probs.
-        width: how many columns of logits this process has; 0: there are none.
+        tokens: labels or, if the width is 0, log-probs, [B, T].
+        terms: the validated terms.
+        objective: the objective.
+        options: the options of rows.
+        width: the number of logit columns of this process, or 0 without logits.
     """
     if not isinstance(centering, ScoreCentering):
         raise TypeError(f"centering: got {type(centering).__name__}, expected a ScoreCentering or None")
@@ -136,7 +136,7 @@ def normalize(
     if terms.token_weights is not None:
         raise ValueError("token_weights: got a tensor, expected None with centering")
     if width and (terms.entropy_coef is not None or "entropy" in objective.needs):
-        raise ValueError("entropy_coef: the pass that serves centering gives the entropy no gradient")
+        raise ValueError("entropy_coef: expected 0 with centering, which has no gradient of the entropy")
     packed, device = terms.cu_seqlens is not None, tokens.device
     shape = tuple(tokens.shape[1:] if packed else tokens.shape)
     ids = checks.tensor("centering.ids", centering.ids, None, f"{(*shape, 'K')}", device, checks.INTEGERS)
@@ -184,21 +184,22 @@ def _weights(objective: str) -> list[tuple[RatioWeight, RatioWeight]]:
 
 
 def centering_loss(
-    scored: tuple[Tensor, Tensor], centering: CenteringRows, objective: str, cp_group: str
+    selected: tuple[Tensor, Tensor], centering: CenteringRows, objective: str, cp_group: str
 ) -> Tensor:
-    """Return what centering adds to the loss, 0-d in ``exact_dtype``, over the rows of all ranks;
-    differentiable. Log-probs without a coefficient may be anything.
+    """Return the loss term of score centering over the rows of all ranks, 0-d in ``exact_dtype``.
+
+    It is differentiable. Log-probs without a coefficient may be NaN.
 
     Args:
-        scored: log-probs of ``centering.ids`` [B, T, K + 1], and the log of the mass that they leave, [B, T].
+        selected: log-probs of ``centering.ids`` [B, T, K + 1], and the log of the remaining mass, [B, T].
         centering: the rows, with factors.
-        objective: the spec of the objective, which has an f.
+        objective: the spec of an objective that has an f.
         cp_group: the process group whose ranks share sequences, or "".
     """
     label, ids = centering.ids[..., :1], centering.ids[..., 1:]
-    logprobs, tail, present = exact(scored[0]), exact(scored[1]).unsqueeze(-1), ids != bits.NO_ID
+    logprobs, tail, present = exact(selected[0]), exact(selected[1]).unsqueeze(-1), ids != bits.NO_ID
     log_p = torch.where(present, logprobs[..., 1:], -torch.inf)
-    # a label that is not among the ids belongs to the mass that they leave
+    # a label that is not among the ids belongs to the remaining mass
     outside = (label != bits.NO_ID) & ~(ids == label).any(-1, keepdim=True)
     of_label = torch.where(outside, logprobs[..., :1], -torch.inf)
     log_left_p = finite.logsumexp(torch.cat([tail, of_label], -1))
@@ -226,9 +227,9 @@ def centering_loss(
 def normalize_given(
     centering: ScoreCentering | None, selected: Any, logprobs: Tensor, terms: Terms, objective: Objective
 ) -> tuple[tuple[Tensor, Tensor], CenteringRows]:
-    """Return the first arguments of ``centering_loss`` where the caller has the log-probs of the ids.
+    """Return the first arguments of ``centering_loss`` from the caller's log-probs of the ids.
 
-    ``logprobs`` are the labels', [B, T].
+    ``logprobs`` [B, T] are those of the labels.
     """
     if centering is None:
         raise ValueError("selected_logprobs: got a tensor, expected None without centering")
@@ -245,8 +246,8 @@ def normalize_given(
         checks.floats("selected_logprobs.tail", tail, shape[:-1], "the tokens of centering.ids", device)
         if of_ids.requires_grad and not tail.requires_grad:
             raise ValueError(
-                "selected_logprobs.tail: got a tensor without gradient, expected the tail that "
-                "gk.selected_logprobs returns with the log-probs, or None where no other id could be drawn"
+                "selected_logprobs.tail: got a tensor without gradient, expected the tail returned by "
+                "gk.selected_logprobs, or None if no other id could be drawn"
             )
-    # in the place of the label, which is no id here, anything
+    # the label's column is unused
     return (torch.nn.functional.pad(as_rows(of_ids, packed), (1, 0)), as_rows(tail, packed)), rows

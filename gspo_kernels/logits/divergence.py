@@ -1,6 +1,4 @@
-"""Operators over logits: divergences of a student's rows from a teacher's, and their gradient; see
-``pairs``.
-"""
+"""Operators over logits for divergences of a student's rows from a teacher's and their gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from gspo_kernels.logits.pairs import DivergenceSpec, Pair, TeacherRows
 
 
 def summed(divergences: Tensor, shares: Tensor) -> Tensor:
-    """Return the sum of divergences times shares; a divergence without a share may be anything."""
+    """Return the sum of divergences times shares; divergences with a share of 0 may be NaN."""
     counted = torch.where(shares != 0, exact(divergences), 0.0).mul(shares)
     return exact_sum(counted.flatten()).to(divergences.dtype)
 
@@ -81,13 +79,13 @@ class PairWithGradient(NamedTuple):
     lse: Tensor
     teacher_lse: Tensor
     divergences: Tensor
-    centres: Tensor
+    centers: Tensor
     grad_logits: Tensor
 
 
 @operator
 def divergence_and_grad(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
-    """Return divergences and the gradient of logits, for an upstream gradient known beforehand."""
+    """Return divergences and the gradient of logits for a known upstream gradient."""
     _checked(pair, options)
     out = used_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
     return PairWithGradient(*pair.evaluate(options, None, grad, out), out)
@@ -147,8 +145,8 @@ class DivergenceFunction(torch.autograd.Function):
 class KnownDivergenceFunction(torch.autograd.Function):
     """The sum of shares times divergences, and the divergences.
 
-    The forward also computes the gradient, for an upstream gradient of 1. The first backward gives it away;
-    later ones (``retain_graph``) compute it again.
+    The forward also computes the gradient for an upstream gradient of 1. The first backward returns it; later
+    ones (``retain_graph``) recompute it.
     """
 
     @staticmethod
@@ -175,7 +173,7 @@ class KnownDivergenceFunction(torch.autograd.Function):
         pair, options, (shares,) = _saved(ctx)
         ready, ctx.grad_logits = ctx.grad_logits, None
         if ready is None:
-            # by the same pass, for the same bits
+            # the same operator, for bitwise identical results
             ready = divergence_and_grad(pair, options, shares).grad_logits
         scale_(ready, grad, options.backend)
         return (ready, *(None,) * 5)

@@ -1,6 +1,6 @@
-"""Operators over logits: per-token log-probs and entropy, their gradient, and both in one pass.
+"""Operators over logits for per-token log-probs and entropy, their gradient, and both in one pass.
 
-Rows are [B, T] (packed: [1, N]); see ``protocol.RowBackend`` for what each row operation promises.
+Rows are [B, T] (packed: [1, N]). ``protocol.RowBackend`` specifies the row operations.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from gspo_kernels.distributed.groups import gathered_numbers
 from gspo_kernels.distributed.shards import columns_of, rows_of
 
 
-class ScoredRows(NamedTuple):
-    """``RowStats`` as an operator returns them: the entropy is empty where it was not asked for."""
+class LogprobRows(NamedTuple):
+    """``RowStats`` as the output of an operator, with an empty entropy if not requested."""
 
     logprobs: Tensor
     lse: Tensor
     entropy: Tensor
 
     @classmethod
-    def of(cls, stats: RowStats) -> ScoredRows:
-        """Make it from statistics, with the same tensors."""
+    def of(cls, stats: RowStats) -> LogprobRows:
+        """Wrap the tensors of statistics."""
         logprobs, lse, entropy = stats
         if entropy is None:
             entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
         return cls(logprobs, lse, entropy)
 
     @classmethod
-    def fake(cls, labels: Tensor, dtype: torch.dtype, entropy: bool) -> ScoredRows:
-        """Make empty ones for inputs of ``dtype``."""
+    def fake(cls, labels: Tensor, dtype: torch.dtype, entropy: bool) -> LogprobRows:
+        """Return uninitialized tensors for inputs of ``dtype``."""
         kind = stats_dtype(dtype)
         return cls(
             labels.new_empty(labels.shape, dtype=kind),
@@ -58,8 +58,8 @@ class LogitGradient(NamedTuple):
 
 
 def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
-    """Check that every label is ``ignore_index``, or in the vocabulary and in its sampling mask, and that
-    temperatures are positive, where values are checked. Of a shard ``vocabulary`` counts its columns.
+    """Check, if values are checked, that labels are ``ignore_index`` or in the vocabulary and the sampling
+    mask, and that temperatures are positive. ``vocabulary`` is the number of columns of a shard.
     """
     if options.shard.group:
         check_shards(labels, vocabulary, options)
@@ -77,7 +77,7 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
 
 
 def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
-    """Return the error for a label in a counted position; a vocabulary of 0 has an unknown size."""
+    """Return the error for a wrong label in a counted position; a vocabulary of 0 means an unknown size."""
     bound = vocabulary or "the vocabulary's size"
     return ValueError(
         f"labels: got {value} in a counted position, expected 0 <= label < {bound} "
@@ -87,10 +87,10 @@ def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
 
 def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int, int, int]:
     """Check temperatures, labels [B, T] and masks. Return the first of this rank's ``width`` columns, their
-    number, and the lowest and highest counted label, which are ids of the whole vocabulary.
+    number, and the lowest and highest counted label, as ids of the whole vocabulary.
 
     Raises:
-        ValueError: a value is wrong; on this rank alone.
+        ValueError: a wrong value on this rank.
     """
     check_temperature(options.transform.row_temperature, labels, options.ignore_index)
     start, total = columns_of(options.shard, width)
@@ -105,17 +105,17 @@ def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int,
 
 
 def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
-    """Check what ``range_of`` returned on all ranks.
+    """Check the results of ``range_of`` of all ranks.
 
     Raises:
-        ValueError: shards that don't make one vocabulary, or labels outside of it.
+        ValueError: shards that don't form one vocabulary, or labels out of range.
     """
     total = 0
     for first, columns, *_ in sorted(every):
         if first != total:
             ranges = ", ".join(f"{start} to {start + columns}" for start, columns, *_ in every)
             raise ValueError(
-                f"vocab_range: the ranks have {ranges}, expected ranges that follow each other from 0 on"
+                f"vocab_range: the ranks have {ranges}, expected contiguous ranges that start at 0"
             )
         total += columns
     for _, _, low, high in every:
@@ -124,9 +124,9 @@ def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
 
 
 def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
-    """Check labels [B, T], and the ranges of all ranks, where values are checked.
+    """Check labels [B, T] and the ranges of all ranks, if values are checked.
 
-    Ranges that the caller passed are gathered, 32 bytes of each rank.
+    Ranges passed by the caller are all-gathered, 32 bytes per rank.
 
     Raises:
         ValueError: see ``range_of`` and ``check_ranges``.
@@ -137,16 +137,16 @@ def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
 
 
 @operator
-def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
-    """Return log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
+def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> LogprobRows:
+    """Return log-probs, log-sum-exp and entropy of logits [B, T, V] for labels [B, T]."""
     check_rows(labels, logits.shape[-1], options)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    return ScoredRows.of(rows_of(options).logprobs_forward(rows, entropy))
+    return LogprobRows.of(rows_of(options).logprobs_forward(rows, entropy))
 
 
 @logprobs_forward.register_fake
-def _(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
-    return ScoredRows.fake(labels, logits.dtype, entropy)
+def _(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> LogprobRows:
+    return LogprobRows.fake(labels, logits.dtype, entropy)
 
 
 @operator
@@ -188,7 +188,7 @@ def gradient_of_logits(
 def logprobs_and_grad(
     logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
 ) -> LogitGradient:
-    """Return log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
+    """Return log-probs and the logits' gradient for known coefficients dLoss/dlogprobs [B, T]."""
     check_rows(labels, logits.shape[-1], options)
     out = used_memory(logits.shape, logits.dtype, logits.device)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
@@ -198,8 +198,8 @@ def logprobs_and_grad(
 
 @logprobs_and_grad.register_fake
 def _(logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions) -> LogitGradient:
-    scored = ScoredRows.fake(labels, logits.dtype, False)
-    return LogitGradient(scored.logprobs, scored.lse, logits.new_empty(logits.shape))
+    stats = LogprobRows.fake(labels, logits.dtype, False)
+    return LogitGradient(stats.logprobs, stats.lse, logits.new_empty(logits.shape))
 
 
 class TokenLogprobsFunction(torch.autograd.Function):
@@ -209,12 +209,12 @@ class TokenLogprobsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, entropy: bool, inplace: bool, options: RowOptions
     ) -> tuple[Tensor, Tensor]:
-        scored = logprobs_forward(logits, labels, options, entropy)
-        save_rows(ctx, options, logits, labels, *scored, inplace=inplace)
+        stats = logprobs_forward(logits, labels, options, entropy)
+        save_rows(ctx, options, logits, labels, *stats, inplace=inplace)
         ctx.entropy = entropy
         if not entropy:
-            ctx.mark_non_differentiable(scored.entropy)
-        return scored.logprobs, scored.entropy
+            ctx.mark_non_differentiable(stats.entropy)
+        return stats.logprobs, stats.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
@@ -234,10 +234,9 @@ class TokenLogprobsFunction(torch.autograd.Function):
 def save_rows(
     ctx: Any, options: RowOptions, logits: Tensor, *tensors: Tensor | None, inplace: bool = False
 ) -> None:
-    """Save tensors and row options, two of which are tensors or None, for the backward. Undefined upstream
-    gradients will be None there.
+    """Save tensors and row options for a backward in which undefined upstream gradients are None.
 
-    ``inplace``: the backward may overwrite the logits; see ``overwritten``. Without it, ``logits`` may be
+    With ``inplace`` the backward may overwrite the logits, see ``overwritten``. Otherwise ``logits`` may be
     any tensor.
     """
     ctx.inplace = inplace
@@ -254,7 +253,7 @@ def save_rows(
 
 
 def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:
-    """Return what ``save_rows`` saved; an error if the backward is recorded."""
+    """Return the tensors and options of ``save_rows``; raise an error if the backward is recorded."""
     if torch.is_grad_enabled():
         refuse_second_derivatives()
     *tensors, row_temperature, kept = ctx.saved_tensors
@@ -266,10 +265,10 @@ def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:
 
 
 def overwritten(ctx: Any, logits: Tensor) -> bool:
-    """Return whether the backward writes the gradient over the logits that were saved.
+    """Return whether the backward writes the gradient over the saved logits.
 
-    Under ``saved_tensors_hooks`` autograd compares no versions of tensors, so that whoever else reads that
-    memory would not know. There only copies are overwritten, and only once.
+    Under ``saved_tensors_hooks`` autograd does not check tensor versions, so only copies are overwritten,
+    once.
     """
     if not ctx.inplace or is_compiling():
         return ctx.inplace
@@ -277,8 +276,8 @@ def overwritten(ctx: Any, logits: Tensor) -> bool:
         return False
     if ctx.overwrote:
         raise RuntimeError(
-            "inplace_backward: got True, expected False for a second backward: the first one wrote its "
-            "gradient over the logits"
+            "inplace_backward: got True, expected False for a second backward: the first one overwrote the "
+            "logits with their gradient"
         )
     ctx.overwrote = True
     return True
@@ -287,9 +286,8 @@ def overwritten(ctx: Any, logits: Tensor) -> bool:
 class KnownCoefficientsFunction(torch.autograd.Function):
     """Log-probs and logit gradient in one pass, for a loss whose coefficients are known before the forward.
 
-    The caller evaluates the loss from the log-probs afterwards; this function carries the loss's gradient to
-    the logits. The first backward gives away the gradient that the forward wrote; later ones
-    (``retain_graph``) compute it again.
+    The caller evaluates the loss from the log-probs; this function provides its gradient to the logits. The
+    first backward returns the gradient of the forward; later ones (``retain_graph``) recompute it.
     """
 
     @staticmethod
@@ -300,7 +298,7 @@ class KnownCoefficientsFunction(torch.autograd.Function):
         save_rows(ctx, options, logits, labels, coefficients)
         ctx.grad_logits = result.grad_logits
         ctx.mark_non_differentiable(result.logprobs)
-        # a scalar of value 0 to carry the gradient: the caller adds it to the loss that it evaluates
+        # the caller adds this zero to its loss, for the gradient
         return result.logprobs.new_zeros(()), result.logprobs
 
     @staticmethod
@@ -310,7 +308,7 @@ class KnownCoefficientsFunction(torch.autograd.Function):
         (logits, labels, coefficients), options = saved_rows(ctx)
         grad_logits, ctx.grad_logits = ctx.grad_logits, None
         if grad_logits is None:
-            # by the same pass, for the same bits
+            # the same operator, for bitwise identical results
             grad_logits = logprobs_and_grad(logits, labels, coefficients, options).grad_logits
         scale_(grad_logits, grad, options.backend)
         return grad_logits, None, None, None
@@ -318,5 +316,5 @@ class KnownCoefficientsFunction(torch.autograd.Function):
 
 @inplace_operator
 def scale_(values: Tensor, factor: Tensor, backend: str) -> None:
-    """Multiply in place by a 0-d tensor; a factor of 1 costs nothing."""
+    """Multiply in place by a 0-d tensor; a factor of 1 is free."""
     load(backend).scale_(values, factor)

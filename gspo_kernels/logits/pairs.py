@@ -1,7 +1,6 @@
-"""A student's rows and a teacher's, and how they are compared.
+"""Divergences between a student's rows and a teacher's.
 
-Over the whole vocabulary both rows are read side by side. Over K ids each side has the ids' log-probs and the
-mass that they leave (``selected``); these numbers are compared in fp64.
+They are over the whole vocabulary, or over log-probs of K ids and the remaining mass (``selected``) in fp64.
 """
 
 from __future__ import annotations
@@ -15,21 +14,20 @@ from gspo_kernels.core import bits, divergences
 from gspo_kernels.core.exact import exact, exact_dtype
 from gspo_kernels.core.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
 from gspo_kernels.distributed.shards import leading_of_all, rows_of, vocabulary_of
-from gspo_kernels.logits.selected import SelectedGradients, first_places, score, write_gradient
+from gspo_kernels.logits.selected import SelectedGradients, first_places, selected_rows, write_gradient
 
 LEAST_LOG_MASS = -(2.0**-24)
-"""The bound on the log of the ids' mass: an engine's rounded log-probs may add up to 1 and leave nothing."""
+"""Bound on the log of the ids' mass, as an engine's rounded log-probs may sum to 1 or more."""
 
 
 class DivergenceSpec(NamedTuple):
-    """Which divergence to compute.
+    """The divergence to compute.
 
     Attributes:
         beta: see ``divergences``.
-        top_k: how many ids to compare; 0: all.
-        top_k_of_student: whether these are the student's most likely ids, or else the teacher's.
-        tail: whether the mass that the ids leave is one more column; otherwise both sides are normalised
-            over the ids.
+        top_k: the number of ids to compare, or 0 for all.
+        top_k_of_student: whether these are the student's most likely ids instead of the teacher's.
+        tail: whether the remaining mass is one more column; otherwise both sides are normalized over the ids.
     """
 
     beta: float
@@ -43,8 +41,8 @@ class TeacherRows(NamedTuple):
 
     Attributes:
         logits: [B, T, V], or None.
-        ids: int64 [B, T, K], ``bits.NO_ID`` where a row has fewer, or None.
-        logprobs: of the ids, the same shape, normalised over the whole vocabulary; or None.
+        ids: int64 [B, T, K], padded with ``bits.NO_ID``, or None.
+        logprobs: of the ids, the same shape, normalized over the whole vocabulary, or None.
         transform: from the teacher's raw logits to z, without a mask.
     """
 
@@ -68,9 +66,7 @@ class TeacherRows(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Rows [B, T] of a student and of a teacher, and which divergence. Labels only say which rows
-    are ignored.
-    """
+    """Rows [B, T] of a student and a teacher, and a divergence; labels only mark ignored rows."""
 
     logits: Tensor
     teacher: TeacherRows
@@ -94,11 +90,11 @@ class Pair(NamedTuple):
 
 
 def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Return the teacher's log-probs of the ids, and the log of the mass that they leave; in fp64."""
+    """Return the teacher's log-probs of the ids and the log of the remaining mass, in fp64."""
     teacher, within = pair.teacher, not pair.spec.tail
     if teacher.logprobs is None:
         assert teacher.logits is not None
-        rows = score(teacher.logits, ids, options._replace(transform=teacher.transform), within)
+        rows = selected_rows(teacher.logits, ids, options._replace(transform=teacher.transform), within)
         return torch.where(counts, exact(rows.logprobs), -torch.inf), exact(rows.tail)
     log_q = torch.where(counts, exact(teacher.logprobs), -torch.inf)
     mass = log_q.logsumexp(-1)
@@ -117,15 +113,13 @@ def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor 
     counts = first_places(ids, None if options.shard.group else pair.logits.shape[-1])
     log_q, left = _of_teacher(pair, ids, counts, options)
     within = not spec.tail
-    student = score(pair.logits, ids, options, within)
+    student = selected_rows(pair.logits, ids, options, within)
     log_p = torch.where(counts, exact(student.logprobs), -torch.inf)
     if spec.tail:
         log_p = torch.cat([log_p, exact(student.tail).unsqueeze(-1)], -1)
         log_q = torch.cat([log_q, left.unsqueeze(-1)], -1)
         some_left = counts.any(-1, keepdim=True)
-        if (
-            pair.teacher.logprobs is not None
-        ):  # whose rounding seems to leave mass, even if they are all there are
+        if pair.teacher.logprobs is not None:  # rounding leaves mass even if these are all ids
             total = vocabulary_of(options.shard, pair.logits.shape[-1], ids.device)
             some_left = some_left & (counts.sum(-1, keepdim=True) < total)
         counts = torch.cat([counts, some_left], -1)
@@ -142,7 +136,7 @@ def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor 
         K = ids.shape[-1]
         grads = SelectedGradients(weighted[..., :K], weighted[..., K] if spec.tail else None)
         write_gradient(out, pair.logits, ids, student, grads, options, within)
-    # an operator's outputs may not be the same tensor
+    # outputs of an operator must not alias
     nothing = torch.zeros(3, *total.shape, dtype=total.dtype, device=total.device)
     kinds = pair_dtypes(stats_dtype(pair.logits.dtype), exact_dtype(pair.logits.device))
     outputs = (nothing[0], nothing[1], total, nothing[2])

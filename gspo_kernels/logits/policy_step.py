@@ -1,7 +1,7 @@
-"""From log-probs to a loss that carries their gradient, as one opaque operator.
+"""One opaque operator from log-probs to loss, coefficients and metrics.
 
-A clipped ratio per sequence or per token, with a KL penalty or without, takes one launch of the backend;
-``evaluate`` computes the same for every objective, in a few hundred small operations.
+A clipped ratio per sequence or token, with or without a KL penalty, is one launch of the backend; other
+objectives use ``evaluate``, a few hundred small operations.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def evaluate_objective(
     want_metrics: bool = True,
     recheck: Recheck = None,
 ) -> PolicyStep:
-    """Compute loss, coefficients and metrics of these terms; only for operators that have checked the values.
+    """Compute loss, coefficients and metrics of terms whose values have been checked.
 
     Args:
         logprobs: [B, T] or [1, N].
         entropy: the same shape, or None.
-        terms: validated.
+        terms: the validated terms.
         backend: the name of the backend that evaluates ``ratio_clip``.
-        ratio_clip: see ``sequence_ratio.ratio_clip_of``; with ``NO_RATIO`` PyTorch evaluates it.
-        want_metrics: False may leave the metrics out.
+        ratio_clip: see ``sequence_ratio.ratio_clip_of``; ``NO_RATIO`` for evaluation by PyTorch.
+        want_metrics: False may skip the metrics.
         recheck: see ``RatioBackend.ratio_step``.
     """
     if ratio_clip == NO_RATIO:
@@ -74,15 +74,15 @@ def evaluate_objective(
 
 
 def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
-    """Return log-probs (zeros) and terms that give dLoss/dlogprobs of the objective alone, without KL and
-    entropy bonus, where log-probs don't matter. ``tokens`` gives the shape.
+    """Return zero log-probs of the shape of ``tokens``, and terms without KL and entropy bonus, to compute
+    coefficients that do not depend on log-probs.
     """
     known = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
     return torch.zeros_like(tokens, dtype=exact_dtype(tokens.device)), known
 
 
 def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
-    """Return dLoss/dlogprobs of the objective alone, where log-probs don't matter. For use in operators."""
+    """Return dLoss/dlogprobs of an objective whose coefficients do not depend on log-probs."""
     logprobs, known = without_logprobs(tokens, terms)
     ratio_clip = ratio_clip_of(known, backend)
     return evaluate_objective(logprobs, None, known, backend, ratio_clip, want_metrics=False).grad_logprobs
@@ -97,16 +97,16 @@ def policy_step(
     ratio_clip: RatioClip,
     want_metrics: bool,
 ) -> PolicyStep:
-    """Check values, which only the device knows, and then run ``evaluate_objective``."""
+    """Check values, then run ``evaluate_objective``."""
     launch, mask, recheck = ratio_clip != NO_RATIO, terms.loss_mask, None
-    # where only the launch reads the mask, it takes the mask in the dtype that the caller passed
+    # if only the kernel reads the mask, it reads the caller's dtype
     mask_only = launch and entropy is None and terms.lengths is None and terms.skipped is None
     reads_mask = mask_only and mask is not None and mask.dtype in MASK_DTYPES
-    # a launch checks values as it reads them, and calls ``recheck`` if some seem wrong
+    # the kernel checks values while reading them, and calls ``recheck`` if some may be wrong
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
     if launch and checked_values(logprobs.device):
         recheck = functools.partial(check_values, logprobs, terms, logprobs=logprobs)
-        # a launch doesn't read weights of sequences without an advantage
+        # the kernel doesn't read weights of sequences with a zero advantage
         if terms.rollout_weights is not None and not all_valid(terms.rollout_weights):
             recheck()
     step = evaluate_objective(logprobs, entropy, terms, backend, ratio_clip, want_metrics, recheck)
@@ -133,8 +133,8 @@ def _(
 
 
 class PolicyLossFunction(torch.autograd.Function):
-    """Loss of log-probs (and entropy). The backward multiplies the gradients that the forward has computed,
-    in place where no other backward will need them.
+    """Loss of log-probs (and entropy). The backward scales the forward's gradients, in place if they are not
+    needed afterwards.
     """
 
     @staticmethod
@@ -164,7 +164,7 @@ class PolicyLossFunction(torch.autograd.Function):
 def output_of(
     loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, terms: Terms
 ) -> LossOutput:
-    """Make the output of a public loss from rows; values of skipped sequences are NaN."""
+    """Convert rows to the output of a public loss; values of skipped sequences are NaN."""
     names = metric_names(terms, entropy)
     packed = terms.cu_seqlens is not None
     per_token = []

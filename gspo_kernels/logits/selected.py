@@ -1,16 +1,15 @@
-"""Operators over logits: log-probs of K ids per row, the log of the mass that is left, and their gradient.
+"""Operators over logits for log-probs of K ids per row, the log of the remaining mass, and their gradient.
 
-U is the log-sum-exp of the columns that are *not* selected, from one row pass that cuts the selected columns;
-z_k are the K logits of the ids. Then
+With z_k the logits of the ids, and U the log-sum-exp of all *other* columns, from one pass over the row,
 
-    tail = U - L,   logp_k = z_k - L,   L = logaddexp(U, logsumexp over the set of z_k),
+    tail = U - L,   logp_k = z_k - L,   L = logaddexp(U, logsumexp over the set of z_k).
 
-so a remaining mass of 1e-8 keeps its relative accuracy. Outside of the set, with G = sum_k g_k + g_tail,
+This keeps the relative accuracy of a remaining mass of 1e-8. With G = sum_k g_k + g_tail, columns of the set
+have the gradient g_k - G p_k and the others
 
     d/dz_j = (g_tail - G exp(tail)) exp(z_j - U),
 
-which is the gradient of a row whose log-sum-exp is U and whose label is elsewhere; the columns of the set
-get g_k - G p_k. All arithmetic on the K numbers is in fp64.
+the gradient of a row with log-sum-exp U and no label. The K numbers are in fp64.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from gspo_kernels.logits.logprobs import check_rows, overwritten, save_rows, sav
 
 
 class SelectedRows(NamedTuple):
-    """Log-probs [B, T, K] and tail [B, T] in the statistics' dtype, U [B, T] in fp64; 0.0 where there is no
-    id. Where log-probs are normalised within the set, U and tail are -inf.
+    """Log-probs [B, T, K] and tail [B, T] in the statistics' dtype, U [B, T] in fp64; 0.0 for padding. U and
+    tail are -inf if log-probs are normalized within the set.
     """
 
     logprobs: Tensor
@@ -57,12 +56,11 @@ def checked_ids(
     options: RowOptions,
     packed: bool,
 ) -> Tensor:
-    """Check that each of ids [B, T, K] is in the vocabulary and the row's sampling mask, or -1 or
-    ``bits.NO_ID`` for none, and that a teacher's log-probs of these ids are log-probs. Return a copy of the
-    ids as int64, with ``bits.NO_ID`` where there is none.
+    """Check ids [B, T, K] and a teacher's log-probs of them; return an int64 copy padded with ``bits.NO_ID``.
 
-    Rows whose label is ``ignore_index`` may hold anything; they have no ids in the copy. Labels of None: all
-    count. Of a shard ``vocabulary`` counts its columns.
+    Ids must be in the vocabulary and the row's sampling mask, or -1 or ``bits.NO_ID`` for padding. Rows whose
+    label is ``ignore_index`` are not checked, and have no ids in the copy; without labels all rows count.
+    ``vocabulary`` is the number of columns of a shard.
     """
     first, total = columns_of(options.shard, vocabulary)
     ids = torch.where(ids == -1, bits.NO_ID, ids).to(torch.int64)
@@ -79,8 +77,7 @@ def checked_ids(
             b, t, k = cut.nonzero()[0].tolist()
             place = [t] if packed else [b, t]
             raise ValueError(
-                f"ids: got {int(ids[b, t, k])} at position {place}, which the sampling mask there cuts; "
-                "expected ids that could be drawn"
+                f"ids: got {int(ids[b, t, k])} at position {place}, expected ids in the sampling mask"
             )
     return ids
 
@@ -95,11 +92,11 @@ def _are_kept(kept: Tensor, ids: Tensor) -> Tensor:
 
 
 class _IdSet:
-    """The ids of rows, [B, T, K], in which an id may occur several times.
+    """The ids of rows, [B, T, K], possibly repeated.
 
     Attributes:
         ids: the ids where ``present``, -1 elsewhere.
-        present: bool, which places have an id that is a column of the whole row and not cut.
+        present: bool, places of ids that are columns of the whole row and not masked.
         first: bool, the first place of each id.
     """
 
@@ -112,7 +109,7 @@ class _IdSet:
         self._group = new.cumsum(-1) - 1
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return in each place the sum over all places with the same id, always in the same order."""
+        """Return for each place the sum over all places with the same id, in a fixed order."""
         if values.numel() == 0:
             return values
         K = values.shape[-1]
@@ -128,11 +125,11 @@ class _IdSet:
 
 
 class _LocalIds:
-    """The ids of rows that are among some ``width`` columns.
+    """The ids of rows that are among ``width`` columns.
 
     Attributes:
-        present: bool, which places have such an id that is not cut.
-        index: int64, the column to read, or any column in places without such an id.
+        present: bool, places of such ids that are not masked.
+        index: int64, the column of the id, or any column in other places.
     """
 
     def __init__(self, ids: Tensor, width: int, kept: Tensor | None, first: int = 0):
@@ -144,9 +141,7 @@ class _LocalIds:
 
 
 def first_places(ids: Tensor, vocabulary: int | None) -> Tensor:
-    """Return the first place of each id that is a column, as bool of the shape of ids [B, T, K]; if the
-    vocabulary is None, the first place of each id from 0 on.
-    """
+    """Mark the first place of each id in the vocabulary (None: of each id >= 0), bool [B, T, K]."""
     present = ids >= 0 if vocabulary is None else _LocalIds(ids, vocabulary, None).present
     return _IdSet(ids, present).first
 
@@ -157,7 +152,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _others(logits: Tensor, ids: Tensor, local: _LocalIds, transform: LogitTransform) -> LogitRows:
-    """Return the rows with the selected columns cut; rows without ids are ignored."""
+    """Return the rows with the selected columns masked; rows without ids are ignored."""
     width = logits.shape[-1]
     others = bits.packed_ids(torch.where(local.present, local.index, bits.NO_ID), width).bitwise_not_()
     if transform.kept is not None:
@@ -166,11 +161,11 @@ def _others(logits: Tensor, ids: Tensor, local: _LocalIds, transform: LogitTrans
     return LogitRows(logits, labels, transform._replace(kept=others), -1)
 
 
-def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
-    """Return log-probs of ids [B, T, K] and the log of the mass that they leave. Each logit is read once, or,
-    ``within`` the set, the ids' logits alone.
+def selected_rows(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
+    """Return log-probs of ids [B, T, K] and the log of the remaining mass, reading each logit once.
 
-    If ranks share the columns, 2 K + 1 numbers per row are gathered from each rank.
+    ``within`` the set, only the ids' logits are read. With vocabulary shards 2 K + 1 numbers per row are
+    all-gathered.
     """
     V, transform, shard = logits.shape[-1], options.transform, options.shard
     local = _LocalIds(ids, V, transform.kept, columns_of(shard, V)[0])
@@ -184,7 +179,7 @@ def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Sel
         z, present, lse_others = selected_of_all(shard, z, present, lse_others)
     unique = _IdSet(ids, present)
     z = torch.where(present, z, -torch.inf)
-    # Relative to the likeliest id, whose log-prob may be near 0: log p = -log(1 + other mass / its own).
+    # relative to the most likely id, whose log-prob may be near 0: log p = -log(1 + other mass / its own)
     top, at = z.max(-1, keepdim=True)
     is_top = unique.present & (unique.ids == unique.ids.gather(-1, at))
     each = torch.where(unique.first, z, -torch.inf)
@@ -192,7 +187,7 @@ def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Sel
     logp_top = -_softplus(remaining - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
     tail = -_softplus(each.logsumexp(-1) - lse_others)
-    # a row with +inf or NaN has no softmax, nor has a row of -inf alone
+    # rows with +inf or NaN, or with only -inf, have no softmax
     none = ~torch.maximum(top.squeeze(-1), lse_others).isfinite()
     logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
@@ -220,9 +215,9 @@ def write_gradient(
     local = _LocalIds(ids, V, transform.kept, columns_of(options.shard, V)[0])
     present = local.present
     if options.shard.group:
-        # an id that no rank has, or that is cut, has a log-prob of NaN in a row that has a softmax
-        nobodys = rows.logprobs.isnan() & ~rows.tail.isnan().unsqueeze(-1)
-        present = (ids != bits.NO_ID) & ~nobodys
+        # ids out of range or masked have NaN log-probs in a row with a softmax
+        absent = rows.logprobs.isnan() & ~rows.tail.isnan().unsqueeze(-1)
+        present = (ids != bits.NO_ID) & ~absent
     unique = _IdSet(ids, present)
     slope = transform.slope(exact(logits.gather(-1, local.index)))
     logp, g = exact(rows.logprobs), exact(torch.where(unique.present, grads.logprobs, 0.0))
@@ -233,7 +228,7 @@ def write_gradient(
     else:
         tail, lse_others = exact(rows.tail), rows.lse_others
         outside = g_tail * -torch.expm1(tail) - g.sum(-1) * tail.exp()
-        # if the set is the whole row, there is no other column to take a gradient
+        # if the set is the whole row, no other column has a gradient
         outside = torch.where((lse_others == -torch.inf) & ~tail.isnan(), 0.0, outside)
         outside = outside.masked_fill(inactive, 0.0).to(rows.tail.dtype)
         others = _others(logits, ids, local, transform)
@@ -242,27 +237,27 @@ def write_gradient(
     every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), unique.sums(g)
     at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
     at_ids = at_ids.masked_fill(inactive.unsqueeze(-1), 0.0)
-    # A place without an id repeats a place with one, so a column gets the same number in any order of writes.
+    # Padding repeats a place with an id: all writes to a column have the same value, in any order.
     places = torch.arange(ids.shape[-1], device=ids.device)
     place = torch.where(local.present, places, local.present.byte().argmax(-1, keepdim=True))
     B, T, _ = ids.shape
     sequences, tokens = (torch.arange(n, device=ids.device) for n in (B, T))
-    # not scatter_, which copies all of a bf16 tensor on the CPU
+    # scatter_ would copy all of a bf16 tensor on the CPU
     columns = (sequences.view(-1, 1, 1), tokens.view(-1, 1), local.index.gather(-1, place))
-    # rows without an id in these columns stay as they are
+    # rows without an id in these columns are unchanged
     some, at_columns = local.present.any(-1, keepdim=True), at_ids.gather(-1, place)
     out[columns] = torch.where(some, at_columns, out[columns]).to(out.dtype)
 
 
 @operator
 def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
-    """See ``score``."""
+    """See ``selected_rows``."""
     check_rows(ids.amax(-1), logits.shape[-1], options._replace(ignore_index=bits.NO_ID))
-    return score(logits, ids, options, within)
+    return selected_rows(logits, ids, options, within)
 
 
 def fake_rows(ids: Tensor, dtype: torch.dtype) -> SelectedRows:
-    """Return empty results for inputs of ``dtype``."""
+    """Return uninitialized results for inputs of ``dtype``."""
     kind, rows = stats_dtype(dtype), ids.shape[:-1]
     return SelectedRows(
         ids.new_empty(ids.shape, dtype=kind),
@@ -277,7 +272,7 @@ def _(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Selecte
 
 
 class SelectedOperands(NamedTuple):
-    """The operands of the logits' gradient besides the logits; see ``score`` and ``write_gradient``."""
+    """The operands of the logits' gradient besides logits; see ``selected_rows`` and ``write_gradient``."""
 
     ids: Tensor
     rows: SelectedRows
@@ -306,7 +301,7 @@ def selected_backward_(logits: Tensor, operands: SelectedOperands) -> None:
 
 
 class SelectedLogprobsFunction(torch.autograd.Function):
-    """Differentiable log-probs of selected ids, and the log of the mass that is left."""
+    """Differentiable log-probs of selected ids and log of the remaining mass."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,4 @@
-"""A clipped ratio in one launch of the backend: its operands, and the loss of sequence ratios from logits.
-
-``ratio_clip_of`` says which losses it serves.
-"""
+"""Clipped ratios in one launch of the backend: operands, and the loss of sequence ratios from logits."""
 
 from __future__ import annotations
 
@@ -45,32 +42,31 @@ from gspo_kernels.objectives.base import from_spec
 
 
 def ratio_clip_of(terms: Terms, backend: str) -> RatioClip:
-    """Return the clipped ratio with which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
+    """Return the clipped ratio by which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
 
-    A call decides this once for its terms. A schedule that evaluates other terms (for known coefficients, or
-    of a chunk) calls this again for them.
+    Schedules that evaluate different terms (for known coefficients, or of a chunk) call this for them.
     """
     plain = terms.token_weights is None and terms.entropy_coef is None and terms.token_shares is None
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
     if weighted_kl or terms.cp_group or not plain:
         return NO_RATIO
-    # the compiler would ignore the cache, and warn
-    declared = _declared_ratio if torch.compiler.is_compiling() else _cached_ratio
-    return declared(terms.objective, backend)
+    # the compiler would ignore the cache and warn
+    ratio_of = _ratio_of_objective if torch.compiler.is_compiling() else _cached_ratio
+    return ratio_of(terms.objective, backend)
 
 
 @constant_when_traced
-def _declared_ratio(objective: str, backend: str) -> RatioClip:
+def _ratio_of_objective(objective: str, backend: str) -> RatioClip:
     """Return the objective's clipped ratio if the backend is a ``RatioBackend``, otherwise ``NO_RATIO``."""
-    served = hasattr(load(backend), "sequence_ratio_forward")
-    return (from_spec(objective).ratio_form() if served else None) or NO_RATIO
+    supported = hasattr(load(backend), "sequence_ratio_forward")
+    return (from_spec(objective).ratio_form() if supported else None) or NO_RATIO
 
 
-_cached_ratio = functools.lru_cache(maxsize=1024)(_declared_ratio)
+_cached_ratio = functools.lru_cache(maxsize=1024)(_ratio_of_objective)
 
 
 def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> RatioOperands:
-    """Return the operands of a clipped ratio from a call's terms; ``tokens`` gives shape and device."""
+    """Return the operands of a clipped ratio from terms; ``tokens`` determines shape and device."""
     weights, normalizer = terms.rollout_weights, terms.normalizer
     assert terms.advantages is not None
     if level == "sequence" and weights is not None and weights.ndim == 2:
@@ -78,7 +74,7 @@ def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> Rat
         counts = layout.sum(exact(counted)).clamp(min=1)
         weights = layout.sum(torch.where(counted, exact(weights), 0.0)) / counts
     if terms.skipped is not None:
-        # skipped sequences have no log-probs, but the divisor counts them
+        # the divisor includes skipped sequences
         normalizer = Aggregation(tokens, terms).total
     if normalizer is not None:
         normalizer = normalizer.to(tokens.device)
@@ -88,14 +84,14 @@ def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> Rat
 
 
 def sum_over_tokens(per_token: Terms, ratio_clip: RatioClip) -> tuple[Terms, RatioClip]:
-    """Return the terms and the ratio of a loss that is a sum over tokens, whose terms have a share per token:
-    loss = sum_t w_t f(r_t, A_t), where w_t is the token's share times its rollout weight.
+    """Return terms and ratio of loss = sum_t w_t f(r_t, A_t), where w_t is the token's share times its
+    rollout weight.
     """
     shares, weights, beta = per_token.token_shares, per_token.rollout_weights, per_token.kl_beta
     assert shares is not None
     if per_token.token_weights is not None:
-        # Linear, on-policy: coefficients c_t = share_t * token_weights_t. As r = 1 and
-        # dloss/dlogp = -w r A, they are those of w = c and A = -1.
+        # Linear, on-policy: coefficients c_t = share_t * token_weights_t equal dloss/dlogp = -w r A of r = 1,
+        # w = c and A = -1.
         weights = per_token.token_weights
         per_token = per_token._replace(advantages=torch.full_like(shares, -1.0), token_weights=None)
     per_token = per_token._replace(
@@ -107,8 +103,8 @@ def sum_over_tokens(per_token: Terms, ratio_clip: RatioClip) -> tuple[Terms, Rat
 
 
 def sum_over_prompts(tokens: Tensor, terms: Terms, ratio_clip: RatioClip) -> tuple[Terms, RatioClip]:
-    """Return the terms and the ratio of "prompt_mean" as a sum over tokens, which launches have: the divisor
-    of each sequence's prompt goes into its rollout weights and KL penalty.
+    """Return terms and ratio of "prompt_mean" as a sum over tokens, with the divisor of each sequence's
+    prompt in its rollout weights and KL penalty.
     """
     shares, layout = 1.0 / Aggregation(tokens, terms).divisor, terms.layout(tokens)
     weights, beta = terms.rollout_weights, terms.kl_beta
@@ -136,9 +132,9 @@ def sequence_ratio(
     ratio_clip: RatioClip,
 ) -> SequenceRatioStats:
     """Compute the loss of sequence ratios from logits; see ``protocol.RatioBackend``."""
-    looks = checked_values(labels.device)
+    checks_values = checked_values(labels.device)
     merged = None
-    if mask is not None and looks:
+    if mask is not None and checks_values:
         labels = merged = mask_labels(labels, mask, None, options.ignore_index).labels
         mask = None
     if options.transform.row_temperature is not None:
@@ -147,18 +143,18 @@ def sequence_ratio(
         check_cu_seqlens(operands.cu_seqlens, labels)
     if operands.normalizer is not None:
         check_normalizer(operands.normalizer)
-    if operands.lengths is not None and looks:
+    if operands.lengths is not None and checks_values:
         counted = exact(labels != options.ignore_index)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
-    recheck = functools.partial(_check_logprobs, labels, operands, options) if looks else None
-    # a launch doesn't read weights of sequences without an advantage
+    recheck = functools.partial(_check_logprobs, labels, operands, options) if checks_values else None
+    # the kernel doesn't read weights of sequences with a zero advantage
     if recheck is not None and operands.weights is not None and not all_valid(operands.weights):
         recheck()
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     launch = ratio_backend(options.backend).sequence_ratio_forward
     stats = launch(rows, mask, operands, ratio_clip, recheck)
-    # a label outside the vocabulary has a NaN log-prob: labels are checked only if the mean ratio is NaN
-    if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
+    # labels out of range have NaN log-probs: check labels only if the mean ratio is NaN
+    if checks_values and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
     return stats if merged is None else stats._replace(labels=merged)
 
@@ -167,7 +163,7 @@ _GSPO = GSPO().spec
 
 
 def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
-    """Run ``terms.check_logprobs`` for GSPO: all losses that it serves ask the same of values."""
+    """Run ``terms.check_logprobs`` for GSPO, which has the same requirements as the other losses here."""
     terms = Terms(
         operands.old_logprobs,
         operands.advantages,
@@ -198,7 +194,7 @@ def _(
 
 
 class SequenceRatioFunction(torch.autograd.Function):
-    """Loss of a clipped sequence ratio from logits; its backward needs one scalar per sequence."""
+    """Loss of a clipped sequence ratio from logits, whose backward needs one coefficient per sequence."""
 
     @staticmethod
     def forward(

@@ -1,1 +1,1 @@
-"""How log-probs of sampling and training differ, where the difference comes from, and what to do about it."""
+"""Comparison of log-probs of sampling and training, with the cause of differences and remedies."""

@@ -1,4 +1,4 @@
-"""The command ``gspo mismatch``: its options, and the comparison that they ask for."""
+"""The command ``gspo mismatch``."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="gspo mismatch",
-        description="Compare the log-probs of sampling and training on the same tokens and the same weights: "
-        "how far they lie apart, where that comes from, what to do about it.",
+        description="Compare the log-probs of sampling and training on the same tokens and weights: the size "
+        "of the difference, its cause, and remedies.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("model", nargs="?", help="model directory, or a name on the Hub; none with --against")
-    source = parser.add_argument_group("what was sampled")
+    parser.add_argument("model", nargs="?", help="model directory or name on the Hub; not with --against")
+    source = parser.add_argument_group("samples")
     source.add_argument("--prompts", help="dataset of prompts to sample from, as for gspo train")
-    source.add_argument("--rollouts", type=Path, help="or completions that a run kept (save_rollouts)")
-    source.add_argument("--against", type=Path, help="a second such file, in place of a model")
-    source.add_argument("--count", type=int, default=256, help="sequences at most")
-    source.add_argument("--seed", type=int, default=0, help="of what is sampled")
-    source.add_argument("--url", help="vLLM server that samples and holds the same weights; none: the model")
-    source.add_argument("--sampler-dtype", choices=tuple(DTYPES), default="fp32", help="if the model samples")
-    source.add_argument("--max-new-tokens", type=int, default=256, help="longest completion that is sampled")
-    source.add_argument("--temperature", type=float, default=1.0, help="that was or is sampled with")
-    source.add_argument("--top-p", type=float, default=1.0, help="that was or is sampled with")
-    source.add_argument("--top-k", type=int, default=0, help="that was or is sampled with; 0: all")
-    training = parser.add_argument_group("how training computes")
-    training.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the weights")
-    training.add_argument("--head", choices=tuple(DTYPES), default="fp32", help="of the logits")
-    training.add_argument("--attention", help="transformers' implementation; none: the model's default")
-    training.add_argument("--tokens", type=int, default=16384, help="in one pass of the model")
-    training.add_argument("--clip-low", type=float, default=3e-4, help="GSPO's range below 1")
-    training.add_argument("--clip-high", type=float, default=4e-4, help="GSPO's range above 1")
-    parser.add_argument("--no-switches", action="store_true", help="measure only, attribute nothing")
+    source.add_argument("--rollouts", type=Path, help="completions saved by a run (save_rollouts)")
+    source.add_argument("--against", type=Path, help="a second such file instead of a model")
+    source.add_argument("--count", type=int, default=256, help="maximum number of sequences")
+    source.add_argument("--seed", type=int, default=0, help="seed of sampling")
+    source.add_argument("--url", help="vLLM server with the same weights to sample from; default: the model")
+    source.add_argument("--sampler-dtype", choices=tuple(DTYPES), default="fp32", help="dtype to sample in")
+    source.add_argument("--max-new-tokens", type=int, default=256, help="maximum length of completions")
+    source.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
+    source.add_argument("--top-p", type=float, default=1.0, help="top-p of sampling")
+    source.add_argument("--top-k", type=int, default=0, help="top-k of sampling; 0: all")
+    training = parser.add_argument_group("training")
+    training.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="dtype of the weights")
+    training.add_argument("--head", choices=tuple(DTYPES), default="fp32", help="dtype of the logits")
+    training.add_argument("--attention", help="attention implementation; default: the model's")
+    training.add_argument("--tokens", type=int, default=16384, help="tokens per forward pass")
+    training.add_argument("--clip-low", type=float, default=3e-4, help="GSPO's clip range below 1")
+    training.add_argument("--clip-high", type=float, default=4e-4, help="GSPO's clip range above 1")
+    parser.add_argument("--no-switches", action="store_true", help="only measure the difference")
     parser.add_argument("--output", type=Path, default=Path("mismatch"), help="directory of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace the report in --output")
     return parser
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> MismatchReport:
 
 def _check(chosen: argparse.Namespace) -> None:
     if (chosen.prompts is None) == (chosen.rollouts is None):
-        raise InputError("give either --prompts to sample from, or --rollouts that were sampled")
+        raise InputError("pass either --prompts to sample from, or --rollouts")
     if chosen.against is not None and (chosen.model is not None or chosen.rollouts is None):
         raise InputError("--against compares --rollouts with a second file, without a model")
     if chosen.against is None and chosen.model is None:
@@ -145,7 +145,7 @@ def _with_model(chosen: argparse.Namespace, about: dict[str, Any]) -> MismatchRe
 
 
 def _stale(chosen: argparse.Namespace, steps: Mapping[str, int], load: Load) -> str:
-    """Return a sentence if the weights are not those that sampled in these steps of a run, else ""."""
+    """Return a warning if the weights are not those that sampled in these steps of a run, else ""."""
     if not steps:
         return ""
     dtype = torch.float32 if chosen.dtype == "fp32" else torch.bfloat16  # from fp16 a digest would differ

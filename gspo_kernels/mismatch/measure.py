@@ -1,4 +1,4 @@
-"""How far apart two sets of log-probs of the same tokens are."""
+"""Statistics of the difference of two sets of log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ class Comparison:
 
     @property
     def difference(self) -> Tensor:
-        """Each token's log-ratio, training minus sampling, [N]; 0 where both find a token impossible."""
+        """Each token's log-ratio, training minus sampling, [N]; 0 if both log-probs are -inf."""
         return finite.difference(self.training, self.sampling)
 
     @property
     def possible(self) -> Tensor:
-        """Tokens that neither side finds impossible, [N] bool."""
+        """Tokens whose log-probs are finite on both sides, bool [N]."""
         return self.training.isfinite() & self.sampling.isfinite()
 
     @property
     def log_s(self) -> Tensor:
-        """GSPO's log s of each sequence, [B]: the mean difference, training minus sampling, per token."""
+        """GSPO's log s of each sequence, the mean of its tokens' differences, [B]."""
         layout = layout_of(self.difference, self.cu_seqlens)
         total = layout.sum(self.difference.unsqueeze(0))
         return total / self.cu_seqlens.diff().clamp(min=1)
 
     @property
     def outside(self) -> Tensor:
-        """Sequences outside of the clip range although nothing was trained, [B] bool."""
+        """Sequences outside the clip range without any training, bool [B]."""
         low, high, _ = log_bounds(*self.clip, None)
         return (self.log_s < low) | (self.log_s > high)
 
@@ -78,13 +78,13 @@ class Comparison:
         }
 
     def range_that_holds(self, share: float) -> tuple[float, float]:
-        """Return the clip range, below and above 1, that holds this share of the untrained sequences."""
+        """Return the clip range, below and above 1, that contains this share of the untrained sequences."""
         log_s = self.log_s[self.log_s.isfinite()]
         low, high = quantile(log_s, (1 - share) / 2), quantile(log_s, (1 + share) / 2)
         return max(-math.expm1(low), 0.0), max(math.expm1(high), 0.0)
 
     def corrections(self) -> dict[str, dict[str, float]]:
-        """Return for each correction what its weights would leave of a batch with equal advantages."""
+        """Return for each correction the metrics of its weights for a batch with equal advantages."""
         counted, seqlens = self.possible, self.cu_seqlens
         advantages = torch.ones(len(seqlens) - 1, dtype=torch.float64, device=counted.device)
         effects = {}

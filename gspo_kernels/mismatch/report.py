@@ -1,4 +1,4 @@
-"""The report of a comparison: JSON, a picture, and a short text with advice."""
+"""The report of a comparison: JSON, a plot, and a short text with advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gspo_kernels.mismatch.scoring import Samples, Switched
 from gspo_kernels.plots import BLUE, INK, ORANGE, style
 
 FILES = ("mismatch.json", "mismatch.png")
-EXPLAINED = 0.5  # a switch explains a difference if it takes away this share of the mean
+EXPLAINED = 0.5  # a switch explains a difference if it removes this share of the mean
 _HARMLESS = 0.01  # share of sequences outside of the clip range up to which no correction is advised
 
 
@@ -30,8 +30,8 @@ class MismatchReport:
     # with a tokenizer also its "text", and the "context" before it.
     worst: list[dict[str, Any]]
     switched: Sequence[Switched]
-    about: dict[str, Any]  # what was compared, for the file
-    stale: str = ""  # that the weights are not those that sampled, if they are not
+    about: dict[str, Any]  # description of the comparison, for the file
+    stale: str = ""  # a warning if the weights are not those that sampled
 
     def write(self, folder: Path) -> list[Path]:
         """Write ``FILES``, and return their paths."""
@@ -43,7 +43,7 @@ class MismatchReport:
         return paths
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as the file has it, with all values of "per_token" and "log_s", in nats."""
+        """Return the content of the file, with all values of "per_token" and "log_s", in nats."""
         comparison = self.comparison
         return {
             "about": self.about,
@@ -102,7 +102,7 @@ def make_report(
     about: dict[str, Any],
     stale: str = "",
 ) -> MismatchReport:
-    """Put a report together; ``tokenizer`` may be None."""
+    """Create a report; ``tokenizer`` may be None."""
     sizes = comparison.difference.abs().nan_to_num(math.inf)
     order = sizes.argsort(descending=True, stable=True)[:10]
     worst: list[dict[str, Any]] = []
@@ -121,10 +121,9 @@ def make_report(
 
 
 def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
-    """Return the first switch that brings training as near to the sampler as any, if it explains enough.
+    """Return the first switch with the smallest difference to the sampler, if it explains the difference.
 
-    One hundredth of the difference counts as equally near. A switch that makes sampled tokens impossible
-    explains nothing.
+    Differences within one percent count as equal. Switches that make sampled tokens impossible are ignored.
     """
     possible = [each for each in switched if bool(each.comparison.possible.all())]
     left = [each.comparison.summary()["tokens/mean"] for each in possible]
@@ -134,7 +133,7 @@ def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
 
 
 def advise(comparison: Comparison, switched: Sequence[Switched], stale: str = "") -> list[str]:
-    """Return sentences that say how bad the difference is, where it comes from, and what to do."""
+    """Return sentences about the size of the difference, its cause, and remedies."""
     if stale:
         return [stale]
     numbers = comparison.summary()
@@ -213,7 +212,7 @@ def _correction(comparison: Comparison, correct: str) -> list[str]:
 
 
 def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> None:
-    """Draw the differences of tokens, those of sequences, and what each switch leaves, into a PNG file."""
+    """Plot the differences of tokens and sequences, and those that each switch leaves, to a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 4.8), dpi=110, facecolor="white", layout="constrained")
@@ -241,7 +240,7 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
     means = [each.summary()["tokens/mean"] for _, each in rows]
     if switched and any(mean > 0 for mean in means):
         floor, colors = min(mean for mean in means if mean > 0) / 3, [ORANGE] + [BLUE] * len(switched)
-        # points, because a logarithmic axis has no 0 where bars could start
+        # points, because bars on a logarithmic axis have no baseline
         switches.scatter([max(mean, floor) for mean in means], range(len(rows)), color=colors)
         for row, mean in enumerate(means):
             switches.annotate(f"  {_nats(mean)}", (max(mean, floor), row), fontsize=8, va="center")

@@ -1,4 +1,4 @@
-"""Sampled completions, and training's log-probs of them, by the baseline and with one setting switched."""
+"""Sampled completions, and training's log-probs of them with the baseline and with switched settings."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from gspo_kernels.trainer.rollout import Sampling, new_cache
 
 @dataclass(frozen=True)
 class Samples:
-    """B sampled completions with N tokens in total, packed one after the other."""
+    """B sampled completions with N tokens in total, packed."""
 
-    prompts: list[Tensor] | None  # B of token ids, [P_i]; None where files are compared without a model
+    prompts: list[Tensor] | None  # B of token ids, [P_i]; None if files are compared without a model
     completions: list[Tensor]  # B of token ids, [C_i], C_i > 0
-    logprobs: Tensor  # [N] fp64, by the sampler, in nats; -inf: the sampler finds the token impossible
-    masks: list[SamplingMask] | None = None  # B, tokens that the sampler could have drawn; None: not known
-    steps: Mapping[str, int] = field(default_factory=dict)  # of a run, by the digest of the weights then
+    logprobs: Tensor  # [N] fp64, by the sampler, in nats; -inf for tokens that it could not draw
+    masks: list[SamplingMask] | None = None  # B, tokens that the sampler could have drawn; None if unknown
+    steps: Mapping[str, int] = field(default_factory=dict)  # of a run, by the digest of its weights
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -73,11 +73,11 @@ def read_samples(path: Path, tokenizer: Any, max_count: int, tell: Callable[[str
 def _prompt_of(row: Mapping[str, Any], tokenizer: Any, where: str) -> Tensor:
     ids = row.get("prompt_ids")
     if ids is None and not isinstance(row["prompt"], str):
-        raise InputError(f"{where}: the prompt is no text, as a run would have kept it")
-    if ids is None:  # the text already has the special tokens that the tokenizer had added
+        raise InputError(f"{where}: the prompt is not text, as a run saves it")
+    if ids is None:  # the text already includes special tokens
         ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
     if not ids:
-        raise InputError(f"{where}: the tokenizer makes no token of the prompt")
+        raise InputError(f"{where}: the prompt tokenizes to nothing")
     return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
@@ -129,16 +129,16 @@ def other_logprobs(path: Path, samples: Samples) -> Tensor:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DECODED = 64  # sequences that are sampled, or decoded again, at once
-_LOGIT_BYTES = 64 << 20  # of fp32 logits that exist at once where the head isn't fused
+DECODED = 64  # sequences to sample or decode at a time
+_LOGIT_BYTES = 64 << 20  # bytes of fp32 logits at a time if the head isn't fused
 _FEW_ROWS = 16  # rows of logits in a chunk, for the switch of the chunk's size
 
-# A function that loads the model with weights in a dtype and an attention implementation (None: its default).
+# Loads the model with weights in a dtype and an attention implementation (None: its default).
 Load = Callable[[torch.dtype, str | None], Any]
 
 
 class Models:
-    """A loader of one model in any precision; it keeps only the last model that it loaded."""
+    """A loader of one model in any precision, which caches the last one."""
 
     def __init__(self, path: str, device: torch.device) -> None:
         self.path, self.device = path, device
@@ -156,7 +156,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Setting:
-    """How training computes log-probs; by default as the bundled trainer does in fp32."""
+    """Settings of training's log-probs; the defaults are the bundled trainer's in fp32."""
 
     weights: str = "fp32"  # precision of the whole model
     # Precision in which logits leave the head's product. With fp32 weights a 16-bit head takes hidden states
@@ -165,9 +165,7 @@ class Setting:
     softmax: str = "fp32"  # precision of the log-softmax
     attention: str | None = None  # transformers' implementation; None: its default
     packed: bool = True  # whether sequences share a row; else the model runs one sequence at a time
-    decode: bool = (
-        False  # one token after the other with a cache, as a sampler computes, in place of one pass
-    )
+    decode: bool = False  # decode token by token with a cache, like a sampler, instead of one pass
     temperature: float = 1.0  # logits are divided by it
     top_p: float = 1.0  # tokens that top_p or top_k cut off have a log-prob of -inf
     top_k: int = 0
@@ -213,7 +211,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
             hidden = _decoded_hidden_states(model, prompts, completions)
         elif setting.packed:
             hidden = hidden_states(model, prompts, completions)
-        else:  # any attention works, as there are no sequences to keep apart
+        else:  # single sequences work with any attention
             ids = torch.cat([*prompts, *completions]).unsqueeze(0)
             hidden = last_hidden_states(model, {"input_ids": ids})[0, len(prompts[0]) - 1 : -1]
         kept = None
@@ -227,7 +225,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
 
 
 def _decoded_hidden_states(model: Any, prompts: list[Tensor], completions: list[Tensor]) -> Tensor:
-    """Return the head's input for each of N completion tokens, [N, H], from a cache of what comes before."""
+    """Return the head's input for each of N completion tokens, [N, H], by decoding with a cache."""
     following = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
     tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
     lengths = torch.tensor([[len(prompt)] for prompt in prompts], dtype=torch.int64, device=model.device)
@@ -269,7 +267,7 @@ def _head_logprobs(
             logits_dtype="input" if half else "float32",
             max_chunk_bytes=setting.max_chunk_bytes,
         ).logprobs
-    if not half:  # logits stay in fp32, also with 16-bit weights
+    if not half:  # fp32 logits even with 16-bit weights
         hidden, weight, bias = hidden.float(), weight.float(), None if bias is None else bias.float()
     parts = []
     max_rows = max(1, _LOGIT_BYTES // (4 * weight.shape[0]))
@@ -330,7 +328,7 @@ def attribute(
     budget: int,
     tell: Callable[[str], None],
 ) -> list[Switched]:
-    """Score the samples once per switch; switches that need the same model run one after the other."""
+    """Compute log-probs once per switch, grouped by the model that switches need."""
     settings = {name: replace(baseline, **change) for name, change in named.items()}
     done: dict[str, Switched] = {}
     for name in sorted(named, key=lambda name: (settings[name].weights, str(settings[name].attention))):

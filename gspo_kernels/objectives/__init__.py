@@ -1,4 +1,4 @@
-"""The objectives: one small file each. ``__all__`` is the registry that everything iterates."""
+"""The objectives, one file each. ``__all__`` is the registry of the command line, trainer and adapters."""
 
 from gspo_kernels.objectives.abc_grpo import ABCGRPO
 from gspo_kernels.objectives.agro import AGRO

@@ -15,8 +15,8 @@ class ABCGRPO(Objective):
     """Adaptive-Boundary-Clipping GRPO (arXiv 2601.03895): four bounds and no minimum.
 
     ``loss_t = -A_t clip(r_t, 1 - low, 1 + high)`` with the bounds of the advantage's sign; ``dloss_t/dlogp_t
-    = -A_t r_t`` inside them, 0 on either side. From the paper. It numbers its bounds e1 to e4, the upper one
-    of each sign first. Other objectives have the lower bound first, so these bounds are passed by name.
+    = -A_t r_t`` inside them, 0 on either side. From the paper, which numbers its bounds e1 to e4, upper
+    bounds first. Bounds are keyword-only, because other objectives have the lower bound first.
 
     Args:
         positive_low, positive_high: clip range below and above 1 for A > 0; the paper's e2 and e1.
@@ -39,7 +39,7 @@ class ABCGRPO(Objective):
         require_numbers(positive_high=self.positive_high, negative_high=self.negative_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         log_ratio = batch.log_ratio
         positive_low, positive_high, _ = log_bounds(self.positive_low, self.positive_high, None)
         negative_low, negative_high, _ = log_bounds(self.negative_low, self.negative_high, None)
@@ -50,7 +50,7 @@ class ABCGRPO(Objective):
         return surrogate(batch, finite.exp(bounded), log_ratio, low, high)
 
     def ratio_weight(self) -> tuple[RatioWeight, RatioWeight]:
-        """Return the ratio inside of the bounds of each sign."""
+        """Return the ratio inside the bounds of each sign."""
         return (
             RatioWeight(1.0 - self.positive_low, 1.0 + self.positive_high, "zero"),
             RatioWeight(1.0 - self.negative_low, 1.0 + self.negative_high, "zero"),

@@ -1,4 +1,4 @@
-"""How values of tokens and sequences become one loss: the outer divisor, and each value's share."""
+"""Aggregation of values per token and sequence to one loss: the outer divisor, and each value's share."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from gspo_kernels.distributed.groups import Parallel, group_name, rank_and_size,
 from gspo_kernels.distributed.validate import agree_across_ranks
 from gspo_kernels.objectives.base import Objective, from_spec
 
-if TYPE_CHECKING:  # not every build of PyTorch has it
+if TYPE_CHECKING:  # not in every build of PyTorch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def selected(values: Tensor | None, mask: Tensor) -> Tensor | None:
-    """Return the values in fp64 with zeros outside the mask, where they may be anything."""
+    """Return the values in fp64 with zeros outside the mask, where they may be NaN."""
     return None if values is None else torch.where(mask, exact(values), 0.0)
 
 
 class Aggregation:
-    """Counts and weights that turn per-token and per-sequence values of a call into one loss.
+    """Counts and weights that aggregate per-token and per-sequence values of a call to one loss.
 
     Attributes:
-        layout: of the tokens; its sums run over the tokens of all ranks of ``cp_group``.
-        mask: bool, the shape of the tokens: which tokens count.
-        nonempty: [B] bool: sequences with a counted token.
-        lengths: [B] fp64, |y_i|; 1 for empty sequences.
-        counted: 0-d fp64: what the outer divisor counts, or the normalizer, which replaces that count.
-        prompt_tokens: [B] fp64, for "prompt_mean" without a normalizer: the sum of ``lengths`` over each
-            sequence's group; 1 for groups without a counted token.
-        total: ``counted``, or 1.0 where that is 0; for "prompt_mean" [B], times ``prompt_tokens``.
+        layout: the layout of the tokens, with sums over all ranks of ``cp_group``.
+        mask: the tokens that count, bool in the shape of the tokens.
+        nonempty: sequences with a counted token, bool [B].
+        lengths: |y_i|, or 1 for empty sequences, fp64 [B].
+        counted: the count of the outer divisor, or the normalizer, 0-d fp64.
+        prompt_tokens: the sum of ``lengths`` over each sequence's group, or 1 for groups without a counted
+            token, fp64 [B]; only for "prompt_mean" without a normalizer.
+        total: ``counted``, or 1.0 if that is 0; for "prompt_mean" [B], times ``prompt_tokens``.
         divisor: ``total`` times the constant of the objective's aggregation.
     """
 
     def __init__(self, tokens: Tensor, terms: Terms):
-        """Compute the counts; of ``tokens`` only shape and device matter."""
+        """Compute the counts for the shape and device of ``tokens``."""
         objective = from_spec(terms.objective)
         layout, mask = terms.layout(tokens), terms.counted(tokens)
         if terms.cp_group:
@@ -83,7 +83,7 @@ class Aggregation:
         self.divisor = self.total * scale
 
     def selected(self, values: Tensor | None) -> Tensor | None:
-        """Return [B] or tokens in fp64, with zeros where nothing is counted."""
+        """Return values [B] or of tokens in fp64, with zeros for those that don't count."""
         if values is None:
             return None
         return selected(values, self.mask if values.ndim == self.mask.ndim else self.nonempty)
@@ -127,35 +127,35 @@ def normalizer(
     group: ProcessGroup | DeviceMesh | None = None,
     parallel: Parallel = Parallel(),
 ) -> Tensor:
-    """Return what the outer divisor of an objective's loss counts, as ``normalizer=`` for every micro-batch.
+    """Return the outer divisor of a batch, to pass as ``normalizer=`` with every micro-batch.
 
-    Call this once on the whole batch. If every micro-batch then gets the result as ``normalizer=``, their
-    losses and gradients add up to those of the whole batch, however it is cut.
+    Call this once on the whole batch. With the result as ``normalizer=``, losses and gradients of any
+    micro-batches add up to those of the whole batch.
 
     Args:
-        objective: the loss; its ``aggregation`` decides whether sequences, tokens, prompts or pairs are
-            counted.
-        loss_mask: [B, T], or [N] with ``cu_seqlens``; bool or 0/1: the tokens that count.
+        objective: the objective, whose ``aggregation`` determines whether sequences, tokens, prompts or pairs
+            are counted.
+        loss_mask: [B, T], or [N] with ``cu_seqlens``; bool or 0/1, the tokens that count.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; on the mask's device or the CPU.
-        lengths: [B], |y_i| where it is not the number of counted tokens.
+        lengths: [B], |y_i| if it is not the number of counted tokens.
         advantages: [B]; only for objectives that count pairs.
-        group_ids: [B], integers; only for objectives that count prompts or pairs. Groups on different ranks
-            are different groups, even if their ids are equal.
-        group: a ProcessGroup, or a DeviceMesh of one dimension: the data-parallel ranks, each with its own
-            part of the batch. The result is the sum of their counts divided by the number of ranks, because
-            DDP and FSDP average gradients: the averages of gradients and losses are then the whole batch's.
-        parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences; the parts of a
-            sequence count as one sequence, and the result is the same on all ranks.
+        group_ids: [B], integers; only for objectives that count prompts or pairs. Equal ids on different
+            ranks are different groups.
+        group: ProcessGroup or DeviceMesh of one dimension of the data-parallel ranks, each with a part of the
+            batch. The result is the sum of their counts divided by the number of ranks, because DDP and FSDP
+            average gradients.
+        parallel: ``Parallel(cp_group=...)`` if ranks have parts of the same sequences; these count as one
+            sequence, and the result is the same on all ranks.
 
     Returns:
-        0-d fp64 tensor, on the mask's device: the count, or 1.0 if no rank counts anything. For "prompt_mean"
-        [B]: the count times the number of tokens of each sequence's group; a micro-batch takes those of its
-        sequences, and need not have whole groups.
+        The count on the mask's device, 0-d fp64, or 1.0 if all ranks count 0. For "prompt_mean" [B], the
+        count times the number of tokens of each sequence's group; pass the values of its sequences with each
+        micro-batch, which need not contain whole groups.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
-            other arguments; see ``docs/parallel.md``.
+        RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank raised an error, or was called with
+            different arguments; see ``docs/parallel.md``.
     """
     passed = Terms(
         loss_mask=loss_mask,

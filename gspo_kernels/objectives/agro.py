@@ -1,4 +1,4 @@
-"""AGRO: the regularised reward should be the same for all responses of a group."""
+"""AGRO: the regularized reward should be the same for all responses of a group."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ class AGRO(Objective):
     against the paper.
 
     ``q_i = R_i - beta sum_t(logp_t - ref_t)``; ``loss_i = (q_i - mean_group(q))^2 / 2``, whose mean over a
-    group is half its variance; ``dloss/dlogp_t = -beta (q_i - mean_group(q)) / G``. There is no importance
-    ratio: the responses may come from any policy.
+    group is half its variance; ``dloss/dlogp_t = -beta (q_i - mean_group(q)) / G``. Without an importance
+    ratio, responses may be from any policy.
 
     ``advantages`` hold rewards.
 
@@ -38,11 +38,11 @@ class AGRO(Objective):
         require_numbers(beta=self.beta)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence."""
+        """Return one value per sequence."""
         assert batch.advantages is not None
         groups = Groups.of(batch)
-        regularised = batch.advantages - self.beta * batch.layout.sum(reference_log_ratio(batch))
-        table = groups.table(regularised)
+        regularized = batch.advantages - self.beta * batch.layout.sum(reference_log_ratio(batch))
+        table = groups.table(regularized)
         residual = torch.where(groups.present, table - groups.mean(table), 0.0)
         loss = groups.flat(0.5 * residual.square())
         return ObjectiveLoss(batch.weighted(loss), batch.sequence_log_ratio())

@@ -1,8 +1,8 @@
-"""What an objective is: a pure function of per-token log-probs, and what it declares about itself.
+"""Base class of objectives, which are pure functions of per-token log-probs with declared properties.
 
-An objective sees a ``PolicyBatch`` and returns an ``ObjectiveLoss``, one value per token or per sequence
-before any aggregation. Everything around it (KL, entropy bonus, aggregation, normalizer, metrics, gradients,
-schedules) is shared and never asks for the objective's name.
+An objective maps a ``PolicyBatch`` to an ``ObjectiveLoss``, one value per token or sequence before
+aggregation. KL, entropy bonus, aggregation, normalizer, metrics, gradients and schedules are shared by all
+objectives.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "prompt_mean", "sequence_mean_tok
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """The inputs of an objective, in fp64. "Tokens" means [B, T] padded or [1, N] packed; masked ones hold 0.
+    """The inputs of an objective, in fp64. "Tokens" are padded [B, T] or packed [1, N], 0 where masked.
 
     Attributes:
-        layout: sums over sequences and expands from them. A sequence's tokens may lie on several ranks, so
-            tokens of different positions must not be combined in any other way.
+        layout: sums over sequences and expansion to tokens, the only ways to combine tokens of different
+            positions, as a sequence may be distributed over ranks.
         mask: bool, tokens that count.
         lengths: [B], |y_i|: counted tokens, or the caller's ``lengths``; at least 1.
-        logprobs: tokens, the tensor that carries the gradient.
+        logprobs: tokens, with gradient.
         old_logprobs: tokens; on-policy the detached ``logprobs``.
         log_ratio: tokens, ``token_weights * (logprobs - old_logprobs)``.
         advantages: [B] or tokens; None only for objectives with ``needs_advantages = False``.
@@ -69,18 +69,18 @@ class PolicyBatch:
     turn_ids: Tensor | None = None
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Expand [B] to tokens; values per token stay as they are."""
+        """Expand [B] to tokens; return values per token unchanged."""
         return self.layout.expand(values) if values.ndim == 1 else values
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Return each sequence's mean over its counted tokens, [B]; values [B] stay as they are."""
+        """Return each sequence's mean over its counted tokens, [B]; return values [B] unchanged."""
         if values.ndim == 1:
             return values
         counts = self.layout.sum(self.mask.to(values.dtype)).clamp(min=1.0)
         return self.layout.sum(torch.where(self.mask, values, 0.0)) / counts
 
     def range_of(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return smallest and largest value of each sequence's counted tokens, [B]; without any inf, -inf."""
+        """Return minimum and maximum over each sequence's counted tokens, [B]; inf and -inf if empty."""
         sequences = self.sequence_ids().flatten()
 
         def largest(candidates: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class PolicyBatch:
         return -largest(-values), largest(values)
 
     def sequence_ids(self) -> Tensor:
-        """Tokens: the index of each token's sequence."""
+        """Return the index of each token's sequence."""
         return self.layout.expand(torch.arange(self.layout.sequences, device=self.mask.device))
 
     def sequence_log_ratio(self) -> Tensor:
@@ -99,7 +99,7 @@ class PolicyBatch:
         return self.layout.sum(self.log_ratio) / self.lengths
 
     def turn_log_ratio(self) -> Tensor:
-        """Tokens: mean log-ratio over the counted tokens of each token's turn; 0 outside turns. Detached."""
+        """Return the mean log-ratio of each token's turn, per token, 0 outside turns; detached."""
         assert self.turn_ids is not None
         sequences = self.sequence_ids().flatten()
         inside = self.mask & (self.turn_ids >= 0)
@@ -116,9 +116,9 @@ class PolicyBatch:
         return torch.where(inside, result.view_as(log_ratio), 0.0)
 
     def log_ratio_of(self, level: str) -> Tensor:
-        """Tokens: the log-ratio of the "token", or of the "turn" or "sequence" it belongs to.
+        """Return per token the log-ratio of the "token", or of its "turn" or "sequence".
 
-        A longer segment's value comes with the gradient of each token's own log-ratio, as in GSPO-token's
+        Values of turns and sequences have the gradient of the token's log-ratio, as in GSPO-token's
         ``sg[s_i] pi_t / sg[pi_t]``.
         """
         if level == "token":
@@ -133,7 +133,7 @@ class PolicyBatch:
         return self.per_token(self.advantages)
 
     def weighted_logprobs(self) -> Tensor:
-        """Tokens: ``token_weights * logprobs``."""
+        """Return ``token_weights * logprobs`` per token."""
         if self.token_weights is None:
             return self.logprobs
         return finite.mul(self.token_weights, self.logprobs)
@@ -152,8 +152,8 @@ class ObjectiveLoss(NamedTuple):
     Attributes:
         loss: differentiable with respect to ``PolicyBatch.logprobs``.
         log_ratio: the log importance ratio, differentiable.
-        clipped_low: bool, the lower bound cut the gradient off, or bounded its weight. None: no such bound.
-        clipped_high: bool, the same for an upper bound.
+        clipped_low: bool, where the lower bound is active, or None without one.
+        clipped_high: bool, where the upper bound is active, or None without one.
     """
 
     loss: Tensor
@@ -167,8 +167,8 @@ def ppo_clip(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped loss ``-min(r A, clip(r, 1-low, 1+high) A)``, and for A < 0 at most ``-dual A``.
 
-    Clip decisions are taken on the log-ratio; a value exactly on a bound is inside. Returns the loss and the
-    masks of what the lower and the upper bounds cut off.
+    Clip decisions are taken on the log-ratio; a value on a bound is not clipped. Returns the loss and the
+    masks of values clipped by the lower and by the upper bounds.
     """
     return log_clip(log_ratio, advantages, *log_bounds(low, high, dual))
 
@@ -180,7 +180,7 @@ def log_clip(
     log_high: float | Tensor,
     log_dual: float | Tensor = math.inf,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clip as ``ppo_clip`` does, between bounds of the log-ratio, which may differ from token to token."""
+    """Clip like ``ppo_clip`` at bounds of the log-ratio, which may differ between tokens."""
     gains, losses = advantages > 0, advantages < 0
     clipped_low = losses & (log_ratio < log_low)
     over_high, over_dual = gains & (log_ratio > log_high), losses & (log_ratio > log_dual)
@@ -191,29 +191,29 @@ def log_clip(
 
 
 def log_bounds(low: float, high: float, dual: float | None) -> tuple[float, float, float]:
-    """Return a clip range as log-ratios: log(1-low), log(1+high) and log(dual), +inf without a dual clip."""
+    """Return the log-ratios log(1-low), log(1+high) and log(dual), or +inf without a dual clip."""
     log_low = math.log1p(-low) if low < 1 else -math.inf
     return log_low, math.log1p(high), math.inf if dual is None else math.log(dual)
 
 
 _CLASSES: weakref.WeakValueDictionary[str, type[Objective]] = weakref.WeakValueDictionary()
 _NAMES: weakref.WeakKeyDictionary[type[Objective], str] = weakref.WeakKeyDictionary()
-"""Classes by unique name, and the reverse. A name is never used again, even if its class is gone."""
+"""Classes by unique name, and the reverse. Names are not reused, even after a class is deleted."""
 _DEFINITIONS: Counter[str] = Counter()
-"""How often each qualified name was defined."""
+"""Number of definitions of each qualified name."""
 _SPECS: dict[str, str] = {}
-"""Specs by name of the class and ``repr`` of the attributes, which are exact: 1 is not True, 0.0 not -0.0."""
+"""Specs by class name and ``repr`` of the attributes, which distinguishes 1 from True and 0.0 from -0.0."""
 _MAX_SPECS = 1024
 _OPTION_TYPES = frozenset((float, int, str, bool, type(None)))
 _PROMISES = (
     "coefficient_scope", "needs_token_order", "zero_advantage_is_inactive", "ratio_only", "factorizes",
     "ratio_form", "ratio_weight",
 )  # fmt: skip
-"""What a class that replaces ``evaluate`` does not inherit."""
+"""Declarations that a class with a new ``evaluate`` does not inherit."""
 
 
 class _Frozen:
-    """Refuse to set attributes, which a frozen dataclass allows to subclasses that are not dataclasses."""
+    """Reject setting attributes, also for subclasses that are not dataclasses."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(
@@ -224,67 +224,67 @@ class _Frozen:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(_Frozen, ABC):
-    """Base of all objectives: options that all have, and the declarations that schedules and losses read.
+    """Base class of objectives, with common options and the declarations that schedules and losses read.
 
     Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None; NumPy scalars are
     converted. Operators reconstruct an objective from its class and fields, so it must not have other state.
-    Clip bounds come first and may be passed by position, in the order of ``clip(r, 1 - low, 1 + high)``; all
-    other fields are keyword-only. A class's declarations hold for its default options; an instance with other
-    options may ``_declare`` others.
+    Clip bounds are the first fields and may be positional, in the order of ``clip(r, 1 - low, 1 + high)``;
+    all others are keyword-only. A class declares the properties of its default options; instances with
+    different options may change them with ``_declare``.
 
-    Declarations promise what schedules then rely on. Without one, calls rely on nothing: they take the whole
-    batch at once and skip no work. ``check`` finds out by trying whether they are true.
+    Schedules rely on the declarations. By default a coefficient may depend on the whole batch, and no work is
+    skipped. ``check`` tests the declarations on random batches.
 
     Args:
-        aggregation: how values become one loss; |y_i| is the number of counted tokens or ``lengths[i]``.
-            "sequence_mean": mean over a sequence's tokens, then over sequences. "token_mean": sum over tokens
-            (a sequence-level value counts |y_i| times) over the number of tokens. "prompt_mean": that of each
-            group of ``group_ids``, then the mean over groups. "sequence_mean_token_sum": the same sum over
-            the number of sequences. "constant": the same sum over sequences * ``aggregation_constant``.
-            "sum": the same sum undivided.
-        aggregation_constant: for "constant" only (Dr. GRPO takes the maximum completion length).
+        aggregation: reduction of values to one loss, where |y_i| is the number of counted tokens or
+            ``lengths[i]``. "sequence_mean": mean over a sequence's tokens, then over sequences. "token_mean":
+            sum over tokens (a sequence-level value counts |y_i| times) over the number of tokens.
+            "prompt_mean": that of each group of ``group_ids``, then the mean over groups.
+            "sequence_mean_token_sum": the same sum over the number of sequences. "constant": the same sum
+            over sequences * ``aggregation_constant``. "sum": the same sum undivided.
+        aggregation_constant: for "constant" only; the maximum completion length in Dr. GRPO.
 
     Raises:
-        TypeError, ValueError: an option has the wrong type or value; the message names it.
+        TypeError, ValueError: an option of the wrong type or value, named in the message.
     """
 
     aggregation: str = "sequence_mean"
     aggregation_constant: float | None = None
 
     coefficient_scope: ClassVar[Scope] = "batch"
-    """What dLoss/dlogprob of one token depends on besides masks, lengths, weights and advantages."""
+    """The scope of dLoss/dlogprob of one token, besides masks, lengths, weights and advantages."""
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
-    """The shape of what ``evaluate`` returns: tokens or [B]."""
+    """Whether ``evaluate`` returns values per "token" or per "sequence", [B]."""
 
     needs: ClassVar[tuple[str, ...]] = ()
-    """Optional arguments of the losses that this objective can't do without."""
+    """Optional arguments of the losses that this objective requires."""
 
     needs_advantages: ClassVar[bool] = True
-    """False: the objective has no advantages and refuses them."""
+    """Whether the objective requires advantages; if False, it rejects them."""
 
     advantages_are: ClassVar[Literal["advantages", "rewards", "levels"]] = "advantages"
-    """What ``advantages`` hold: advantages within groups, raw rewards, or levels in the group, 1 the best."""
+    """The meaning of ``advantages``: advantages within groups, raw rewards, or levels (1 is the best)."""
 
     takes_token_advantages: ClassVar[bool] = True
-    """False: advantages must be [B]. The default of a class that sets ``level`` to "sequence" is False."""
+    """Whether advantages may be per token instead of [B]. Defaults to False if ``level`` is "sequence"."""
 
     needs_token_order: ClassVar[bool] = True
-    """The objective depends on the order of a sequence's tokens; ranks that share sequences don't know it."""
+    """Whether the objective depends on the order of tokens, which is unknown with a ``cp_group``."""
 
     zero_advantage_is_inactive: ClassVar[bool] = False
-    """A zero advantage means a zero gradient, whatever the log-probs."""
+    """Whether a zero advantage means a zero gradient for any log-probs."""
 
     ratio_only: ClassVar[bool] = False
-    """The gradient depends on log-probs only through their difference from ``old_logprobs``."""
+    """Whether the gradient depends on log-probs only through their difference from ``old_logprobs``."""
 
     factorizes: ClassVar[bool] = False
-    """With one advantage per sequence dLoss/dlogprob_t is ``c_i * token_weights_t``: one number c_i for all
-    tokens of sequence i. (Rollout weights must be one per sequence, too, unless ``level`` is "sequence".)"""
+    """Whether with one advantage per sequence dLoss/dlogprob_t is ``c_i * token_weights_t``, with one number
+    c_i per sequence. (Rollout weights must be one per sequence, too, unless ``level`` is "sequence".)"""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # what the classes below promise is true of their ``evaluate``, not of one that replaces it
+        # declarations hold for the ``evaluate`` of their class, not for an override
         evaluates = next(i for i, each in enumerate(cls.__mro__) if "evaluate" in vars(each))
         for name in _PROMISES:
             if not any(name in vars(each) for each in cls.__mro__[: evaluates + 1]):
@@ -309,8 +309,8 @@ class Objective(_Frozen, ABC):
             checks.number("aggregation_constant", constant, positive=True)
         elif constant is not None:
             raise ValueError(
-                f'aggregation_constant: got {constant}, but that goes with aggregation="constant", '
-                f"not {self.aggregation!r}"
+                f"aggregation_constant: got {constant}, expected None with aggregation={self.aggregation!r} "
+                'instead of "constant"'
             )
 
     def _declare(self, **declarations: Any) -> None:
@@ -327,13 +327,13 @@ class Objective(_Frozen, ABC):
         return None
 
     def ratio_weight(self) -> RatioWeight | tuple[RatioWeight, RatioWeight] | None:
-        """Return f where a token's gradient is ``-A f(r)`` with the token's ratio r, or a pair: f for an
-        advantage A >= 0 and for A < 0. None if there is no such f. ``ScoreCentering`` needs it.
+        """Return f if a token's gradient is ``-A f(r)`` with the token's ratio r, or a pair of f for A >= 0
+        and A < 0, or None if there is no such f. Used by ``ScoreCentering``.
         """
         return None
 
     def outer_divisor(self) -> tuple[str, float]:
-        """Return what the outer divisor counts ("sequences", "tokens", "prompts", "pairs" or "one"), and its
+        """Return the unit of the outer divisor ("sequences", "tokens", "prompts", "pairs" or "one") and its
         factor.
         """
         counted = {"token_mean": "tokens", "prompt_mean": "prompts", "sum": "one"}
@@ -341,12 +341,12 @@ class Objective(_Frozen, ABC):
         return counts, 1.0 if self.aggregation_constant is None else float(self.aggregation_constant)
 
     def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
-        """Return the number of pairs in a call, 0-d fp64, if the outer divisor counts pairs; from [B]."""
+        """Return the number of pairs in a call, 0-d fp64, from inputs [B]."""
         raise NotImplementedError(f"{type(self).__name__} has no pairs")
 
     @property
     def spec(self) -> str:
-        """The objective as a string, which passes through opaque operators."""
+        """The objective as a string, for opaque operators."""
         if is_compiling():
             cls = type(self)
             names = _option_names(cls)
@@ -354,7 +354,7 @@ class Objective(_Frozen, ABC):
         return self.__dict__.get("_spec") or _spec(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: all attributes but cached ones; another process has its own specs."""
+        """Pickle all attributes except cached ones, as specs differ between processes."""
         cls = type(self)
         return {
             name: value
@@ -392,7 +392,7 @@ def from_spec(spec: str) -> Objective:
     """Return the objective with this ``Objective.spec``.
 
     Raises:
-        TypeError: the objective is more than its class and options, and the rest would be lost.
+        TypeError: the objective has state besides its class and options.
     """
     name, state = json.loads(spec)
     cls = _CLASSES.get(name)
@@ -417,27 +417,27 @@ def _made(cls: type[Objective], options: dict[str, Any]) -> Objective:
 
 def _lost_state(cls: type[Objective], what: str) -> TypeError:
     return TypeError(
-        f"objective: {cls.__name__} can't be made again from its options, as operators do ({what}); write "
-        "options as fields, such as `scale: float = 1.0`, under @dataclass(frozen=True), without __init__ or "
-        "attributes that don't follow from options"
+        f"objective: {cls.__name__} can't be reconstructed from its options ({what}), as operators require; "
+        "write options as fields, such as `scale: float = 1.0`, under @dataclass(frozen=True), without "
+        "__init__ or attributes that don't follow from options"
     )
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes with Python's numbers for NumPy's; refuse what isn't exact in a spec."""
+    """Convert NumPy numbers to Python's; reject attributes that a spec can't represent exactly."""
     plain = {name: x.item() if isinstance(x, np.generic) else x for name, x in state.items()}
     for name, value in plain.items():
         if type(value) not in _OPTION_TYPES and name != "needs":
             raise TypeError(
                 f"{name}: got {'a tensor' if isinstance(value, Tensor) else repr(value)}, expected a number, "
-                "string, bool or None, as objectives pass through operators; compute all else from such "
-                "options, in evaluate or in a functools.cached_property"
+                "string, bool or None; compute other values from such options, in evaluate or in a "
+                "functools.cached_property"
             )
     return plain
 
 
 def _name_of(cls: type[Objective]) -> str:
-    """Return the name of a class in specs; one that is defined again gets another name."""
+    """Return the unique name of a class in specs, even if it is redefined."""
     name = _NAMES.get(cls)
     if name is None:
         name = f"{cls.__module__}:{cls.__qualname__}"
@@ -449,7 +449,7 @@ def _name_of(cls: type[Objective]) -> str:
 
 
 def refuse_ignored_options(cls: type[Objective]) -> None:
-    """Refuse what looks like an option, or the default of one, and is no field of a dataclass."""
+    """Reject attributes that look like options but are not fields of the dataclass."""
     options = _option_names(cls)
     for each in cls.__mro__:
         annotated = {name: str(kind) for name, kind in inspect.get_annotations(each).items()}
@@ -487,7 +487,7 @@ def require_clip_range(low: float, high: float, dual: float | None, prefix: str 
     """Check PPO-style clip options: 0 <= low <= 1, 0 <= high, dual > 1 + high."""
     require_numbers(**{f"{prefix}clip_low": low, f"{prefix}clip_high": high})
     if low > 1.0:
-        raise ValueError(f"{prefix}clip_low: got {low}, expected at most 1: ratios are never below 1 - 1 = 0")
+        raise ValueError(f"{prefix}clip_low: got {low}, expected at most 1, as ratios are never negative")
     if dual is not None and not checks.number("dual_clip", dual) > 1.0 + high:
         raise ValueError(
             f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"
@@ -495,10 +495,10 @@ def require_clip_range(low: float, high: float, dual: float | None, prefix: str 
 
 
 def refuse_multipliers(low: float, high: float) -> None:
-    """Refuse a sequence ratio's clip range that looks like its ends, (0.8, 1.2), not distances from 1."""
+    """Reject a sequence ratio's clip range that looks like bounds (0.8, 1.2) instead of distances from 1."""
     if 0.5 <= low < 1.0 < high < 2.0:
         raise ValueError(
-            f"clip_low, clip_high: got {low} and {high}, which look like the ends of the range; expected "
+            f"clip_low, clip_high: got {low} and {high}, which look like bounds of the ratio; expected "
             f"distances from 1: clip_low={1 - low:.6g}, clip_high={high - 1:.6g} for {low} to {high}"
         )
 

@@ -16,15 +16,14 @@ class CISPO(Objective):
     """Clipped importance-sampling weights of MiniMax-M1 (arXiv 2506.13585): every token keeps a gradient.
 
     ``loss_t = -sg[clip(r_t, min_ratio, max_ratio)] A_t logp_t``; ``dloss_t/dlogp_t = -clip(r_t, min_ratio,
-    max_ratio) A_t``, never cut off. From the paper. The bounds are ratios, so both conventions fit:
-    TRL's ``epsilon_high`` is ``max_ratio``; verl's ``clip_ratio_low`` and ``clip_ratio_high`` are
-    ``min_ratio=1 - low, max_ratio=1 + high``. We have not read the paper's bounds; 5 is what TRL
-    recommends.
+    max_ratio) A_t``. From the paper. The bounds are ratios: TRL's ``epsilon_high`` is ``max_ratio``; verl's
+    ``clip_ratio_low`` and ``clip_ratio_high`` are ``min_ratio=1 - low, max_ratio=1 + high``. We have not read
+    the paper's bounds; 5 is TRL's recommendation.
 
     Args:
-        min_ratio, max_ratio: bounds of the weight. The lower is from 0 to 1, the upper above 0 and not below
-            ``min_ratio``. A ``max_ratio`` below 1 binds at ratio 1: it is a factor on nearly every token, as
-            TRL's and Liger's default of 0.2 is.
+        min_ratio, max_ratio: bounds of the weight, 0 <= min_ratio <= 1, min_ratio <= max_ratio, max_ratio >
+            0. A ``max_ratio`` below 1, such as TRL's and Liger's default of 0.2, is active at ratio 1 and a
+            factor on nearly every token.
     """
 
     min_ratio: float = 0.0
@@ -43,7 +42,7 @@ class CISPO(Objective):
         checks.number("max_ratio", self.max_ratio, positive=True, minimum=self.min_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         low = math.log(self.min_ratio) if self.min_ratio else -math.inf
         high = math.log(self.max_ratio)
         weight = finite.exp(batch.log_ratio.clamp(low, high))

@@ -1,4 +1,4 @@
-"""Parts that objectives are made of: a clipped ratio at some level, and a weighted policy gradient."""
+"""Building blocks of objectives: clipped ratios at several levels, and a weighted policy gradient."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -22,10 +22,10 @@ from gspo_kernels.objectives.base import (
 
 @dataclass(frozen=True)
 class ClippedRatio(Objective):
-    """PPO's clip, token by token, on the ratio of the token or of the segment that it belongs to.
+    """PPO's clip per token, on the ratio of the token or of its segment.
 
     ``loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)``; ``dloss_t/dlogp_t = -r_t A_t``
-    where not clipped, decided by the sign of A_t, else 0. A subclass's ``ratio_level`` says whose ratio r is.
+    where not clipped, decided by the sign of A_t, else 0. A subclass sets the level of r as ``ratio_level``.
 
     Args:
         clip_low, clip_high: clip range below and above 1.
@@ -50,13 +50,13 @@ class ClippedRatio(Objective):
             refuse_multipliers(self.clip_low, self.clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         log_ratio, advantages = batch.log_ratio_of(self.ratio_level), batch.token_advantages()
         loss, low, high = ppo_clip(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
     def ratio_form(self) -> RatioClip | None:
-        """Return the clipped ratio per token; None for longer segments, or if a subclass has another loss."""
+        """Return the clipped ratio per token; None for longer segments or a subclass's different loss."""
         return self.ratio_clip_of(ClippedRatio) if self.ratio_level == "token" else None
 
     def ratio_weight(self) -> tuple[RatioWeight, RatioWeight] | None:
@@ -77,16 +77,16 @@ class ClippedRatio(Objective):
 
 
 def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:
-    """Tokens: ``positive`` where A > 0, else ``negative``."""
+    """Return per token ``positive`` where A > 0, else ``negative``."""
     advantages = batch.token_advantages()
     return torch.where(advantages > 0, advantages.new_tensor(positive), negative)
 
 
 def running_sums(batch: PolicyBatch, values: Tensor, decay: float = 1.0, *, onwards: bool = False) -> Tensor:
-    """Tokens: sums over a sequence's counted tokens up to each one, or ``onwards`` from each one. Detached.
+    """Return per token the sum over the sequence's counted tokens up to it, or ``onwards`` from it; detached.
 
-    A value that lies k counted tokens away has the weight ``decay ** k``. Each step doubles the reach of all
-    sums, so the number of steps is the logarithm of the length. Sequences stay apart whatever the layout.
+    A value k counted tokens away has the weight ``decay ** k``. The number of steps is logarithmic in the
+    length.
     """
     ids, sums = batch.sequence_ids(), torch.where(batch.mask, values.detach(), 0.0)
     factors = torch.where(batch.mask, torch.full_like(sums, decay), 1.0)

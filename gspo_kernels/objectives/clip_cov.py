@@ -25,15 +25,15 @@ class ClipCov(Objective):
     clipped and have ``clip_cov_lb < cov_t < clip_cov_ub``; ``dloss_t/dlogp_t = -r_t A_t`` for the others
     where not clipped, else 0. The metric "clip_fraction/high" counts the drawn tokens too.
 
-    The draw depends on ``seed`` and on the candidates in the order of their covariance: not on the device,
-    the layout or the order of sequences. Take another seed in each step (``dataclasses.replace``). The whole
-    batch is needed: for micro-batches, use ``policy_coefficients`` on it, then ``Linear`` on each part.
+    The draw depends on ``seed`` and on the candidates in the order of their covariance, not on the device,
+    the layout or the order of sequences. Use a different seed in each step (``dataclasses.replace``). For
+    micro-batches, use ``policy_coefficients`` of the whole batch, then ``Linear`` on each part.
 
     Args:
         clip_low, clip_high: clip range below and above 1.
         clip_cov_ratio: the fraction of all tokens that is drawn.
-        clip_cov_lb, clip_cov_ub: the covariances between which tokens are drawn.
-        seed: decides the draw.
+        clip_cov_lb, clip_cov_ub: the range of covariances of the drawn tokens.
+        seed: the seed of the draw.
     """
 
     clip_low: float = 0.2
@@ -46,7 +46,7 @@ class ClipCov(Objective):
 
     coefficient_scope = "batch"
     needs_token_order = False
-    # a token without advantage still enters the covariance of the others
+    # a token with a zero advantage contributes to the means
     zero_advantage_is_inactive = False
     ratio_only = False
 
@@ -59,7 +59,7 @@ class ClipCov(Objective):
         checks.integer("seed", self.seed)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         advantages = batch.token_advantages()
         loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, None)
         covariance = token_covariance(batch)
@@ -73,7 +73,7 @@ class ClipCov(Objective):
     def _draw(self, covariance: Tensor, candidates: Tensor, tokens: int) -> Tensor:
         where = candidates.flatten().nonzero().squeeze(1)
         where = where[covariance.flatten()[where].argsort(stable=True)]
-        # on the CPU, so that every device draws the same
+        # on the CPU, for the same draw on every device
         generator = torch.Generator().manual_seed(self.seed)
         shuffled = torch.randperm(where.numel(), generator=generator, device="cpu")
         count = max(1, int(self.clip_cov_ratio * tokens))
@@ -83,10 +83,10 @@ class ClipCov(Objective):
 
 
 def token_covariance(batch: PolicyBatch) -> Tensor:
-    """Tokens: ``(A_t - mean A)(logp_t - mean logp)``, detached; tokens that don't count hold any value."""
+    """Return ``(A_t - mean A)(logp_t - mean logp)`` per token, detached; arbitrary for masked tokens."""
     count = batch.mask.sum().clamp(min=1)
 
-    def centred(values: Tensor) -> Tensor:
+    def centered(values: Tensor) -> Tensor:
         return values - torch.where(batch.mask, values, 0.0).sum() / count
 
-    return centred(batch.token_advantages()) * centred(batch.logprobs.detach())
+    return centered(batch.token_advantages()) * centered(batch.logprobs.detach())

@@ -16,18 +16,18 @@ class CPPO(Objective):
     """Cumulative Prefix-divergence Policy Optimization (arXiv 2606.10968), binary form, from Eqs. 8 to 11.
 
     ``loss_t = -keep_t A_t r_t``; ``dloss_t/dlogp_t = -keep_t A_t r_t``. The t-th of T counted tokens has the
-    divergence ``D_t = |p_t - p_old_t|`` of the label's probabilities and the weight ``w_t = 1 -
-    (1 - min_weight) (t - 1) / (T - 1)``. A token is kept where ``A_t (r_t - 1) <= 0``, or where ``w_t D_t <=
+    divergence ``D_t = |p_t - p_old_t|`` of the label's probabilities and the weight ``w_t = 1 - (1 -
+    min_weight) (t - 1) / (T - 1)``. A token is kept where ``A_t (r_t - 1) <= 0``, or where ``w_t D_t <=
     min(bound, bound + prefix_bound sum_{u<t} w_u - sum_{u<t} w_u D_u)``. A sequence's ``prefix_bound`` is the
-    90th percentile of its D_t, clamped (Eq. 22). UniRL's code agrees; it clamps log-ratios to +-20 and counts
-    masked tokens. The paper's main runs take D_t over the 20 likeliest tokens, which losses here don't have.
-    There ``old_logprobs`` are the inference engine's.
+    90th percentile of its D_t, clamped (Eq. 22). UniRL's code agrees, but clamps log-ratios to +-20 and
+    counts masked tokens. The paper's main runs compute D_t over the 20 most likely tokens, which is not
+    supported. Its ``old_logprobs`` are the inference engine's.
 
     Args:
         bound: bound of a token's divergence; 0.2 for the paper's MoE model, 0.15 for its dense ones.
         min_weight: the last token's weight.
         prefix_bound_low, prefix_bound_high: range of the bound on the mean divergence of the tokens before.
-            Equal values fix it, such as 0.015 in the paper for a model that was post-trained before.
+            Equal values fix it, such as 0.015 in the paper for a post-trained model.
     """
 
     bound: float = 0.2
@@ -48,7 +48,7 @@ class CPPO(Objective):
         require_numbers(self.prefix_bound_low, prefix_bound_high=self.prefix_bound_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         log_ratio, mask = batch.log_ratio, batch.mask
         divergence = (batch.logprobs.detach().exp() - batch.old_logprobs.exp()).abs()
         position = running_sums(batch, mask.to(log_ratio.dtype)) - 1.0

@@ -10,8 +10,8 @@ class DAPO(GRPO):
     """Decoupled clip and token-level loss of DAPO (arXiv 2503.14476).
 
     GRPO with bounds 0.2 below and 0.28 above 1 and one mean over all tokens of the *global* batch: under
-    gradient accumulation pass its token count as ``normalizer``. From the paper. Dynamic sampling and
-    the soft penalty on overlong completions are a recipe, ``examples/recipes/dapo.py``.
+    gradient accumulation pass its token count as ``normalizer``. From the paper. For dynamic sampling and the
+    soft penalty on overlong completions see ``examples/recipes/dapo.py``.
 
     Args:
         clip_low, clip_high, dual_clip: as in GRPO.

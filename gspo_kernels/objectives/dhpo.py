@@ -25,8 +25,8 @@ class DHPO(Objective):
     token's coefficient is ``-(A / |y_i|) (alpha_t r_t [r_t unclipped] + mean_u(1 - alpha_u) s [s
     unclipped])``. alpha 1 is GRPO, alpha 0 GSPO. The structure (two clipped branches, a fixed or an
     entropy-guided mix) is from the paper. How the entropy guides the mix is our assumption: alpha_t is the
-    token's entropy, detached, rescaled so that the smallest among the sequence's counted tokens becomes 0 and
-    the largest 1 (0.5 where all are equal). So uncertain tokens follow their own ratio.
+    token's entropy, detached, rescaled to [0, 1] over the sequence's counted tokens (0.5 if all are equal).
+    Uncertain tokens then use their own ratio.
 
     Args:
         clip_low, clip_high: clip range of the token ratios; GRPO's.
@@ -53,13 +53,13 @@ class DHPO(Objective):
         if isinstance(self.mix, str):
             if self.mix != "entropy":
                 raise ValueError(f"mix: got {self.mix!r}, expected a number from 0 to 1, or 'entropy'")
-            # the entropy comes from the same logits as the log-probs, so nothing is known beforehand
+            # the entropy depends on the current logits, so coefficients are not known beforehand
             self._declare(needs=("entropy",), ratio_only=False)
         else:
             require_numbers(0.0, 1.0, mix=self.mix)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         advantages = batch.token_advantages()
         sequence_ratio = batch.per_token(batch.sequence_log_ratio())
         tokens, *by_token = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, None)

@@ -49,7 +49,7 @@ class DPPO(Objective):
         require_numbers(1.0, max_ratio=self.max_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         logp = batch.logprobs.detach()
         old, gains = batch.old_logprobs, batch.token_advantages() > 0
         if self.divergence == "tv":
@@ -65,7 +65,7 @@ class DPPO(Objective):
 
 
 def _bernoulli_kl(old: Tensor, new: Tensor) -> Tensor:
-    """Return KL(Bern(p_old), Bern(p)) from log-probs; a log-prob that is rounded above 0 counts as 0."""
+    """Return KL(Bern(p_old), Bern(p)) from log-probs, clamped to at most 0."""
     old, new = old.clamp(max=0.0), new.clamp(max=0.0)
     chosen = finite.mul(old.exp(), old - new)
     others = finite.mul(-torch.expm1(old), torch.log(-torch.expm1(old)) - torch.log(-torch.expm1(new)))

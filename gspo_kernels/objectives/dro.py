@@ -34,7 +34,7 @@ class DRO(Objective):
         require_numbers(beta=self.beta)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         gradient = policy_gradient(batch, torch.ones_like(batch.logprobs), batch.log_ratio)
         pull = batch.weighted(finite.mul(0.5 * self.beta * batch.log_ratio, batch.log_ratio))
         return gradient._replace(loss=gradient.loss + pull)

@@ -14,13 +14,13 @@ class DRPO(SPO):
     """Divergence Regularized Policy Optimization (arXiv 2606.09821), after the official code, UniRL's.
 
     ``loss_t = -A_t r_t + |A_t| p_old_t (r_t - 1)^2 / (2 eps)``, p_old the label's probability when it was
-    sampled; ``dloss_t/dlogp_t = r_t (-A_t + |A_t| p_old_t (r_t - 1) / eps)``. It is the smooth form of DPPO's
-    mask by total variation. There ``old_logprobs`` are the inference engine's. UniRL clamps log-ratios to
-    +-20; this package does not. Another DRPO, of decoupled rewards (arXiv 2510.04474), is not this one.
+    sampled; ``dloss_t/dlogp_t = r_t (-A_t + |A_t| p_old_t (r_t - 1) / eps)``, the smooth form of DPPO's mask
+    by total variation. In the paper ``old_logprobs`` are the inference engine's. UniRL clamps log-ratios to
+    +-20; this package does not. Not the DRPO of decoupled rewards (arXiv 2510.04474).
 
     Args:
-        eps: the width of the trust region of probabilities; the default is the paper's, as the code says. The
-            gradient turns around within reach for ``eps`` below 1 alone, as a probability moves by less.
+        eps: the width of the trust region of probabilities; the default is the paper's, according to the
+            code. For ``eps >= 1`` the gradient never changes its sign.
     """
 
     coefficient_scope = "token"
@@ -29,8 +29,8 @@ class DRPO(SPO):
     zero_advantage_is_inactive = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         log_ratio, old = batch.log_ratio.detach(), batch.old_logprobs
-        # a probability that was 0 has an infinite ratio, and their product is the current one
+        # p_old = 0: p_old r is the current probability
         log_scaled = torch.where(old.isinf(), batch.logprobs.detach(), old + log_ratio)
         return penalized_ratio(batch, self.eps, finite.exp(old), finite.exp(log_scaled))

@@ -21,7 +21,7 @@ class EGSW(GRPO):
 
     Args:
         clip_low, clip_high, dual_clip: as in GRPO.
-        alpha: what a nat of entropy is worth in advantage; its default is ours.
+        alpha: advantage per nat of entropy; its default is ours.
         temperature: divisor of the softmax's argument; its default is ours.
     """
 
@@ -32,7 +32,7 @@ class EGSW(GRPO):
     coefficient_scope = "group"
     needs = ("entropy", "group_ids")
     needs_token_order = False
-    # a sequence without advantage still enters the weights of the others
+    # a sequence with a zero advantage contributes to the softmax
     zero_advantage_is_inactive = False
     ratio_only = False
 
@@ -42,7 +42,7 @@ class EGSW(GRPO):
         checks.number("temperature", self.temperature, positive=True)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         assert batch.advantages is not None and batch.entropy is not None
         groups = Groups.of(batch)
         merit = batch.per_sequence(batch.advantages) + self.alpha * batch.per_sequence(batch.entropy)

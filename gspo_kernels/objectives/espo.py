@@ -16,13 +16,13 @@ class ESPO(GSPO):
     p_mask`` as ``token_weights``; ``rho = exp((E - E_old) / L)`` with L as ``lengths`` (there the padded
     length); ``loss_i = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + elbo_kl_beta (E - E_ref)^2 /
     (2 L)``; ``dloss_i/dlogp_t = (-A rho [unclipped] + elbo_kl_beta (E - E_ref)) w_t / L``. From the paper.
-    The quadratic KL is this objective's own, not the losses' ``kl_beta``; rollout weights leave it alone.
+    The quadratic KL is part of this objective, not the losses' ``kl_beta``, and has no rollout weights.
 
     Args:
         clip_low, clip_high, dual_clip: as in GSPO; the default is that of ``recipes/train.yaml`` in the
             official code, whose other recipes have 4e-4 or 0. We have not read the paper's.
         elbo_kl_beta: weight of the quadratic KL; the default is from the same file, the other recipes have
-            1e-3 to 1e-2. With 0 the KL is left out, and no ``ref_logprobs`` are needed.
+            1e-3 to 1e-2. 0 disables the KL, and then no ``ref_logprobs`` are needed.
     """
 
     clip_low: float = 0.2
@@ -46,7 +46,7 @@ class ESPO(GSPO):
             )
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence."""
+        """Return one value per sequence."""
         result = super().evaluate(batch)
         if self.elbo_kl_beta == 0:
             return result

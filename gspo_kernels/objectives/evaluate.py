@@ -1,8 +1,8 @@
-"""From per-token log-probs to loss, coefficients and metrics: the one place where terms meet aggregation.
+"""Evaluation of an objective with its terms and aggregation, from log-probs to loss, coefficients and
+metrics.
 
-Tensors here have one value per token or per sequence, so they are smaller than the logits by a factor of V.
-That is why all of this runs in fp64, and why coefficients come from autograd through the objective instead of
-a second copy of its formula. The objective is passed as a string, ``Objective.spec``.
+Tensors have one value per token or sequence and are in fp64. Coefficients are computed by autograd through
+the objective, which is passed as a string, ``Objective.spec``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gspo_kernels.objectives.kl import kl_penalty
 
 
 class PolicyStep(NamedTuple):
-    """Loss, gradients and metrics in the statistics' dtype; outputs that nobody needs are empty tensors."""
+    """Loss, gradients and metrics in the statistics' dtype; outputs that are not needed are empty tensors."""
 
     loss: Tensor
     grad_logprobs: Tensor
@@ -42,7 +42,7 @@ def metric_names(terms: Terms, entropy: Tensor | None) -> tuple[str, ...]:
 
 
 def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
-    """Return what a token's coefficient depends on in a call; see ``hidden.call.Decisions``."""
+    """Return the scope of a token's coefficient in a call; see ``hidden.call.Decisions``."""
     scope = objective.coefficient_scope
     if terms.kl_beta is not None and terms.kl_ratio_weighted and scope != "token":
         return scope
@@ -54,7 +54,7 @@ def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
 
 
 def _weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
-    # torch.where, as multiplying by 0 is not enough: values without a share may be anything
+    # values with a share of 0 may be NaN
     return exact_sum(torch.where(shares != 0, values, 0.0).mul(shares).flatten())
 
 
@@ -64,8 +64,8 @@ def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metric
     Args:
         logprobs: tokens, float.
         entropy: tokens, float, or None.
-        terms: everything else that enters the loss.
-        want_metrics: False leaves the metrics empty.
+        terms: the other terms of the loss.
+        want_metrics: False returns empty metrics.
     """
     with inner_autograd():
         usable = terms.each(lambda _, tensor: constant_of(tensor))
@@ -78,8 +78,8 @@ def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metric
 def _evaluate_gathered(
     logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool
 ) -> PolicyStep:
-    """Gather whole sequences from the ranks that share them, and run ``_evaluate`` on these. This is for
-    objectives that need more than sums over a sequence.
+    """All-gather whole sequences and run ``_evaluate`` on them, for objectives that need more than sums over
+    a sequence.
     """
     from gspo_kernels.distributed.sequences import GatheredTokens
 
@@ -155,7 +155,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     with_gradient = present
     if terms.old_logprobs is not None and (not old.is_cpu or math.isnan(float(old.sum()))):
-        # old log-probs may be NaN where the gradient is zero anyway: it must stay zero
+        # old log-probs may be NaN where the gradient is zero
         with_gradient = present & may_have_gradient(logprobs, terms)
     grads = [torch.where(with_gradient, grad, 0.0) for grad in gradients]
     metrics = logp.new_empty(0)
@@ -181,7 +181,7 @@ def _means(
     values: list[Tensor], present: tuple[Tensor, Tensor], layout: Layout
 ) -> tuple[list[Tensor], Tensor]:
     """Return the mean of each value over the present tokens or sequences, 0 if there are none, and the number
-    of present tokens. One sum over ranks serves all of them.
+    of present tokens, with one all-reduce.
     """
     tokens, sequences = present
 
@@ -230,7 +230,7 @@ def _metrics(
     ]
     (mean, *others), count = _means(values, present, layout)
     nothing = (count if by_token else sequences.sum()) == 0
-    # one more value, so that amax is defined without items
+    # one more value, as amax is undefined for empty tensors
     bottom = ratio.new_full((1,), float("-inf"))
     extremes = torch.stack(
         [

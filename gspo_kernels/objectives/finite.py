@@ -1,8 +1,7 @@
-"""Arithmetic in which an exact zero wins over infinity.
+"""Arithmetic in which 0 * inf is 0, forward and backward.
 
-A sequence that is clipped, masked or has no advantage contributes zero however far its ratio ran off. IEEE
-arithmetic disagrees (0 * inf is NaN, forward and backward), so objectives multiply and exponentiate through
-these functions. Wherever all operands are finite they are the ordinary product and exponential.
+Objectives use these functions to give clipped, masked and zero-advantage sequences a zero gradient even if
+their ratio overflows. For finite operands they are the ordinary product and exponential.
 """
 
 from typing import Any
@@ -48,7 +47,7 @@ class _K3(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, d: Tensor) -> Tensor:
         ctx.save_for_backward(d)
-        # exp(-d) outgrows d, also where both are infinite
+        # exp(-d) dominates d, also where both are infinite
         return torch.expm1(-d) + d.clamp(min=torch.finfo(d.dtype).min)
 
     @staticmethod
@@ -88,9 +87,9 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """``a - b``; 0 with the gradient of ``a`` where they are equal, also if both are infinite.
+    """``a - b``; 0 with the gradient of ``a`` where they are equal, even if both are infinite.
 
-    The ratio of equal probabilities is 1, whether or not they are 0.
+    The ratio of equal probabilities is 1, even if they are 0.
     """
     return torch.where(a == b, zero_with_gradient(a), a - b)
 
@@ -101,17 +100,17 @@ def exp(x: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """``exp(-d) + d - 1``, without cancelling for small d; its gradient is 0 where d or grad is."""
+    """``exp(-d) + d - 1``, without cancellation for small d; its gradient is 0 where d or grad is."""
     return _K3.apply(d)
 
 
 def logsumexp(x: Tensor) -> Tensor:
-    """``x.logsumexp(-1, keepdim=True)``; values of +inf share the gradient equally. A row needs a value above
-    -inf.
+    """``x.logsumexp(-1, keepdim=True)``; values of +inf share the gradient equally. Rows of -inf are not
+    supported.
     """
     return _LogSumExp.apply(x)
 
 
 def zero_with_gradient(x: Tensor) -> Tensor:
-    """``x - stop_gradient(x)``, also where x is infinite: zeros with the gradient of x."""
+    """``x - stop_gradient(x)``, zeros with the gradient of x, even where x is infinite."""
     return _ZeroWithGradient.apply(x)

@@ -15,13 +15,13 @@ from gspo_kernels.objectives.dapo import DAPO
 class FIPO(DAPO):
     """Future-KL Influenced Policy Optimization (arXiv 2603.19835), after the official code.
 
-    ``F_t = sum over u >= t of 2^(-(u - t) / half_life) l_u``; ``f_t = clip(exp(F_t), 1 - influence_low,
-    1 + influence_high)``; ``loss_t = sg[f_t]`` times DAPO's; ``dloss_t/dlogp_t = -f_t r_t A_t`` where not
+    ``F_t = sum over u >= t of 2^(-(u - t) / half_life) l_u``; ``f_t = clip(exp(F_t), 1 - influence_low, 1 +
+    influence_high)``; ``loss_t = sg[f_t]`` times DAPO's; ``dloss_t/dlogp_t = -f_t r_t A_t`` where not
     clipped, else 0. Tokens with a ratio above ``dual_clip`` are not in the sum, and where A < 0 and the ratio
-    is above ``safe_ratio``, f is at most 1. Log-ratios are clamped to +-20 in the sum. Distances are counted
-    tokens; those in the code are positions, which differ where the mask has holes. The code's filter of
-    sequences in which two tokens meet the dual clip is left out, as in ms-swift. The defaults are those of
-    the official 32B script.
+    is above ``safe_ratio``, f is at most 1. Log-ratios are clamped to +-20 in the sum. Distances are in
+    counted tokens; those of the code are in positions, which differ if the mask has holes. Like ms-swift,
+    this has no filter of sequences in which two tokens reach the dual clip. The defaults are those of the
+    official 32B script.
 
     Args:
         clip_low, clip_high, dual_clip: as in GRPO.
@@ -49,7 +49,7 @@ class FIPO(DAPO):
         require_numbers(1.0, safe_ratio=self.safe_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         plain, log_ratio = super().evaluate(batch), batch.log_ratio
         within = log_ratio <= math.log(self.dual_clip or math.inf)
         moved = torch.where(within, log_ratio.clamp(-20.0, 20.0), 0.0)

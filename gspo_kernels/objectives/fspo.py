@@ -12,11 +12,11 @@ class FSPO(Objective):
     ``S_i = sum_t(logp_t - old_t)``; ``loss_i = -min(exp(S_i) A_i, exp(clip(S_i, -log_clip_low sqrt(|y_i|),
     log_clip_high sqrt(|y_i|))) A_i)``; ``dloss_i/dlogp_t = -exp(S_i) A_i`` for every counted token of an
     unclipped sequence, else 0. S is the sum of a sequence's log-ratios, not their mean as in GSPO. The band
-    grows as the spread of S does, so that long sequences are clipped no more often than short ones.
+    grows like the standard deviation of S, to clip sequences of all lengths equally often.
 
     The square root in the band is from the abstract; the sum and the minimum are from a public implementation
-    that names the paper's Eqs. 3 to 5. The paper's first version shifts the band by a drift; the
-    implementation has none, nor has this class. The paper's dual clip is left out.
+    that cites the paper's Eqs. 3 to 5. Like that, this has no drift of the band (in the paper's first
+    version) and no dual clip.
 
     Args:
         log_clip_low, log_clip_high: half-widths of the band for a length of 1; the defaults are that
@@ -38,7 +38,7 @@ class FSPO(Objective):
         require_numbers(log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence."""
+        """Return one value per sequence."""
         assert batch.advantages is not None
         log_ratio, root = batch.layout.sum(batch.log_ratio), batch.lengths.sqrt()
         low, high = -self.log_clip_low * root, self.log_clip_high * root

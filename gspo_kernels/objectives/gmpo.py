@@ -13,9 +13,9 @@ from gspo_kernels.objectives.clip import surrogate
 class GMPO(Objective):
     """Geometric-Mean Policy Optimization (arXiv 2507.20673).
 
-    ``l_t = logp_t - old_t``, cut at ``log_clip_high`` from above for A > 0, at ``-log_clip_low`` from below
+    ``l_t = logp_t - old_t``, clamped to at most ``log_clip_high`` for A > 0, to at least ``-log_clip_low``
     for A < 0; ``loss_i = -A_i exp(mean_t l_t)``; ``dloss_i/dlogp_t = -(A_i / |y_i|) exp(mean_u l_u)`` where
-    l_t is not cut, else 0. From the paper; its range is (e^-0.4, e^0.4). verl takes the geometric mean of
+    l_t is not clamped, else 0. From the paper; its range is (e^-0.4, e^0.4). verl uses the geometric mean of
     per-token rollout weights, this package their mean.
 
     Args:
@@ -36,7 +36,7 @@ class GMPO(Objective):
         require_numbers(log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence."""
+        """Return one value per sequence."""
         log_ratio, advantages = batch.log_ratio, batch.token_advantages()
         low = (advantages < 0) & (log_ratio < -self.log_clip_low)
         high = (advantages > 0) & (log_ratio > self.log_clip_high)

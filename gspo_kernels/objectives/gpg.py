@@ -25,7 +25,7 @@ class GPG(Objective):
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         return policy_gradient(batch, torch.ones_like(batch.logprobs), batch.log_ratio)
 
     def ratio_weight(self) -> RatioWeight:

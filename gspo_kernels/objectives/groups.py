@@ -1,4 +1,4 @@
-"""Groups of sequences as rows of a table, and losses over the pairs within them."""
+"""Groups of sequences as rows of a table, and losses over pairs within groups."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
 
 
 class Groups:
-    """Values [B] as a table [groups, size], one row per group; every sequence has one place.
+    """Mapping of values [B] to a table [groups, size] with one row per group.
 
     Attributes:
-        present: the places that hold a sequence with a counted token.
+        present: entries of sequences with a counted token.
     """
 
     def __init__(self, group_ids: Tensor, nonempty: Tensor):
@@ -36,19 +36,19 @@ class Groups:
         return cls(batch.group_ids, batch.layout.sum(exact(batch.mask)) > 0)
 
     def table(self, values: Tensor) -> Tensor:
-        """Bring [B] into a table [groups, size], with zeros in places without a sequence."""
+        """Convert [B] to a table [groups, size], padded with zeros."""
         return values.new_zeros(self._shape).index_put(self._places, values[self._order])
 
     def flat(self, table: Tensor) -> Tensor:
-        """Bring a table [groups, size] back to [B]."""
+        """Convert a table [groups, size] back to [B]."""
         return table[self._places][self._order.argsort()]
 
     def sum(self, table: Tensor) -> Tensor:
-        """Return in each place the sum over the sequences present in its group."""
+        """Return the sum over the sequences present in each group, in the table's shape."""
         return torch.where(self.present, table, 0.0).sum(1, keepdim=True).expand(self._shape)
 
     def mean(self, table: Tensor) -> Tensor:
-        """Return in each place the mean over the sequences present in its group."""
+        """Return the mean over the sequences present in each group, in the table's shape."""
         return self.sum(table) / self.sum(torch.ones_like(table)).clamp(min=1.0)
 
     def softmax(self, table: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Groups:
 
 
 def reference_log_ratio(batch: PolicyBatch) -> Tensor:
-    """Tokens: ``token_weights * (logprobs - ref_logprobs)``."""
+    """Return ``token_weights * (logprobs - ref_logprobs)`` per token."""
     assert batch.ref_logprobs is not None
     d = finite.difference(batch.logprobs, batch.ref_logprobs)
     return d if batch.token_weights is None else finite.mul(batch.token_weights, d)
@@ -66,11 +66,11 @@ def reference_log_ratio(batch: PolicyBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Pairwise(Objective):
-    """A loss of pairs (i, j) of sequences within a group, which depends on the difference of their scores.
+    """A loss of pairs (i, j) of sequences within a group, a function of the difference of their scores.
 
-    The aggregation "sequence_mean" is the mean over all pairs of the call, and a ``normalizer`` replaces
-    their number. Each of a pair's two sequences gets half of the pair's value. Other aggregations take these
-    halves, and the rollout weight of a pair is the mean of its sequences' weights.
+    With "sequence_mean" the outer divisor is the number of pairs of the call, or the ``normalizer``. Each of
+    a pair's two sequences gets half of the pair's value, which other aggregations reduce. The rollout weight
+    of a pair is the mean of its sequences' weights.
     """
 
     coefficient_scope = "group"
@@ -93,7 +93,7 @@ class Pairwise(Objective):
         """Return the loss of ``gap = score_i - score_j``; ``first``, ``second``: i's and j's advantages."""
 
     def penalty(self, batch: PolicyBatch) -> Tensor | None:
-        """Return penalties [B] or None; a pair's loss also gets the mean of its two sequences' penalties."""
+        """Return penalties [B] or None; the mean of a pair's penalties is added to its loss."""
         return None
 
     def outer_divisor(self) -> tuple[str, float]:
@@ -101,7 +101,7 @@ class Pairwise(Objective):
         return ("pairs", 1.0) if self.aggregation == "sequence_mean" else super().outer_divisor()
 
     def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
-        """Return how many pairs the call has."""
+        """Return the number of pairs of a call."""
         groups = Groups(group_ids, nonempty)
         return exact(self._pairs(groups, groups.table(advantages)).sum())
 
@@ -115,7 +115,7 @@ class Pairwise(Objective):
         return self.pairs(values) & groups.present.unsqueeze(2) & groups.present.unsqueeze(1)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence: half of the losses of its pairs."""
+        """Return half of the losses of each sequence's pairs."""
         assert batch.advantages is not None
         groups = Groups.of(batch)
         scores, values = groups.table(self.score(batch)), groups.table(batch.advantages)

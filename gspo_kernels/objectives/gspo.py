@@ -1,4 +1,4 @@
-"""GSPO: one length-normalised, clipped importance ratio per sequence."""
+"""GSPO: one length-normalized, clipped importance ratio per sequence."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class GSPO(ClippedRatio):
     ``s_i = exp(mean_t(logp_t - old_t))``; ``loss_i = -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high)
     A_i)``; ``dloss_i/dlogp_t = -s_i A_i / |y_i|`` for every counted token of an unclipped sequence, else 0.
 
-    Rollout weights act by their mean over the sequence (as in TRL); advantages are one per sequence.
+    Rollout weights are averaged over the sequence (as in TRL); advantages are one per sequence.
 
     Args:
         clip_low, clip_high: clip range below and above 1; the defaults are the paper's.
@@ -33,12 +33,12 @@ class GSPO(ClippedRatio):
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence."""
+        """Return one value per sequence."""
         assert batch.advantages is not None
         log_ratio = batch.sequence_log_ratio()
         loss, low, high = ppo_clip(log_ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
     def ratio_form(self) -> RatioClip | None:
-        """Return the clipped ratio per sequence; None for subclasses with another loss."""
+        """Return the clipped ratio per sequence; None for subclasses with a different loss."""
         return self.ratio_clip_of(GSPO)

@@ -11,9 +11,9 @@ class GSPOToken(ClippedRatio):
 
     ``s_{i,t} = sg[s_i] pi_t / sg[pi_t]``; ``loss_t = -min(s_{i,t} A_t, clip(s_{i,t}, 1 - clip_low, 1 +
     clip_high) A_t)``; ``dloss_t/dlogp_t = -s_i A_t``, 0 where clipped, decided per token by the sign of A_t.
-    Equal to GSPO in value, clipping and gradient when all A_t of a sequence are equal; rollout weights stay
-    per token (as in verl). With ``lengths`` other than the counts, GSPO's value stays one per sequence while
-    this one's is a sum over tokens.
+    Equal to GSPO in value, clipping and gradient when all A_t of a sequence are equal. Rollout weights are
+    per token (as in verl). With ``lengths`` that are not the counts, values are summed over tokens, unlike
+    GSPO's.
 
     Args:
         clip_low, clip_high: clip range below and above 1; the defaults are the paper's.

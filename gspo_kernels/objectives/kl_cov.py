@@ -18,11 +18,10 @@ class KLCov(Objective):
     ``max(1, int(kl_cov_ratio N))`` tokens of largest covariance; ``dloss_t/dlogp_t = -r_t A_t``, there
     ``+ ppo_kl_coef sign(l_t)``.
 
-    The whole batch is needed: for micro-batches, use ``policy_coefficients`` on it, then ``Linear`` on each
-    part.
+    For micro-batches, use ``policy_coefficients`` of the whole batch, then ``Linear`` on each part.
 
     Args:
-        kl_cov_ratio: the fraction of all tokens that is penalised.
+        kl_cov_ratio: the fraction of all tokens that is penalized.
         ppo_kl_coef: weight of the penalty; 1 is the default of verl's code, 0.1 that of its configuration.
     """
 
@@ -40,8 +39,8 @@ class KLCov(Objective):
         require_numbers(ppo_kl_coef=self.ppo_kl_coef)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
-        # short of infinity, so that tokens with advantages of both signs never add up to NaN
+        """Return one value per token."""
+        # finite, as sums over advantages of both signs would otherwise be NaN
         bounded = batch.log_ratio.detach().clamp(max=700.0) + finite.zero_with_gradient(batch.log_ratio)
         loss = -finite.mul(batch.token_advantages(), finite.exp(bounded))
         covariance = torch.where(batch.mask, token_covariance(batch), -torch.inf).flatten()

@@ -10,11 +10,11 @@ from gspo_kernels.objectives.finite import mul
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Objective):
-    """``loss = sum(token_weights * logp)``: carries any gradient computed elsewhere through the fused paths.
+    """``loss = sum(token_weights * logp)``, to backpropagate given coefficients through the fused losses.
 
-    So an objective over groups or the batch can be split into micro-batches: call ``policy_coefficients`` on
-    the whole batch, and pass the coefficients of each part as ``token_weights``. There are no advantages, and
-    the aggregation is "sum" by default.
+    Use it to split an objective over groups or the batch into micro-batches: call ``policy_coefficients`` on
+    the whole batch, and pass the coefficients of each part as ``token_weights``. It has no advantages; the
+    default aggregation is "sum".
     """
 
     aggregation: str = "sum"
@@ -27,7 +27,7 @@ class Linear(Objective):
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         assert batch.token_weights is not None
         never = torch.zeros_like(batch.mask)
         loss = mul(batch.token_weights, batch.logprobs)

@@ -1,4 +1,4 @@
-"""M2PO: no clip, but the largest log-ratios are left out until their mean square is small."""
+"""M2PO: mask the largest log-ratios until their mean square is small, instead of a clip."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,18 @@ from gspo_kernels.objectives.clip import surrogate
 class M2PO(Objective):
     """Second-Moment Trust Policy Optimization, from the paper's Algorithm 1 and Eq. 5 (arXiv 2510.01161).
 
-    ``loss_t = -M_t r_t A_t``; ``dloss_t/dlogp_t = -M_t r_t A_t``. M is 0 for the tokens of largest ``l_t^2``,
-    which are left out one by one until the mean of ``l_t^2`` over the rest is at most ``threshold``; else M
-    is 1. Only tokens that their advantage pushed away from the old policy (A > 0 and r > 1, or A < 0 and
-    r < 1) are in that mean and may be left out. Tokens left out still count in the divisor, as in the paper.
+    ``loss_t = -M_t r_t A_t``; ``dloss_t/dlogp_t = -M_t r_t A_t``. M masks the tokens of largest ``l_t^2``,
+    one by one, until the mean of ``l_t^2`` over the rest is at most ``threshold``. Only tokens that their
+    advantage pushed away from the old policy (A > 0 and r > 1, or A < 0 and r < 1) are in that mean and may
+    be masked. Masked tokens count in the divisor, as in the paper.
 
-    Tokens of the same ``l_t^2`` stay or go together, so that their order decides nothing. The paper's code
-    clips at a bound derived from that mean instead; AReaL compares the policies before the update. The whole
-    batch is needed: for micro-batches, use ``policy_coefficients`` on it, then ``Linear`` on each part.
+    Tokens of equal ``l_t^2`` are masked together, independent of their order. The paper's code clips at a
+    bound derived from that mean instead; AReaL compares the policies before the update. For micro-batches,
+    use ``policy_coefficients`` of the whole batch, then ``Linear`` on each part.
 
     Args:
         threshold: bound of the mean squared log-ratio; the paper's.
-        one_sided: False: all tokens are in the mean and may be left out, as in AReaL.
+        one_sided: if False, all tokens are in the mean and may be masked, as in AReaL.
     """
 
     threshold: float = 0.04
@@ -41,11 +41,11 @@ class M2PO(Objective):
         super().__post_init__()
         require_numbers(threshold=self.threshold)
         checks.flag("one_sided", self.one_sided)
-        if not self.one_sided:  # a token without advantage still enters the mean
+        if not self.one_sided:  # tokens with a zero advantage are in the mean
             self._declare(zero_advantage_is_inactive=False)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         log_ratio, squares = batch.log_ratio, batch.log_ratio.detach().square()
         region = batch.mask & (batch.token_advantages() * log_ratio > 0) if self.one_sided else batch.mask
         ordered = torch.where(region, squares, torch.inf).flatten().sort().values

@@ -18,7 +18,7 @@ class MinPRO(CISPO):
 
     ``loss_t = -sg[clip(m_t r_t, min_ratio, max_ratio)] A_t logp_t`` with ``m_t = min_{u<t} r_u`` over the
     sequence's counted tokens, 1 for the first; ``dloss_t/dlogp_t = -clip(m_t r_t, min_ratio, max_ratio)
-    A_t``. The minimum replaces the product of the ratios before, whose variance grows with the length.
+    A_t``. The minimum replaces the product of previous ratios, whose variance grows with the length.
 
     Args:
         min_ratio, max_ratio: bounds of the weight, as in CISPO: the formula has ``1 - eps_low`` and
@@ -31,7 +31,7 @@ class MinPRO(CISPO):
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         log_ratio, before = batch.log_ratio.detach(), _smallest_before(batch)
         weight = torch.where(before == -math.inf, before, before + log_ratio)
         low = math.log(self.min_ratio) if self.min_ratio else -math.inf
@@ -41,10 +41,10 @@ class MinPRO(CISPO):
 
 
 def _smallest_before(batch: PolicyBatch) -> Tensor:
-    """Tokens: the smallest log-ratio of the sequence's counted tokens before each one; 0 for the first."""
+    """Return per token the smallest log-ratio of the sequence's previous counted tokens, 0 for the first."""
     ids = batch.sequence_ids()
     smallest = torch.where(batch.mask, batch.log_ratio.detach(), math.inf)
-    # each token gets the value of the one before
+    # shift by one token
     same = ids == torch.cat([ids[:, :1] - 1, ids[:, :-1]], 1)
     smallest = torch.where(same, torch.cat([smallest[:, :1], smallest[:, :-1]], 1), math.inf)
     reach = 1

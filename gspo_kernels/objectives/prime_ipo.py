@@ -1,4 +1,4 @@
-"""PrimeIPO: the ratio's gradient for tokens whose probability hardly moved, whatever the advantage's sign."""
+"""PrimeIPO: the ratio's gradient, masked by the change of a token's probability for either sign of A."""
 
 import math
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ class PrimeIPO(Objective):
     """INTELLECT Policy Optimization, prime-rl's default loss; not Identity Preference Optimization.
 
     ``loss_t = -keep_t A_t min(r_t, max_ratio) + kl_tau l_t^2`` with ``keep_t`` where ``|p_t - p_old_t| <=
-    eps``, p and p_old the label's probabilities; ``dloss_t/dlogp_t = -keep_t A_t min(r_t, max_ratio) +
-    2 kl_tau l_t``. From prime-rl's code and its pull requests 1930, 3418 and 3586. There is no paper; it
-    derives from DPPO (arXiv 2602.04879), which masks by the advantage's sign. The squared log-ratio covers
-    tokens that are not kept, too. In prime-rl ``old_logprobs`` are the inference engine's. Rollout weights
+    eps``, p and p_old the label's probabilities; ``dloss_t/dlogp_t = -keep_t A_t min(r_t, max_ratio) + 2
+    kl_tau l_t``. From prime-rl's code and its pull requests 1930, 3418 and 3586. There is no paper; it
+    derives from DPPO (arXiv 2602.04879), which masks by the advantage's sign. The squared log-ratio includes
+    tokens that are not kept. In prime-rl ``old_logprobs`` are the inference engine's. Rollout weights
     multiply both terms. prime-rl's option ``score_centering`` is ``centering=`` of the losses.
 
     Args:
-        eps: how far a token's probability may move; 0.3 since pull request 3586, 0.1 before.
-        max_ratio: bound of the ratio; a ratio that is bounded keeps its gradient.
-        kl_tau: weight of the squared log-ratio; 1e-3 before pull request 3586, now gone from prime-rl.
+        eps: bound of the change of a token's probability; 0.3 since pull request 3586, 0.1 before.
+        max_ratio: bound of the ratio; bounded ratios keep their gradient.
+        kl_tau: weight of the squared log-ratio; 1e-3 before pull request 3586, which removed it.
     """
 
     eps: float = 0.3
@@ -46,7 +46,7 @@ class PrimeIPO(Objective):
             self._declare(zero_advantage_is_inactive=False)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         log_ratio, moved = batch.log_ratio, batch.logprobs.detach().exp() - batch.old_logprobs.exp()
         low, high = moved < -self.eps, moved > self.eps
         capped = log_ratio.detach().clamp(max=math.log(self.max_ratio))
@@ -56,5 +56,5 @@ class PrimeIPO(Objective):
         return out._replace(loss=out.loss + pull)
 
     def ratio_weight(self) -> RatioWeight | None:
-        """Return the capped ratio of tokens that hardly moved; None with ``kl_tau``, which adds to it."""
+        """Return the capped ratio of kept tokens; None with ``kl_tau``."""
         return None if self.kl_tau else RatioWeight(high=self.max_ratio, eps=self.eps)

@@ -1,4 +1,4 @@
-"""Whether what an objective declares about itself is true, found out by trying."""
+"""Tests of an objective's declarations on random batches."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ _GROUP_IDS = (0, 0, 1, 1, 0, 1)
 _ADVANTAGES = (1.0, -0.7, 0.3, -1.3, 2.0, 0.4)
 _TOKENS = 7
 _DEVIATIONS = (0.0, 1e-4, 0.02, 0.2, 2.0)
-"""Sizes of log-ratios: within and beyond every clip range, and on-policy."""
+"""Sizes of log-ratios: on-policy, and inside and outside of every clip range."""
 _DRAWS = 2
 _TERMS = ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "token_weights")
-"""What a batch has per token, besides its mask and ``turn_ids``."""
+"""Inputs of a batch per token, besides its mask and ``turn_ids``."""
 
 
 def check(objective: Objective) -> None:
-    """Find out by trying whether an objective's declarations are true.
+    """Test an objective's declarations on random batches.
 
-    A wrong declaration is a wrong gradient without a word in the calls that rely on it. This draws batches
-    with log-ratios of several sizes, and changes in each what the declarations say that a coefficient
-    dLoss/dlogprob does not depend on. An objective with a ``ratio_form`` is also evaluated by every backend
-    that is present, from log-probs and from logits. A declaration that it finds no fault with may still be
-    wrong for batches that it does not draw.
+    Calls rely on declarations: a wrong one means a silently wrong gradient. For log-ratios of several sizes
+    this changes inputs on which a coefficient dLoss/dlogprob is declared not to depend. An objective with a
+    ``ratio_form`` is also evaluated by all available backends, from log-probs and from logits. Passing is not
+    a proof, as batches that are not drawn may contradict a declaration.
 
     Args:
-        objective: with the options to check.
+        objective: the objective, with the options to check.
 
     Raises:
-        TypeError: ``objective`` is not an instance of ``Objective``, or ignores what its class sets.
-        ValueError: declarations are not true; the message says which, and what contradicts each.
+        TypeError: ``objective`` is not an instance of ``Objective``, or its class has ignored attributes.
+        ValueError: wrong declarations, listed in the message with the reasons.
     """
     if not isinstance(objective, Objective):
         raise TypeError(f"objective: got {objective!r}, expected an instance of Objective")
@@ -53,7 +52,7 @@ def check(objective: Objective) -> None:
     def refuse(faults: Iterator[str]) -> None:
         if found := list(faults):
             name = type(objective).__name__
-            raise ValueError("\n- ".join([f"objective: {name} is not what it declares:", *found]))
+            raise ValueError("\n- ".join([f"objective: {name} has wrong declarations:", *found]))
 
     for seed in range(_DRAWS):
         rng = torch.Generator().manual_seed(seed)
@@ -63,7 +62,7 @@ def check(objective: Objective) -> None:
 
 
 def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Iterator[str]:
-    """Yield what a drawn batch contradicts, a sentence for each declaration."""
+    """Yield an error for each declaration that a random batch contradicts."""
     scope, values = objective.coefficient_scope, _draw(deviation, rng)
     mask, sequences = values["mask"], len(_ADVANTAGES)
 
@@ -75,22 +74,22 @@ def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Ite
 
     try:
         plain = changed()
-    except Exception as error:  # whatever the formula raises
-        yield f"evaluate, called with what needs={objective.needs} names, raises {_text(error)}"
+    except Exception as error:  # any error of the formula
+        yield f"evaluate, called with the inputs of needs={objective.needs}, raises {_text(error)}"
         return
     if not bool(plain.isfinite().all()):
         yield f"its gradient is not finite for log-ratios around {deviation}"
         return
     everything = _coefficients(objective, values, terms=("token_weights", "rollout_weights"))
 
-    # what a coefficient depends on
+    # the scope of coefficients
     even = torch.arange(sequences, device="cpu") % 2 == 0
     if scope != "batch":
         rows = values["group_ids"] == 0 if scope == "group" else even
         some = _coefficients(objective, {name: each[rows] for name, each in values.items()})
         if not _equal(some, plain[rows]):
             others = "groups" if scope == "group" else "sequences"
-            yield f"coefficient_scope is {scope!r}, but coefficients change without other {others}"
+            yield f"coefficient_scope is {scope!r}, but coefficients change if other {others} are removed"
     if scope in ("nothing", "token", "turn"):
         kept = {"nothing": mask & False, "token": uniform(*mask.shape) < 0.5, "turn": values["turn_ids"] == 0}
         other, stays = _draw(deviation or 0.3, rng), kept[scope]
@@ -115,7 +114,7 @@ def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Ite
         if not _equal(swapped, plain[:, order]):
             yield "needs_token_order is False, but coefficients change with the order of a sequence's tokens"
 
-    # which coefficients are zero or alike
+    # zero and equal coefficients
     if objective.needs_advantages and objective.zero_advantage_is_inactive:
         some = values["advantages"] * (torch.arange(sequences, device="cpu") % 3 != 0)
         ways = [some, torch.zeros_like(some)]
@@ -124,52 +123,52 @@ def _faults(objective: Objective, deviation: float, rng: torch.Generator) -> Ite
         for advantages in ways:
             zero = (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)) == 0
             if bool((changed(advantages=advantages) * zero).any()):
-                yield "zero_advantage_is_inactive is True, but a zero advantage leaves a gradient"
+                yield "zero_advantage_is_inactive is True, but the gradient of a zero advantage is not 0"
                 break
         remaining = {name: each[some != 0] for name, each in values.items()}
         if not _equal(_coefficients(objective, remaining), changed(advantages=some)[some != 0]):
-            yield "zero_advantage_is_inactive is True, but sequences without one change others' coefficients"
+            yield "zero_advantage_is_inactive is True, but inactive sequences change others' coefficients"
         weights = values["rollout_weights"] * even
         left = _coefficients(objective, values | {"rollout_weights": weights}, terms=("rollout_weights",))
         if scope in ("token", "sequence") and bool(left[weights == 0].any()):
-            yield "zero_advantage_is_inactive is True, but a rollout weight of 0 leaves a gradient"
+            yield "zero_advantage_is_inactive is True, but the gradient of a zero rollout weight is not 0"
     if objective.factorizes:
         each = (everything / values["token_weights"]).masked_fill(~mask, -torch.inf)
         if not _equal(torch.where(mask, each.amax(1, keepdim=True), 0.0), torch.where(mask, each, 0.0)):
             yield "factorizes is True, but coefficients of a sequence are not one number times token_weights"
 
-    # what is passed, and the layout
+    # inputs and layout
     if objective.needs_advantages and objective.takes_token_advantages:
         try:
             changed(advantages=values["advantages"].unsqueeze(1) * uniform(*mask.shape))
         except Exception as error:
             yield (
-                f"takes_token_advantages is True, but with those evaluate raises {_text(error)}; write "
-                "takes_token_advantages = False in the class if it takes one per sequence"
+                f"takes_token_advantages is True, but evaluate raises {_text(error)}; set "
+                "takes_token_advantages = False in the class if it needs one per sequence"
             )
     weighted = _coefficients(objective, values, terms=("rollout_weights",))
     if bool(plain.any()) and _equal(weighted, plain):
-        yield "rollout_weights change nothing: evaluate returns batch.weighted(loss)"
+        yield "rollout_weights have no effect; evaluate must return batch.weighted(loss)"
     if not _equal(_coefficients(objective, values, packed=True), plain):
-        yield "coefficients change if sequences are packed: combine tokens through batch.layout alone"
+        yield "coefficients change if sequences are packed; combine tokens only through batch.layout"
     weight = objective.ratio_weight()
     if weight is not None:
         log_p, log_q, A = values["logprobs"], values["old_logprobs"], values["advantages"].unsqueeze(1)
         pair = (weight, weight) if isinstance(weight, RatioWeight) else weight
         positive, negative = (f.times_q(log_p, log_q) / log_q.exp() for f in pair)
         if not _equal(torch.where(mask, -A * torch.where(A >= 0, positive, negative), 0.0), plain):
-            yield "ratio_weight is a different f than that of the coefficients -A f(r)"
+            yield "ratio_weight differs from the f of the coefficients -A f(r)"
     ratio_clip = objective.ratio_form()
     if ratio_clip is not None:
         aggregation = objective.aggregation != "sequence_mean", *objective.outer_divisor(), objective.level
         clipped = _coefficients(objective, values, bounds=ratio_clip[:3])
         if aggregation != ratio_clip[3:] or not _equal(clipped, plain):
-            yield "ratio_form is another loss than that of evaluate and its aggregation"
+            yield "ratio_form differs from the loss of evaluate and its aggregation"
 
 
 def _faults_of_backends(objective: Objective) -> Iterator[str]:
-    """Yield the backends whose clipped ratio with the ``ratio_form`` is another loss than ``evaluate``'s."""
-    # these modules import this package
+    """Yield an error for each backend whose ``ratio_form`` differs from ``evaluate``."""
+    # circular imports
     from gspo_kernels.arguments.terms import Terms
     from gspo_kernels.objectives.evaluate import evaluate
 
@@ -183,7 +182,7 @@ def _faults_of_backends(objective: Objective) -> Iterator[str]:
     given = [values[name] for name in ("old_logprobs", "advantages", "rollout_weights", "lengths")]
     divisors = None
     if ratio_clip.divisor == "prompts":
-        # a call passes the divisor of each sequence's prompt along with the weights: here it is 1
+        # the prompts' divisors, which calls pass with the weights, are 1 here
         ratio_clip = ratio_clip._replace(count_tokens=True, divisor="one", divisor_scale=1.0)
         divisors = torch.ones_like(values["advantages"])
     old, advantages, weights, lengths = given
@@ -191,7 +190,7 @@ def _faults_of_backends(objective: Objective) -> Iterator[str]:
         old, advantages, mask, rollout_weights=weights, lengths=lengths, normalizer=divisors,
         objective=objective.spec,
     )  # fmt: skip
-    # of two columns, the first is the label's
+    # two columns, the label's first
     logits = torch.stack([logprobs, (-torch.expm1(logprobs)).log()], -1)
     labels = torch.zeros_like(mask, dtype=torch.int64)
     devices = [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
@@ -212,7 +211,7 @@ def _faults_of_backends(objective: Objective) -> Iterator[str]:
                 wanted = evaluate(tokens.cpu(), None, terms)
                 same = _equal(torch.where(mask, gradient.cpu(), 0.0), wanted.grad_logprobs)
                 if not (same and _equal(loss.cpu(), wanted.loss) and _equal(metrics.cpu(), wanted.metrics)):
-                    yield f"ratio_form is another loss than that of evaluate on the backend {name!r}"
+                    yield f"ratio_form differs from the loss of evaluate on the backend {name!r}"
                     break
 
 
@@ -256,11 +255,11 @@ def _coefficients(
     """Return the gradient of the sum of a batch's losses with respect to its log-probs, [B, T].
 
     Args:
-        objective: whose ``evaluate`` is called, with the terms that it needs.
+        objective: the objective to evaluate, with the terms that it needs.
         values: the batch, [B, T] and [B].
-        terms: passed besides those that the objective needs.
-        packed: lay out all tokens as [1, B * T].
-        bounds: take ``log_clip`` with these bounds in the place of ``evaluate``.
+        terms: terms besides those that the objective needs.
+        packed: pack all tokens as [1, B * T].
+        bounds: evaluate ``log_clip`` with these bounds instead of the objective.
     """
     shape, rows = values["mask"].shape, values["mask"].shape[0]
     ends = torch.arange(rows + 1, device="cpu") * shape[1] if packed else None
@@ -298,7 +297,7 @@ def _coefficients(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two gradients are equal up to the rounding of fp64."""
+    """Return whether two gradients are equal up to fp64 rounding."""
     largest = max([each.abs().max().item() for each in (one, other) if each.numel()], default=0.0)
     return torch.allclose(one, other, rtol=0.0, atol=1e-9 * largest)
 

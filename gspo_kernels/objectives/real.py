@@ -15,9 +15,9 @@ class REAL(Objective):
     """Rewards as Labels (arXiv 2602.05630), after the official code; ms-swift's agrees.
 
     ``s_i = mean_t(logp_t - old_t)``; the loss of a group is ``log(1 + sum_+ exp(-s_i / tau)) + log(1 +
-    sum_- exp(s_i / tau))`` over successes and failures, 0 where it has but one of them; ``dloss/dlogp_t =
+    sum_- exp(s_i / tau))`` over successes and failures, 0 without both of them; ``dloss/dlogp_t =
     -w_i / (tau |y_i|)`` for a success, ``+`` for a failure, ``w_i = exp(.) / (1 + sum exp(.))``. A sequence's
-    value is its group's loss: with groups of one size the mean over sequences is the paper's mean over
+    value is its group's loss; for groups of equal size the mean over sequences is the paper's mean over
     groups. A group's rollout weight is the mean of its sequences'. ``advantages`` hold rewards.
 
     Args:
@@ -43,7 +43,7 @@ class REAL(Objective):
         require_numbers(-float("inf"), threshold=self.threshold)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence: its group's."""
+        """Return the loss of each sequence's group."""
         assert batch.advantages is not None
         groups, log_ratio = Groups.of(batch), batch.sequence_log_ratio()
         success = groups.present & (groups.table(batch.advantages) > self.threshold)

@@ -22,7 +22,7 @@ def _identity(log_ratio: Tensor, tau: Tensor) -> Tensor:
 
 
 LOG_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sigmoid": _sigmoid, "identity": _identity}
-"""Functions by name that return the log of a gate from log-ratios and temperatures (tokens). Add your own."""
+"""Functions by name that return the log of a gate from log-ratios and temperatures (tokens); extensible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class SSPO(Objective):
         require_numbers(1e-6, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per sequence."""
+        """Return one value per sequence."""
         tau = by_sign(batch, self.tau_positive, self.tau_negative)
         log_gates = torch.where(batch.mask, LOG_GATES[self.gate](batch.log_ratio, tau), 0.0)
         weight = finite.exp(batch.layout.sum(log_gates) / batch.lengths)

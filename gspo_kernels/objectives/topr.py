@@ -16,8 +16,8 @@ class TOPR(Objective):
 
     ``W = exp(sum_t (logp_t - old_t))``, the trajectory's ratio; ``loss_t = -A_t logp_t`` for A > 0, else
     ``-sg[min(W, 1)] A_t logp_t``; ``dloss_t/dlogp_t = -A_t`` or ``-min(W, 1) A_t``. From the paper, whose
-    log-likelihood of a trajectory is a sum over tokens: hence the aggregation. Some code takes the token's
-    own ratio instead: ``ratio_level="token"``, which the paper does not have.
+    log-likelihood of a trajectory is a sum over tokens, which determines the aggregation. Some code uses the
+    token's ratio instead (``ratio_level="token"``), unlike the paper.
 
     Args:
         ratio_level: "sequence", the trajectory's ratio, or "token".
@@ -39,7 +39,7 @@ class TOPR(Objective):
             self._declare(coefficient_scope="token", factorizes=False)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         by_sequence = self.ratio_level == "sequence"
         log_ratio = batch.per_token(batch.layout.sum(batch.log_ratio)) if by_sequence else batch.log_ratio
         gains = batch.token_advantages() > 0

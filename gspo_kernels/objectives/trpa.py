@@ -21,10 +21,9 @@ class TRPA(Pairwise):
     number of its pairs and P that of all pairs.
 
     ``advantages`` hold levels: 1 is the best, a lower level wins, and all sequences of a group with different
-    levels form pairs. There are three differences to the official code. The code's KL is the mean over all
-    tokens of the batch; here it is over the pairs' sequences, so that one divisor serves both. The code
-    clamps the KL of a token at 10. If a batch has no pair, the code pushes every sequence by its level, while
-    here the loss is 0.
+    levels form pairs. The official code differs in three ways: its KL is the mean over all tokens of the
+    batch instead of the pairs' sequences, it clamps the KL of a token at 10, and in a batch without pairs it
+    pushes every sequence by its level, while here the loss is 0.
 
     Args:
         beta: strength of the reference.

@@ -18,9 +18,9 @@ class VESPO(Objective):
 
     ``W = exp(sum_t (logp_t - old_t))``; ``phi(W) = W^k exp(lambda (1 - W))``; ``loss_t = -sg[phi(W)] A_t
     logp_t``; ``dloss_t/dlogp_t = -phi(W) A_t``, with k and lambda by the sign of the advantage. As in the
-    official code and TRL, log-ratios are clamped to +-20 and log W to [log 1e-8, 20]. In TRL W includes the
-    ratio to the rollout's policy: for that, pass the rollout's log-probs as ``old_logprobs``. Rollout weights
-    multiply the loss here. The mean over all tokens is TRL's.
+    official code and TRL, log-ratios are clamped to +-20 and log W to [log 1e-8, 20]. TRL's W includes the
+    ratio to the rollout policy; to do the same, pass the rollout's log-probs as ``old_logprobs``. Rollout
+    weights multiply the loss. The mean over all tokens is TRL's.
 
     Args:
         k_positive, lambda_positive: for A >= 0; the defaults are TRL's.
@@ -45,7 +45,7 @@ class VESPO(Objective):
         require_numbers(1e-4, lambda_positive=self.lambda_positive, lambda_negative=self.lambda_negative)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
+        """Return one value per token."""
         total = batch.layout.sum(batch.log_ratio.clamp(-_LOG_MAX, _LOG_MAX))
         log_ratio = batch.per_token(total.clamp(_LOG_MIN, _LOG_MAX))
         # where A = 0 any phi gives 0

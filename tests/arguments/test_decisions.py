@@ -1,4 +1,4 @@
-"""A call that looks like an earlier one is not checked again: what it gives must be the same."""
+"""Calls with a cached decision return the same results."""
 
 import inspect
 import itertools
@@ -61,7 +61,7 @@ def outcome(function, values):
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_calls_that_look_alike_are_checked_anew(name):
+def test_cached_decisions_keep_value_checks(name):
     """In any order of calls, right and wrong ones, of sizes that often coincide."""
     sizes = [(True, 2, 1), (True, 1, 2), (False, 2, 1), (False, 2, 2)]
     each = [call for size in sizes for call in calls(name, *size)]

@@ -394,7 +394,7 @@ def test_wrong_offsets(function):
 
 
 @pytest.mark.parametrize("function", FROM_SCORES)
-def test_unchecked_offsets_are_no_wrong_addresses(function, monkeypatch):
+def test_unchecked_offsets_stay_in_bounds(function, monkeypatch):
     """As on a GPU, where an index out of range ends the process."""
     monkeypatch.setattr(library, "_is_cpu", lambda device: False)
     options = {"backend": "reference"} | BY_SEQUENCE[function]
@@ -454,7 +454,7 @@ def test_labels_are_checked_where_they_count(function):
 def test_clip_ranges_that_look_like_their_ends(name):
     objective = getattr(gk, name)
     for low, high in ((0.8, 1.2), (0.5, 1.001), (0.9997, 1.0004), (0.999, 1.999)):
-        with value_error(match=f"clip_low, clip_high: got {low} and {high}, which look like the ends"):
+        with value_error(match=f"clip_low, clip_high: got {low} and {high}, which look like bounds"):
             objective(low, high)
     for low, high in ((0.49, 1.2), (0.8, 1.0), (0.8, 2.0), (1.0, 1.2), (0.9, 99.0)):
         objective(low, high)
@@ -501,7 +501,7 @@ class Call:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @every_way
 @every_loss
-def test_values_that_no_policy_gives(function, objective, packed):
+def test_impossible_values_are_errors(function, objective, packed):
     call = Call(function, objective, packed)
     place = r"position \[9\]" if packed else r"position \[2, 1\]"
     call.refuses("advantages: got NaN at sequence 1", advantages=with_value(call.advantages, NAN, 1))
@@ -523,7 +523,7 @@ def test_values_that_no_policy_gives(function, objective, packed):
         call.refuses("rollout_weights: got NaN at sequence 1", advantages=each, **no_weight)
     if function in (policy, coefficients):
         # with logits in place of both log-probs, the ratio would look like 1
-        call.refuses(f"^logprobs: got 40 at {place}, .* are these logits, or negated?",
+        call.refuses(f"^logprobs: got 40 at {place}, .* are these logits or negated",
                      logprobs=with_value(call.old, 40.0, 2, 1), old_logprobs=call.old)  # fmt: skip
 
     for mask in (with_value(one(B, T), 0.0, 2, 1), with_value(one(B, T, dtype=torch.bool), False, 2, 1)):
@@ -552,7 +552,7 @@ def test_each_of_many_log_probs_is_looked_at(dtype):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @every_way
 @every_loss
-def test_log_probs_may_be_nan_without_an_effect(function, objective, packed):
+def test_unused_log_probs_may_be_nan(function, objective, packed):
     call = Call(function, objective, packed)
     old = with_value(call.old, NAN, 1)
     no_advantage = {"advantages": with_value(call.advantages, 0.0, 1)}
@@ -587,8 +587,8 @@ OTHERS = {rollout: "rollout_logprobs", gk.off_policy_mask: "old_logprobs", advan
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("function", [*BESIDE, taught, linear_taught])
-def test_log_probs_beside_the_losses(function, packed):
-    """Log-probs and weights that functions beside the policy losses take, as these do."""
+def test_value_checks_of_log_probs(function, packed):
+    """Value checks of log-probs and weights in functions other than policy losses."""
     place = r"position \[9" if packed else r"position \[2, 1"
     mask, values = with_value(one(B, T), 0.0, 2, 1), {name: -one(B, T) for name in ("x", "y")}
     if function in BESIDE:
@@ -611,7 +611,7 @@ def test_log_probs_beside_the_losses(function, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_weights_beside_the_losses(packed):
+def test_value_checks_of_weights(packed):
     place = r"position \[9\]" if packed else r"position \[2, 1\]"
     weights, functions = one(B, T), (off_policy.without_rejected, off_policy.weight_metrics)
     calls = [(each, "weights") for each in functions]
@@ -646,7 +646,7 @@ def test_temperatures_of_empty_sequences(function, backend):
 
 
 @pytest.mark.parametrize("function", [taught, linear_taught])
-def test_ids_may_be_anything_where_no_token_counts(function):
+def test_ids_of_masked_tokens_are_ignored(function):
     right = torch.arange(V).expand(B, T, V)
     wrong = with_value(with_value(right, 10**9, 2, 1), -7, 0, 0)
     calls = arguments(function)

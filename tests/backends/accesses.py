@@ -1,6 +1,4 @@
-"""Memory accesses of programs under Triton's interpreter: in which order programs run, where they read and
-write, and whether a GPU, which runs programs and their threads at once, could see another order.
-"""
+"""Detection of out-of-bounds accesses and races under Triton's interpreter, in any order of programs."""
 
 import contextlib
 
@@ -91,10 +89,10 @@ def _tensors(arguments):
 
 
 @contextlib.contextmanager
-def watched(begin, access, barrier=lambda program: None, synchronise=lambda *atomic: None):
+def watched(begin, access, barrier=lambda program: None, synchronize=lambda *atomic: None):
     """Call ``begin`` with the tensors and the number of programs of each launch, ``access`` for each access
     to memory (its kind is "load", "volatile load", "store" or "atomic"), ``barrier`` for each barrier, and
-    ``synchronise`` with the memory order and the scope of each atomic access.
+    ``synchronize`` with the memory order and the scope of each atomic access.
     """
     from triton.runtime.interpreter import GridExecutor
 
@@ -118,7 +116,7 @@ def watched(begin, access, barrier=lambda program: None, synchronise=lambda *ato
     def atomic(plain, operation, pointers, value, mask, order, scope):
         one = Access(pointers, mask)
         access(builder.grid_idx[0], "atomic", one)
-        synchronise(builder.grid_idx[0], one, order.name, scope.name)
+        synchronize(builder.grid_idx[0], one, order.name, scope.name)
         return plain(operation, pointers, value, mask, order, scope)
 
     def wait(plain):
@@ -174,11 +172,11 @@ class Shadow:
 class Races:
     """Happens-before of the programs and threads of a launch, by vector clocks.
 
-    A program's clock counts its barriers. A thread sees what its own lane did, and what other lanes did
-    before the last barrier. One thread makes an atomic access: if the access releases, it publishes what the
-    program did before its last barrier; if it acquires, the program sees what was published at the address
-    from its next barrier on. Of two accesses to one cell, one of them a store, the second must see the first.
-    Other programs' stores must be loaded as volatile, because a cache may hold older values.
+    A program's clock counts its barriers. Accesses of the same lane, and of other lanes before the last
+    barrier, happen before. An atomic access is by one thread: a release publishes accesses before the
+    program's last barrier; after an acquire and a barrier, the accesses published at the address happen
+    before. Of two accesses to one cell, one of them a store, the first must happen before the second. Stores
+    of other programs must be loaded as volatile, because a cache may hold older values.
     """
 
     def begin(self, tensors, programs):
@@ -202,7 +200,7 @@ class Races:
         self.clock[program] += 1
         self.seen[program] = np.maximum(self.seen[program], self.acquired[program])
 
-    def synchronise(self, program, to, order, scope):
+    def synchronize(self, program, to, order, scope):
         """Release and acquire at an atomic access; all accesses to one address form one chain."""
         assert scope == "GPU", f"an atomic access of scope {scope} orders nothing between programs"
         for address in to.addresses.tolist():
@@ -255,7 +253,7 @@ class Races:
 def without_races():
     """Check that no two programs, and no two threads of one program, race for a cell."""
     races = Races()
-    with watched(races.begin, races.access, races.barrier, races.synchronise):
+    with watched(races.begin, races.access, races.barrier, races.synchronize):
         yield
 
 

@@ -1,7 +1,7 @@
 """Compile the kernels as they ship, for GPUs that need not be present, and print a report as JSON. A script.
 
 The launchers themselves decide what is compiled. Their ``launch`` is replaced by one that records the
-arguments, and Triton's own binder turns these into the specialisation that a launch on the target would ask
+arguments, and Triton's own binder turns these into the specialization that a launch on the target would ask
 for. Run it without TRITON_INTERPRET.
 """
 
@@ -85,7 +85,7 @@ def record(target: str, blocks: int = 0) -> list[Call]:
     return calls
 
 
-def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
+def specialization(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
     """Return the cache key of a call's launch, and the source and the options of its compilation."""
     kernel, _, tile, args, constants = call
     keywords = constants | tile.options()
@@ -167,7 +167,7 @@ def call_all(
 def compare(
     dtype: torch.dtype, transform: LogitTransform, beta: float, V: int = 4096, write: str = "in place"
 ) -> None:
-    """Call the launcher of divergences; ``write`` says where the gradient goes."""
+    """Call the launcher of divergences; ``write`` selects the memory of the gradient."""
     logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
     floats = torch.zeros(2, 3)
     pair = RowPair(logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100)
@@ -260,13 +260,13 @@ SHAPES = {
 
 
 def keys(shape: tuple[int, int, int]) -> dict[str, list[str]]:
-    """Return the specialisations of each kernel in calls over logits of a shape, in two transforms."""
+    """Return the specializations of each kernel in calls over logits of a shape, in two transforms."""
     calls = record("sm_90")
     for transform in (BENT, LogitTransform(2.0, 16.0, 1.0)):
         call_all(*shape, torch.bfloat16, transform)
     found: dict[str, set[str]] = {}
     for call in calls:
-        found.setdefault(call[0].fn.__name__, set()).add(specialisation(call, TARGETS["sm_90"])[0])
+        found.setdefault(call[0].fn.__name__, set()).add(specialization(call, TARGETS["sm_90"])[0])
     return {name: sorted(each) for name, each in found.items()}
 
 
@@ -332,11 +332,11 @@ def matrix_instructions(kernel: Any) -> list[str]:
 
 
 def compile_calls(calls: list[Call], target: str) -> list[dict[str, Any]]:
-    """Compile calls for a target, each specialisation once, and return a report of the machine code."""
+    """Compile calls for a target, each specialization once, and return a report of the machine code."""
     report = []
-    asked = {(call[0].fn.__name__, specialisation(call, TARGETS[target])[0]): call for call in calls}
+    asked = {(call[0].fn.__name__, specialization(call, TARGETS[target])[0]): call for call in calls}
     for call in asked.values():
-        _, source, options = specialisation(call, TARGETS[target])
+        _, source, options = specialization(call, TARGETS[target])
         kernel = triton.compile(source, target=TARGETS[target], options=options.__dict__)
         entry = described(call) | {"target": target, "warps": call[2].warps, "blocks": call[2].blocks}
         entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]

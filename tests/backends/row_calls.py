@@ -148,7 +148,7 @@ def plain(logits, labels, transform, grad_logprobs=None, grad_entropy=None, dtyp
     return chosen.detach(), torch.logsumexp(z, -1).detach(), entropy.detach(), leaf.grad
 
 
-def neighbour(values, k):
+def neighbor(values, k):
     """Return ``values``, for k > 0 moved at random by up to 1 part in 128: other roundings, the same size."""
     if k == 0:
         return values
@@ -157,12 +157,12 @@ def neighbour(values, k):
 
 
 class Truth:
-    """The exact results and plain PyTorch's, both for some rows and for random neighbours of these rows."""
+    """The exact results and plain PyTorch's, both for some rows and for random neighbors of these rows."""
 
     def __init__(self, logits, labels, transform, grad_logprobs, grad_entropy=None, draws=6):
         self.dtype, self.draws, names = logits.dtype, [], ("logprobs", "lse", "entropy", "grad")
         for k in range(draws):
-            here = neighbour(logits, k), labels, transform, grad_logprobs, grad_entropy
+            here = neighbor(logits, k), labels, transform, grad_logprobs, grad_entropy
             answers = {torch.float64: exact(*here), torch.float32: plain(*here)}
             self.draws.append({key: dict(zip(names, found, strict=True)) for key, found in answers.items()})
 

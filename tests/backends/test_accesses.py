@@ -50,7 +50,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("call", LAUNCHES.values(), ids=LAUNCHES)
-def test_no_launch_has_a_race_or_an_order(call):
+def test_launches_are_race_free_in_any_order(call):
     with without_races():
         want = [one.clone() for one in call()]
     torch.manual_seed(shifted_seed(0))
@@ -80,7 +80,7 @@ NARROWS = (4096 * 2 + 16, 0, torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("in_one_pass", (False, True))
-def test_gradients_over_their_own_rows_have_no_race(in_one_pass):
+def test_in_place_gradients_have_no_race(in_one_pass):
     for case in (
         NARROWS,
         (4096 * 2 + 21, 1, torch.float32, torch.float16),
@@ -151,7 +151,7 @@ def test_divergences_read_both_sides_once(beta):
     assert traffic.per_row(traffic.writes, 2) == EACH
 
 
-def test_scaling_by_one_touches_nothing():
+def test_scaling_by_one_writes_nothing():
     for factor, touched in ((1.0, 0), (0.5, 1)):
         assert all((count == touched).all() for count in scaled(factor)[1:])
 

@@ -44,7 +44,7 @@ def summed(*given):
     return total.item(), count.item()
 
 
-def test_padding_holes_and_order_change_no_sum():
+def test_sums_ignore_padding_holes_and_order():
     """Log-ratios are rounded to a grid, where a sum has one value; numbers beyond it stay as they are."""
     rng, size = generator(0), 700
     # from near 0, where the grid is coarser than fp32, to far off-policy
@@ -132,7 +132,7 @@ def test_operands_of_rows_without_gradient_are_zero():
 @pytest.mark.parametrize("width", [16, 130])
 @pytest.mark.parametrize("whole_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_hidden_gradients_lose_nothing_to_rounding(dtype, whole_last, width):
+def test_hidden_gradients_are_rounded_once(dtype, whole_last, width):
     values, factors = rows_of(width, FP32)
     values = values * torch.logspace(-12, 12, len(SIZES)).unsqueeze(1)
     hidden, scales = torch.full((14, width), 9.0, dtype=dtype), torch.full((14,), 9.0)

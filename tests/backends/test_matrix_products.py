@@ -115,7 +115,7 @@ def views(matrix, around=20):
 
 
 @pytest.mark.slow
-def test_elements_depend_on_row_and_column_alone(way, monkeypatch):
+def test_elements_depend_on_row_and_column_only(way, monkeypatch):
     """Strides, memory around, other rows and columns, threads and multiprocessors change no bit."""
     large = (530, 1000, 600) if way.name == "best" else (100, 130, 300)
     threads = torch.get_num_threads()
@@ -235,7 +235,7 @@ def test_instructions_of_equal_sums_have_equal_bits(one, other, dtype):
         torch.testing.assert_close(Way(one)(a, b), want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_amx_takes_subnormal_numbers_for_zero():
+def test_amx_flushes_subnormals():
     smallest, subnormal = 2.0**-126, 2.0**-130
     a = torch.tensor([[subnormal, 1.0], [smallest, -1.0], [smallest, 0.0]], dtype=BF16)
     b = torch.tensor([[2.0**100], [smallest]], dtype=BF16)

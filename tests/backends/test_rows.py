@@ -1,4 +1,4 @@
-"""The row kernels of Triton and C++ against extended precision: values, strides, rows that are left out."""
+"""The row kernels of Triton and C++ against extended precision: values, strides, ignored rows."""
 
 import numpy as np
 import pytest
@@ -114,7 +114,7 @@ def test_peaked_rows_keep_relative_accuracy(rows, dtype):
 
 
 def layouts(dtype):
-    """Yield (name, memory, (shape, strides, first element) of its rows); NaN lies between the rows."""
+    """Yield (name, memory, (shape, strides, first element) of its rows); the gaps between rows are NaN."""
     T = 16 // dtype.itemsize + 1  # rows an odd number of elements apart begin at every alignment
     for name, place in {
         "sliced rows": ((2, 2, 300), (11200, 2800, 1), 700),
@@ -136,7 +136,7 @@ def layouts(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_do_not_depend_on_where_rows_lie(rows, dtype):
+def test_results_do_not_depend_on_alignment(rows, dtype):
     """Nothing is written between the rows of gradients, either."""
     for name, memory, place in layouts(dtype):
         if name == "overlapping" and rows.name == "triton":
@@ -229,7 +229,7 @@ def test_either_gradient_makes_a_row_active(rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_without_gradient_are_never_read(rows, dtype):
+def test_inactive_rows_are_not_read(rows, dtype):
     logits, labels, grad, grad_entropy = draw(2500, dtype)
     labels[labels == 7] = 8
     labels[1, 1] = IGNORE
@@ -259,7 +259,7 @@ def test_rows_without_gradient_are_never_read(rows, dtype):
 
 
 @pytest.mark.parametrize("label", (-1, 300, 2**40, -(2**62)))
-def test_a_label_out_of_range_is_nan_and_no_address(rows, label):
+def test_labels_out_of_range_are_nan_and_in_bounds(rows, label):
     logits, labels, grad, grad_entropy = draw(300, torch.float32)
     stats = rows.forward(logits, labels)
     # the log-prob that doesn't exist has no gradient; the entropy has one

@@ -178,7 +178,7 @@ def agree(got, want, source="logprobs", dtype=FP32):
     assert out.metrics.keys() == expected.metrics.keys()
     torch.testing.assert_close(out.metrics, expected.metrics, **near)
     torch.testing.assert_close(out.loss, expected.loss, **near)
-    if dtype.itemsize == 2:  # fp32 values that may round to neighbours
+    if dtype.itemsize == 2:  # fp32 values that may round to neighbors
         near = {"rtol": torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).smallest_normal}
     elif source == "logits":
         near = {"rtol": 16 * torch.finfo(dtype).eps, "atol": 0}

@@ -55,7 +55,7 @@ def test_every_kernel_compiles_and_fits(report, target):
 
 
 def arrivals(order):
-    """Yield each atomic addition with the words before and behind it, up to the neighbouring additions."""
+    """Yield each atomic addition with the words before and behind it, up to the neighboring additions."""
     places = [place for place, word in enumerate(order) if "atom" in word]
     assert places
     for start, place, stop in zip([0, *places], places, [*places[1:], len(order)], strict=False):
@@ -63,7 +63,7 @@ def arrivals(order):
 
 
 @ALL
-def test_arrivals_order_what_programs_store(report, target):
+def test_arrivals_order_memory_accesses(report, target):
     """There are: stores, a barrier, one addition that releases and acquires, a barrier, loads past caches."""
     if target == "gfx942" and report["triton"].startswith(("3.6.", "3.7.")):
         pytest.skip("refused on AMD GPUs: LLVM leaves out the wait behind buffer_wbl2 there")
@@ -88,7 +88,7 @@ def test_arrivals_order_what_programs_store(report, target):
 
 
 @pytest.mark.parametrize("target", ("sm_90", "sm_100", "sm_120"))
-def test_clusters_order_what_their_blocks_exchange(report, target):
+def test_clusters_order_memory_accesses(report, target):
     """All global loads come before blocks first meet, blocks read each other's shared memory between two
     meetings, and gradients are stored over the logits after these reads.
     """

@@ -1,4 +1,4 @@
-"""A campaign goes on when its stages fail, hang or break the device, and keeps to its time."""
+"""A campaign continues if its stages fail, hang or break the device, within its time limit."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The suites for a GPU say what is right, wrong, idle and missing; planted faults are found."""
+"""The suites for a GPU report correct, wrong, idle and missing items, and find planted faults."""
 
 import functools
 import re

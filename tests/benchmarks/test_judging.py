@@ -94,7 +94,7 @@ def outcomes(task, calls, monkeypatch, problem, repeats=1, without=None, **about
 
 @pytest.mark.parametrize(("task", "make"), (("hidden", tiny_problem), ("logits", padded_problem)))
 def test_only_a_right_contestant_has_a_time(task, make, monkeypatch):
-    """Contestants that are wrong, fail or are left out have a reason and no time."""
+    """Contestants that are wrong, fail or are skipped have a reason and no time."""
     count = itertools.count()
 
     def fails(problem, *leaves):
@@ -128,7 +128,7 @@ def test_only_a_right_contestant_has_a_time(task, make, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ("float32", "input"))
-def test_scores_are_judged_by_their_own_precision(precision, monkeypatch):
+def test_log_probs_are_judged_by_precision(precision, monkeypatch):
     problem = tiny_problem("scoring", dtype=torch.bfloat16)
 
     def rounded(problem, hidden, weight):

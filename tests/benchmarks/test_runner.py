@@ -54,7 +54,7 @@ def test_a_missing_device_is_named(command, capsys):
 
 
 @pytest.mark.parametrize(("factor", "word"), ((1.0, ""), (1000.0, "slower"), (0.001, "faster")))
-def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
+def test_changes_are_named(folder, tmp_path, factor, word, capsys):
     record = hidden_of(folder)
     result = next(one for one in record["cases"][0]["results"] if one["contestant"] == "ours, auto")
     result["x_floor"] = {key: value * factor for key, value in result["x_floor"].items()}

@@ -18,8 +18,8 @@ GPU = torch.device("cuda", 5)
 OUTCOMES = {
     "right": (9, 0.3, None),
     "right on B200": (10, 1.0, None),
-    "wrong": (10, 3.21, "it is off by 3.2 times what roundings allow"),
-    "not a number": (9, float("nan"), "it is off by nan times what roundings allow"),
+    "wrong": (10, 3.21, "its error is 3.2 times the bound"),
+    "not a number": (9, float("nan"), "its error is nan times the bound"),
     "not compiled": (
         9, RuntimeError("PassManager::run failed"),
         "Triton can't compile it here: RuntimeError: PassManager::run failed",
@@ -103,11 +103,11 @@ def test_a_device_is_compared_once(name, monkeypatch, caplog):
     assert [first.unavailable_reason(GPU) for _ in range(2)] == [reason] * 2
     assert compared == [GPU] * (result is not None)
     assert len(caplog.messages) == (result is not None and reason is not None)
-    assert first.unavailable_reason(torch.device("cpu")) == "it is for NVIDIA GPUs"
+    assert first.unavailable_reason(torch.device("cpu")) == "it needs an NVIDIA GPU"
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_other_errors_are_raised_and_it_is_tried_again(error, monkeypatch):
+def test_other_errors_are_raised_and_retried(error, monkeypatch):
     """Also those of the driver, which is asked before."""
     pretend(monkeypatch)
     for asked in ("get_device_capability", "is_current_stream_capturing", None):
@@ -120,7 +120,7 @@ def test_other_errors_are_raised_and_it_is_tried_again(error, monkeypatch):
         assert first.unavailable_reason(GPU) is None
 
 
-def test_other_threads_wait_for_the_comparison(monkeypatch):
+def test_other_threads_wait_for_the_self_test(monkeypatch):
     pretend(monkeypatch)
     answers = []
     other = Thread(target=lambda: answers.append(first.unavailable_reason(GPU)))

@@ -61,7 +61,7 @@ def changes(kind, split, case):
     yield "normalizer: ", case, {"normalizer": -2.0}
     if split != "tp":
         shrinks = torch.tensor([0, 5, *case.cu_seqlens[2:]], dtype=torch.int32)
-        yield "cu_seqlens: decreases", replace(case, cu_seqlens=shrinks), {}
+        yield "cu_seqlens: got decreasing", replace(case, cu_seqlens=shrinks), {}
     if split == "cp":  # an empty sequence at the end
         ends, values = torch.cat([case.cu_seqlens, case.cu_seqlens[-1:]]), torch.ones(B + 1)
         options = {} if kind == "logprobs" else {"temperature": values}
@@ -74,7 +74,7 @@ def changes(kind, split, case):
     cut = torch.where(case.labels < half, case.labels + half, case.labels - half).unsqueeze(-1)
     everything = torch.arange(VOCABULARY).expand(*tokens, -1)
     yield f"labels: got {VOCABULARY + 7} in a counted position", replace(case, labels=outside), {}
-    yield "which the sampling mask there cuts", case, {"kept_mask": gk.kept_mask(cut, VOCABULARY)}
+    yield "in the sampling mask", case, {"kept_mask": gk.kept_mask(cut, VOCABULARY)}
     yield "temperature: got 0", case, {"temperature": 0.0}
     yield "temperature: differs", case, {"temperature": torch.full((B,), 0.5)}
     yield "kept_mask: differs", case, {"kept_mask": gk.kept_mask(everything, VOCABULARY)}

@@ -154,7 +154,7 @@ def every_objective():
 
 @of_ranks(2)
 def edges():
-    """Labels lie at both ends of shards; shards, also the label's, and rows are banned; inf and NaN occur."""
+    """Labels at both ends of shards; masked rows and shards, including the label's; inf and NaN."""
     parallel = gk.Parallel(dist.group.WORLD)
     (start, end), last = place_of("tp").columns(), VOCABULARY - 1
     labels = torch.tensor([0, 31, 32, last, 0, last, 1, 1, 1, 1, 2, -100])
@@ -205,7 +205,7 @@ def ranks_without_tokens():
 
 @of_ranks(2)
 def scores_and_gradients_in_place():
-    """Scores without gradient are the loss's log-probs; logits may be overwritten by their gradient."""
+    """Log-probs without gradient equal the loss's; logits may be overwritten by their gradient."""
     groups, local = place_of("tp").groups, share(case_of("linear"), place_of("tp"))
     with torch.no_grad():
         scored = call(local, local.inputs, SCORES["linear"], GSPO, "cpp", **groups)
@@ -275,7 +275,7 @@ def dtensors():
                 assert_equals_oracle(Result(out.loss.detach(), scores, grads), case, objective)
     if four:
         twice = {"logits": distribute_tensor(case.inputs["logits"], mesh, [Shard(1), Shard(1)])}
-        said = "logits: 2 dimensions of device meshes cut the vocabulary"
+        said = "logits: 2 dimensions of device meshes shard the vocabulary"
         assert_all_raise(said, partial(call, local, twice, LOSSES["logits"], GSPO, "cpp"))
     logits = case_of("logits").inputs["logits"][:7]  # scores of tokens that are split unevenly
     ids, temperature = torch.arange(len(logits)), torch.linspace(0.5, 2.0, len(logits))
@@ -376,7 +376,7 @@ def selected_ids():
     ids = torch.tensor([0, 40]).expand(2, 3, 2)  # one on each rank
     for message, wrong, options in (
         ("ids: got -3", ids - 3, {}),
-        ("which the sampling mask there cuts", ids, {"kept_mask": gk.kept_mask(ids + 1, VOCABULARY)}),
+        ("in the sampling mask", ids, {"kept_mask": gk.kept_mask(ids + 1, VOCABULARY)}),
     ):
         call = partial(gk.linear_selected_logprobs, hidden, weight, wrong, **group, **options)
         assert_all_raise(message, call)
@@ -384,7 +384,7 @@ def selected_ids():
 
 @of_ranks(2)
 def centered_losses():
-    """Ids to centre are of the whole vocabulary; in a cp_group each rank has those of its tokens."""
+    """Ids to center are of the whole vocabulary; in a cp_group each rank has those of its tokens."""
     start, end = place_of("tp").columns(uneven=True)
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     for linear, (objective, far) in itertools.product(

@@ -31,7 +31,7 @@ def sent(case, split, objective=GSPO, **options):
 
 @of_ranks(2, 4)
 def bytes_of_shared_vocabularies():
-    """Bytes follow the formula of docs/parallel.md, whatever the vocabulary's size."""
+    """Bytes follow the formula of docs/parallel.md, for any size of the vocabulary."""
     for vocabulary, terms, schedule in (
         (VOCABULARY, "plain", "two_pass"),
         (VOCABULARY, "entropy", "two_pass"),
@@ -59,7 +59,7 @@ def bytes_of_shared_vocabularies():
 
 @of_ranks(2)
 def bytes_of_shared_sequences():
-    """Bytes follow the formula of docs/parallel.md, whatever the number of tokens."""
+    """Bytes follow the formula of docs/parallel.md, for any number of tokens."""
     for kind, objective, terms, sums, numbers, extremes, beforehand in (
         ("logprobs", gk.GSPO(), "plain", 1, 3, 0, 0),
         ("logprobs", gk.GSPOToken(0.2, 0.2), "plain", 1, 7, 1, 0),

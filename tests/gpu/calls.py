@@ -68,7 +68,7 @@ def token_logprobs(device, scale, **options):
 
 
 def distilled(device, scale, beta, width=0):
-    """Distil from logits, in place, or from hidden states, whose 16-bit rows lie in the logits' memory."""
+    """Distill from logits, in place, or from hidden states, with 16-bit rows in the logits' memory."""
     inputs, *_ = problem(device, scale.tokens, scale.vocabulary, width)
     teacher, *_ = problem(device, scale.tokens, scale.vocabulary, 2 * width, seed=1)
     if width:

@@ -104,7 +104,7 @@ def test_a_device_that_is_not_the_current_one(name, device, scale):
 
 
 def test_more_elements_than_an_int32_counts(device):
-    """The last sequences lie beyond element 2^31; alone they give the same bits."""
+    """The last sequences are beyond element 2^31; results equal those of these sequences only."""
     V = 151936 if device.type == "cuda" else 300
     T = 2**31 // (4 * V) + 8 if device.type == "cuda" else 4
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 14 * 2**30:
@@ -162,7 +162,7 @@ def test_a_captured_graph_replays_forward_and_backward(kind, options, packed, de
 
 
 @pytest.mark.parametrize("schedule", ("auto", "aligned", "deferred", "two_pass"))
-def test_peak_memory_is_what_was_promised(schedule, device, scale):
+def test_peak_memory_equals_the_plan(schedule, device, scale):
     """The peak is at most a chunk, the schedule's extra, the gradients, and 32 MiB that libraries keep."""
     if device.type != "cuda":
         pytest.skip("the allocator's peak is CUDA's")

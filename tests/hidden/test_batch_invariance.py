@@ -1,4 +1,4 @@
-"""Batch-invariant mode: a token's results have the same bits whatever is computed along with it."""
+"""Batch-invariant mode: a token's results are bitwise identical in any batch."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def test_other_backends_rows():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scoring_is_the_losses_own(dtype):
-    """Scores of a row have the same bits among any other rows; log-probs have those of the losses."""
+def test_log_probs_equal_those_of_losses(dtype):
+    """Log-probs of a row are bitwise identical among any rows, and to those of the losses."""
     case = problem(dtype=dtype)
     here = case.each(lambda _, value: value.to(device_of(BACKEND)))
     (hidden, weight, bias), labels, mask = here.inputs.values(), here.labels, case.loss_mask
@@ -275,11 +275,11 @@ def test_contexts_may_overlap(modes, apart, order):
             assert seen() == [False if last else modes[order[1]]] * 3
 
 
-def test_what_has_no_fixed_order_is_refused(group_of_one):
+def test_unsupported_calls_are_errors(group_of_one):
     groups = "got a process group in batch-invariant mode"
     for options, error, message in (
         ({"batch_invariant": 1}, TypeError, "batch_invariant"),
-        ({"dtype": torch.float64}, ValueError, "fp64 have no fixed order"),
+        ({"dtype": torch.float64}, ValueError, "fp64 matmuls are not"),
         ({"backend": "reference"}, ValueError, "reference"),
         ({"schedule": "deferred"}, ValueError, "sums dWeight in segments"),
         ({"schedule": "known", "objective": gk.GRPO()}, ValueError, "from whole sequences"),

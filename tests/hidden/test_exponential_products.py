@@ -80,7 +80,7 @@ def test_losses_equal_the_oracle(here, schedule, terms, logit_options):
 
 @pytest.mark.parametrize("terms", ["holes", "holes+entropy"])
 @pytest.mark.parametrize("logit_options", ["default", "together"])
-def test_two_passes_take_exponentials_of_some_columns(here, monkeypatch, terms, logit_options):
+def test_two_pass_by_blocks_of_columns(here, monkeypatch, terms, logit_options):
     """No pass over logits follows; skipped rows and hidden states of masked ones may be anything."""
     monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 24})
     monkeypatch.setattr(kernels, "logprobs_backward", None)
@@ -149,7 +149,7 @@ def drawn(B=4, T=12, V=90, H=32, seed=0):
 
 
 def test_ratios_of_equal_weights_are_exactly_1(here):
-    """Whichever schedule, and whether scores or losses also have the entropy, an entropy bonus or a KL."""
+    """For all schedules, with or without entropy, entropy bonus and KL."""
     hidden, weight, labels, advantages = drawn()
     old = gk.linear_token_logprobs(hidden, weight, labels, backend="triton").logprobs
     with_entropy = gk.linear_token_logprobs(hidden, weight, labels, backend="triton", return_entropy=True)
@@ -185,7 +185,7 @@ def test_peak_memory_is_what_the_plan_says(schedule, rows, monkeypatch):
     assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
-def test_a_frozen_head_takes_two_products(monkeypatch):
+def test_a_frozen_head_needs_two_matmuls(monkeypatch):
     """Each chunk is projected once, and its exponentials are multiplied once."""
     monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
     hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
@@ -202,7 +202,7 @@ def test_a_frozen_head_takes_two_products(monkeypatch):
 
 @pytest.mark.parametrize("size", [1.0, 40.0])
 def test_recomputed_rows_need_no_sync(monkeypatch, size):
-    """It looks as often as for logits, also where labels lie far from the other logits."""
+    """As many syncs as with logits, even if labels are far from the other logits."""
     hidden, weight, labels, advantages = drawn()
     looks, results = [], []
     for reason in (None, "not now"):

@@ -64,7 +64,7 @@ def test_other_functions_take_it_too():
     ("change", "options", "message"),
     [
         ({}, {"schedule": "frozen"}, "the lm_head's weight or bias needs a gradient"),
-        ({}, {"batch_invariant": True}, "the two products of a LoRAHead have no fixed order"),
+        ({}, {"batch_invariant": True}, "a LoRAHead is not supported"),
         ({"A": torch.zeros(RANK, H + 1)}, {}, "weight.A: got shape"),
         ({"A": None}, {}, "weight.A: got NoneType"),
         ({"B": torch.zeros(V, RANK + 1)}, {}, "weight.B: got shape"),

@@ -1,6 +1,4 @@
-"""Products with a head's weight on the CPU: which library computes them, losses, which are right with either,
-and scores, which write no logits.
-"""
+"""Matmuls with a head's weight on the CPU: selection of the library, losses, and log-probs without logits."""
 
 import pytest
 import torch
@@ -83,7 +81,7 @@ def drawn(dtype, V):
     [(dtype, VOCABULARIES[-1]) for dtype in (FP32, BF16, torch.float16, torch.float64)]
     + [(FP32, V) for V in VOCABULARIES[:-1]],
 )
-def test_bits_of_scores_are_those_of_written_logits(library, dtype, V, monkeypatch):
+def test_statistics_equal_those_of_written_logits(library, dtype, V, monkeypatch):
     hidden, weight, bias, labels, kept = drawn(dtype, V)
     calls = [
         {},

@@ -35,7 +35,7 @@ CASES = {
     "two_pass": ("two_pass", "fp32", 1, 0, 1.0),
     "two_pass, bf16": ("two_pass", "bf16", 1, 0, 0.25),
 }
-# Schedule, dtype, tokens of a chunk, and how many ids of a token are centred.
+# Schedule, dtype, tokens of a chunk, and how many ids of a token are centered.
 CENTRED = {
     "known, bf16": ("known", "bf16", 44, 500),
     "known, one chunk": ("known", "fp32", 440, 500),
@@ -114,7 +114,7 @@ def measure():
             of_ids = torch.randint(vocabulary, (*arguments[2].shape, ids), generator=generator(1))
             options["centering"] = gk.ScoreCentering(of_ids, torch.full(of_ids.shape, -20.0))
             used = raised(ours, *arguments, **options)
-        shown[f"centred, {name}"] = [used, gk.explain_schedule(*arguments, **options).peak_bytes]
+        shown[f"centered, {name}"] = [used, gk.explain_schedule(*arguments, **options).peak_bytes]
     streams = StreamedMatmul.streams
     for name, dtype in DTYPES.items():
         StreamedMatmul.streams = streams
@@ -162,14 +162,14 @@ def test_peak_is_a_chunk_and_the_gradients(peaks, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CENTRED)
 def test_peak_has_the_ids_of_centering(peaks, name):
-    used, promise = peaks[f"centred, {name}"]
+    used, promise = peaks[f"centered, {name}"]
     assert used == pytest.approx(promise, rel=0.02)
 
 
 @on_linux
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_take_no_chunk(peaks, dtype):
+def test_log_probs_allocate_no_chunk(peaks, dtype):
     folded, written = peaks[f"scoring, {dtype}"]
     assert folded <= ALLOWANCE, f"{folded / MIB:.0f} MiB, expected at most {ALLOWANCE / MIB:.0f}"
     assert CHUNK / 2 <= written <= CHUNK + ALLOWANCE, f"{written / MIB:.0f} MiB of written logits"
@@ -191,7 +191,7 @@ def gradient_memory():
 
 
 @on_linux
-def test_whatever_refers_to_a_gradient_keeps_its_pages(given_back):
+def test_views_of_a_gradient_keep_its_pages(given_back):
     leaf = torch.zeros(4, requires_grad=True)
     whole = gradient_memory().fill_(3.0)
     views = [whole[5:7], whole.numpy()[60:], whole.untyped_storage(), whole.view(torch.int32).T]

@@ -77,7 +77,7 @@ def results(function, leaves, labels, weights):
 
 
 def assert_equal(ours, theirs, linear=False, dtypes=(torch.float64,)):
-    """Compare two functions of (leaves, labels): ours in ``dtypes``, theirs in fp64 on the same numbers."""
+    """Compare two functions of (leaves, labels): ours in ``dtypes``, the framework's in fp64."""
     leaves, labels, weights = draw(linear)
     for dtype in dtypes:
         leaves = [leaf.to(dtype) for leaf in leaves]

@@ -434,7 +434,7 @@ def known_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_polic
     ],
 )
 def test_registering_in_verl(installed, vanilla, reason, monkeypatch):
-    """Where verl is too old or calls losses in another way, every registered loss says so when called."""
+    """Every registered loss raises an error if verl is too old or calls losses differently."""
     registry = {}
     algos = SimpleNamespace(register_policy_loss=lambda name: partial(registry.setdefault, name))
     algos.compute_policy_loss_vanilla = vanilla
@@ -461,7 +461,7 @@ def test_registering_in_verl(installed, vanilla, reason, monkeypatch):
     ],
 )
 def test_registering_in_skyrl(takes, correction, reason, monkeypatch):
-    """A newer SkyRL is accepted, unless a function that the adapter knows has other parameters."""
+    """A newer SkyRL is accepted, unless a function that the adapter uses has different parameters."""
     registered = {"gk_grpo": None}
     registry = SimpleNamespace(list_available=lambda: [*registered], register=registered.__setitem__)
     utilities = SimpleNamespace(

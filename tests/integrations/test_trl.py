@@ -478,7 +478,7 @@ def test_ranges_that_are_rarely_meant_are_warned_about(options, message, tmp_pat
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "cast_lm_head_to_fp32": True}], ids=str)
-def test_scores_are_those_of_trl(options, model_path, tmp_path):
+def test_log_probs_equal_trl(options, model_path, tmp_path):
     """Keywords and positions both work."""
     ids = torch.randint(200, (4, 9), generator=torch.Generator().manual_seed(shifted_seed(3)))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": 6}

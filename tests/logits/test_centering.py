@@ -239,7 +239,7 @@ def test_ids_that_hold_nearly_all_mass(far, K, backend):
 # --- what it is for
 
 
-def mean_score(objective, z, q, ids, kept=None, centred=True, backend="auto"):
+def mean_score(objective, z, q, ids, kept=None, centered=True, backend="auto"):
     """Return the mean under q of a policy gradient with the advantage 1, with respect to the logits z [V].
 
     Every id is drawn once, as a token whose advantage is the id's q; ids with a q of 0 are not drawn.
@@ -250,7 +250,7 @@ def mean_score(objective, z, q, ids, kept=None, centred=True, backend="auto"):
     centering = gk.ScoreCentering(*(x.expand(1, V, -1) for x in (ids.to(device), log_q[ids.to(device)])))
     out = gk.fused_policy_loss(
         leaf.expand(1, V, V), drawn.view(1, V), log_q[drawn].view(1, V), q.to(device).view(1, V),
-        objective=objective, normalizer=1.0, centering=centering if centred else None, backend=backend,
+        objective=objective, normalizer=1.0, centering=centering if centered else None, backend=backend,
         kept_mask=None if kept is None else kept.to(device).expand(1, V, -1),
     )  # fmt: skip
     return torch.autograd.grad(out.loss, leaf)[0].cpu()
@@ -280,9 +280,9 @@ def test_the_mean_score_under_the_sampler_is_zero(objective, support, backend):
             objective = dataclasses.replace(objective, eps=max(0.05, 2 * float((p - q)[rest].abs().max())))
     if support == "mask":
         kept = gk.kept_mask(ids.view(1, -1), V)
-    centred = mean_score(objective, z, q, ids, kept, backend=backend)
-    drift = mean_score(objective, z, q, ids, kept, centred=False, backend=backend)
-    assert centred.abs().max() < 1e-14
+    centered = mean_score(objective, z, q, ids, kept, backend=backend)
+    drift = mean_score(objective, z, q, ids, kept, centered=False, backend=backend)
+    assert centered.abs().max() < 1e-14
     assert not isinstance(objective, gk.GPG) or drift.abs().max() > 1e-3
 
 
@@ -292,7 +292,7 @@ def test_a_clip_without_bounds_is_the_ratio():
     torch.testing.assert_close(clipped, ratio, rtol=1e-6, atol=1e-9)
 
 
-def test_nothing_is_left_beside_the_whole_support(backend):
+def test_full_support_leaves_no_tail(backend):
     """``alpha f(1 / alpha)`` is 0 there, for unbounded weights, too, where it would be 0 times infinity."""
     V, device = 7, device_of(backend)
     z = torch.linspace(-2, 1, V, device=device).double().expand(1, 2, V)
@@ -436,14 +436,14 @@ class Steeper(gk.GRPO):
 
 REFUSED = [
     ("centering: GSPO", {"objective": gk.GSPO(), "advantages": torch.ones(4), "rollout_weights": None}),
-    ("SAPO can't be centred", {"objective": gk.SAPO()}),
-    ("Steeper can't be centred", {"objective": Steeper()}),
+    ("SAPO can't be centered", {"objective": gk.SAPO()}),
+    ("Steeper can't be centered", {"objective": Steeper()}),
     ("PrimeIPO can't", {"objective": gk.PrimeIPO(kl_tau=0.1)}),
     ("centering: .*high=1.3", {"centering": center(IDS, LOGPROBS, gk.RatioWeight(high=2.0))}),
     ("old_logprobs: got None", {"old_logprobs": None}),
     ("token_weights: got a tensor", {"token_weights": torch.ones(8)}),
-    ("two_pass computes no entropy", {"return_entropy": True, "schedule": "two_pass"}),
-    ("gives the entropy no gradient", {"entropy_coef": 0.1}),
+    ("return_entropy: got True, expected False", {"return_entropy": True, "schedule": "two_pass"}),
+    ("has no gradient of the entropy", {"entropy_coef": 0.1}),
     *((f"schedule: '{name}'", {"schedule": name}) for name in ("aligned", "deferred", "frozen")),
     ("schedule: 'known'", {"schedule": "known", "batch_invariant": True}),
     (r"centering.ids: got shape \(7, 5\)", {"centering": center(IDS[:7], LOGPROBS[:7])}),
@@ -464,7 +464,7 @@ REFUSED_OF_LOGPROBS = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_unsupported_centering_is_an_error():
     whole = functools.partial(gk.fused_linear_policy_loss, **HIDDEN.inputs)
     of_logprobs = functools.partial(gk.policy_loss, HIDDEN.old.clone())
     arguments = TERMS | {"labels": LABELS}
@@ -480,7 +480,7 @@ def test_what_cannot_be_meant_is_refused():
         of_logprobs(**TERMS)
 
 
-def test_no_bit_depends_on_other_rows_or_chunks():
+def test_results_do_not_depend_on_rows_or_chunks():
     problem = Problem(OBJECTIVES[1], linear=True)
     labels, terms, tokens = problem.arguments("cpu")
     weight, bias = problem.inputs["weight"], problem.inputs["bias"]

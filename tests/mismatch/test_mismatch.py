@@ -272,7 +272,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_do_what_they_say(name, peaked, samples):
+def test_settings(name, peaked, samples):
     changes, compute = SETTINGS[name]
     scored = score(lambda dtype, attention: peaked, samples, Setting(**changes), 40)
     wanted = by_hand(peaked, samples, compute)
@@ -334,7 +334,7 @@ def test_files_of_another_kind_or_model_are_refused(tmp_path, directory, capsys)
         (with_model, masked, {"token_ids": [10**6], "sampling_mask": [[]]}, "has token 1000000, but"),
         (with_model, masked, {"token_ids": [-1], "sampling_mask": [[]]}, "has token -1, but"),
         (with_model, masked, {"sampling_mask": [[1, 10**6]]}, "has token 1000000, but"),
-        (with_model, masked, {"prompt": [{"role": "user", "content": "b"}]}, "the prompt is no text"),
+        (with_model, masked, {"prompt": [{"role": "user", "content": "b"}]}, "the prompt is not text"),
     ):
         write(file, [first, first | changes])
         message = error_of(capsys, *arguments, "--output", tmp_path / "out")
@@ -397,7 +397,7 @@ def test_corrections_respect_length_or_not():
     assert total["ess"] < 0.7 < 0.99 < mean["ess"]
 
 
-def test_the_cause_is_what_takes_the_difference_away():
+def test_the_cause_removes_the_difference():
     before = compared([1e-2, -1e-2], [2e-2])
     half, gone = compared([6e-3, -6e-3], [1.2e-2]), compared([1e-6, 0.0], [0.0])
     mean = before.summary()["tokens/mean"]

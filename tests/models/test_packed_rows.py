@@ -185,7 +185,7 @@ def test_the_check_has_no_dropout_and_finite_weights():
         check_rows_of(model)
 
 
-def test_a_hundredth_is_rounding_in_16_bit_alone():
+def test_one_percent_is_rounding_only_in_16_bit():
     model = build("qwen3")
     model.model.norm.register_forward_hook(
         lambda m, args, output: output * (1.01 if output.shape[1] > 9 else 1)

@@ -1,5 +1,4 @@
-"""The formula sheet: the loss of every objective as its source writes it, in fp64 PyTorch, one sequence after
-the other.
+"""The loss of every objective in the notation of its source, in fp64 PyTorch, sequence by sequence.
 
 ``detach`` stands for a stop-gradient; coefficients come from autograd. Nothing here comes from the package.
 """
@@ -253,12 +252,12 @@ def groups(qs):
 
 
 def agro(o, qs):
-    regularised = [q.advantage[0] - o.beta * q.log_ref.sum() for q in qs]
-    values = list(regularised)
+    regularized = [q.advantage[0] - o.beta * q.log_ref.sum() for q in qs]
+    values = list(regularized)
     for members in groups(qs):
-        mean = sum(regularised[i] for i in members) / len(members)
+        mean = sum(regularized[i] for i in members) / len(members)
         for i in members:
-            values[i] = (regularised[i] - mean).square() / 2
+            values[i] = (regularized[i] - mean).square() / 2
     return values
 
 

@@ -145,7 +145,7 @@ def make_batch(
 ) -> Batch:
     """Draw six sequences, one of them empty, with holes in their masks.
 
-    Each sequence's log-ratios lie around 0.0, +-0.05 or +-0.2, so that all branches of all clips are reached.
+    Each sequence's log-ratios are around 0.0, +-0.05 or +-0.2, so that all branches of all clips are reached.
     ``everything`` adds token weights and rollout weights.
     """
     rng = generator(seed)
@@ -161,8 +161,8 @@ def make_batch(
     mask[:, 0] = True
     mask[5] = False
     logprobs = -normal(*shape).abs() - 0.05
-    centre = torch.tensor([0.2, -0.2, 0.05, 0.2, -0.05, 0.0], dtype=torch.float64).unsqueeze(1)
-    old = (logprobs - centre - spread * normal(*shape)).clamp(max=-1e-3)
+    center = torch.tensor([0.2, -0.2, 0.05, 0.2, -0.05, 0.0], dtype=torch.float64).unsqueeze(1)
+    old = (logprobs - center - spread * normal(*shape)).clamp(max=-1e-3)
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)
     if token_advantages:
         advantages = advantages.unsqueeze(1) * normal(*shape).sign()

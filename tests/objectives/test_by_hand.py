@@ -40,7 +40,7 @@ def test_real_has_its_full_gradient_at_infinite_ratios():
     torch.testing.assert_close(got, (groups * shares / (0.5 * 2)).unsqueeze(1).expand(6, 2))
 
 
-def test_m2po_leaves_out_all_of_equal_tokens_or_none():
+def test_m2po_masks_equal_tokens_together():
     got = coefficients(fp64([0.2, 0.2, 0.1]), fp64(1.0), gk.M2PO(threshold=0.026))
     assert got.tolist() == [[0.0, 0.0, pytest.approx(-math.exp(0.1) / 3, rel=1e-12)]]
 

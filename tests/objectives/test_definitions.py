@@ -1,4 +1,4 @@
-"""Which formula runs: that of an objective's own class and options, and of nothing that looks like it."""
+"""The evaluated formula is that of an objective's class and options."""
 
 import copy
 import dataclasses
@@ -259,7 +259,7 @@ def test_numpy_scalars_are_python_numbers():
         assert [type(x) for x in vars(numpy).values()] == [type(x) for x in vars(plain).values()]
 
 
-def test_what_evaluate_returns_is_checked():
+def test_the_result_of_evaluate_is_checked():
     class Bare(Scaled):
         def evaluate(self, batch):
             return super().evaluate(batch).loss
@@ -280,7 +280,7 @@ def test_what_evaluate_returns_is_checked():
 
 
 def test_sequence_level_takes_one_advantage_each():
-    """Unless they say that they take one per token."""
+    """Unless they set takes_token_advantages."""
 
     class PerSequence(Objective):
         level = "sequence"

@@ -13,7 +13,7 @@ COUNTS = {gk.GSPO(): 3, PER_TOKEN: 8, gk.GRPO(aggregation="sum"): 1, gk.DrGRPO(a
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_what_is_counted(dtype):
+def test_counts(dtype):
     mask, offsets = MASK.to(dtype), torch.tensor([0, 4, 8, 12, 16])
     for objective, expected in COUNTS.items():
         assert gk.normalizer(objective, mask) == expected

@@ -114,7 +114,7 @@ def test_nothing_counted(objective):
 
 
 @every_declaration
-def test_what_is_declared_is_true_and_nothing_less(objective):
+def test_declarations_are_true_and_tight(objective):
     """What isn't declared doesn't hold, so that no objective does work that it could skip."""
     gk.objectives.check(objective)
     batch = make_batch(objective, everything=True)
@@ -167,7 +167,7 @@ class OtherRolloutWeights(gk.GSPO):
 
 
 class OtherWeight(gk.CISPO):
-    """Is centred with other bounds than its own."""
+    """Is centered with other bounds than its own."""
 
     def ratio_weight(self):
         return super().ratio_weight()._replace(high=1.2)
@@ -221,8 +221,8 @@ class ReplacesTheLoss(gk.GSPOToken):
 
 
 @pytest.mark.parametrize("cls", [DeclaresNothing, ReplacesTheLoss])
-def test_objectives_that_declare_nothing(cls):
-    """Neither what it leaves out nor what its base class says of another loss makes a promise."""
+def test_objectives_without_declarations(cls):
+    """Missing declarations and those of a base class with a different loss are not inherited."""
     objective = cls()
     gk.objectives.check(objective)
     batch = make_batch(objective)
@@ -250,7 +250,7 @@ def test_nan_is_refused_where_rollout_weights_are_0():
 
 
 @every_declaration
-def test_what_is_needed_is_asked_for_by_name(objective):
+def test_missing_inputs_are_named(objective):
     batch = make_batch(objective)
     for needed in objective.needs:
         with pytest.raises(ValueError, match=f"{needed}: got None"):

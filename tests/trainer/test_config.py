@@ -41,7 +41,7 @@ WRONG = [
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
     (MINIBATCHES, ["update.minibatches", "at most the 8 completions"]),
     (MINIBATCHES | {"objective": {"name": "DPO"}}, ["update.minibatches", "at most the 1 prompts"]),
-    ({"objective": {"centering": 20}}, ["objective.centering: GSPO can't be centred", "the sequence"]),
+    ({"objective": {"centering": 20}}, ["objective.centering: GSPO can't be centered", "the sequence"]),
     ({"objective": CENTRED, "off_policy": {"level": "token"}}, ["off_policy.level must be none"]),
     ({"objective": CENTRED, "update": {"entropy_coef": 0.1}}, ["update.entropy_coef must be 0", "got 0.1"]),
     ({"objective": CENTRED, "rollout": {"top_k": 9}}, ["rollout.keep_sampling_mask must be true"]),

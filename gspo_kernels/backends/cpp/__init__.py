@@ -44,11 +44,11 @@ def _load_error() -> str | None:
         importlib.import_module(f"{__name__.rsplit('.', 2)[0]}._C")
     except ModuleNotFoundError:
         note = Path(__file__).parents[2] / "_C.unavailable"
-        reason = note.read_text().strip() if note.is_file() else "no build has been tried here"
+        reason = note.read_text().strip() if note.is_file() else "it has not been built"
         return f"the C++ extension gspo_kernels._C is missing: {reason}"
     except (ImportError, OSError, RuntimeError) as error:
         reason = f"the C++ extension gspo_kernels._C does not load: {error}"
-        _LOGGER.warning("PyTorch's operations replace C++ in this process: %s", reason)
+        _LOGGER.warning("falling back to PyTorch on the CPU: %s", reason)
         return reason
     return None
 
@@ -56,7 +56,7 @@ def _load_error() -> str | None:
 def unavailable(device: torch.device) -> str | None:
     """See ``protocol.RowBackend.unavailable``."""
     if device.type != "cpu":
-        return f"the cpp backend serves CPU tensors only, not {device.type}"
+        return f"the cpp backend supports CPU tensors only, not {device.type}"
     return _load_error()
 
 
@@ -97,7 +97,7 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> Row
 
 
 def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-    """See ``protocol.OnePassBackend.one_pass_pays``: it always pays, and the bits are the same."""
+    """Return True, as one pass is always faster and bitwise identical."""
     return True
 
 
@@ -115,7 +115,7 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor]:
 
 
 _PIECE = 2**22
-"""Elements of logits that are converted at once if student and teacher have different dtypes."""
+"""Elements of logits to convert at a time if student and teacher have different dtypes."""
 
 
 def divergence(
@@ -146,7 +146,7 @@ def divergence(
 def _divergence_of_two_dtypes(
     rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
-    """Compute ``divergence`` of a few rows at a time, converted to the dtype that holds both sides."""
+    """Compute ``divergence`` of a few rows at a time, converted to the promoted dtype."""
     B, T, V = rows.logits.shape
     wide = torch.promote_types(rows.logits.dtype, rows.teacher_logits.dtype)
     stats = allocate_pair_stats(rows.logits)
@@ -173,7 +173,7 @@ def _divergence_of_two_dtypes(
 
 
 _NO_MASK, _RECHECK = range(2)
-"""Verdicts of the C++ ``ratio_step``: the mask isn't only 0 and 1; values need a closer look."""
+"""Results of the C++ ``ratio_step``: the mask has values other than 0 and 1; values must be rechecked."""
 
 
 def ratio_step(
@@ -255,11 +255,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
 
 @functools.cache
 def operators() -> torch._ops._OpNamespace:
-    """Return the operators of the extension.
-
-    Raises:
-        RuntimeError: it is not there.
-    """
+    """Return the operators of the extension, or raise a RuntimeError if it is missing."""
     reason = _load_error()
     if reason is not None:
         raise RuntimeError(reason)
@@ -267,14 +263,14 @@ def operators() -> torch._ops._OpNamespace:
 
 
 def _empty_stats(rows: LogitRows, entropy: bool) -> RowStats:
-    # empty_like takes half of the time of empty with a shape
+    # empty_like is twice as fast as empty with a shape
     like = functools.partial(torch.empty_like, rows.labels, memory_format=torch.contiguous_format)
     kind = stats_dtype(rows.logits.dtype)
     return RowStats(like(dtype=kind), like(dtype=torch.float64), like(dtype=kind) if entropy else None)
 
 
 def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
-    """Return one value per row as the operators take it: contiguous, in the dtype of statistics."""
+    """Return one value per row, contiguous and in the dtype of statistics."""
     return None if values is None else values.detach().to(stats_dtype(logits.dtype)).contiguous()
 
 
@@ -313,7 +309,7 @@ def _row_arguments(rows: LogitRows | RowPair) -> tuple[Tensor | float | None, ..
 def row_options(
     transform: LogitTransform, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor | float | None, ...]:
-    """Return how logits become log-probs, as the operators take it; ``dtype`` is the statistics'."""
+    """Return the logit transform in the operators' form; ``dtype`` is the statistics'."""
     temperature = transform.row_temperature
     return (
         None if temperature is None else temperature.detach().to(dtype).contiguous(),

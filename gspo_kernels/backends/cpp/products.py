@@ -1,4 +1,4 @@
-"""Matrix products of the C++ backend (csrc/products.h): fp32 sums, of fp32 or bf16 operands."""
+"""Matmuls of the C++ backend (csrc/products.h), with fp32 or bf16 operands and fp32 sums."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from torch import Tensor
 from gspo_kernels.backends.cpp import operators, unavailable
 
 PIECE = 128
-"""The most values along K that ``ends`` may put in one piece."""
+"""Maximum number of values along K in a piece of ``ends``."""
 INSTRUCTIONS = ("best", "amx", "avx512_bf16", "avx512", "avx2", "portable", "portable_amx")
-"""The instructions of products, as csrc/tiles.h lists them. From bf16, AMX has bits of its own, and so has
-"avx512", which widens bf16 to fp32. All others give the same bits, with two exceptions: "avx512_bf16" takes
-subnormal bf16 numbers for 0, and "portable" has other bits from fp32. "portable_amx" is AMX in plain C++."""
+"""Instruction sets of matmuls, see csrc/tiles.h. For bf16 operands results of AMX and of "avx512", which
+widens bf16 to fp32, differ from all others. These are bitwise identical, except that "avx512_bf16" flushes
+subnormal bf16 numbers to 0 and "portable" differs for fp32 operands. "portable_amx" is AMX in plain C++."""
 
 
 def has_instructions(instructions: str, dtype: torch.dtype) -> bool:
-    """Return whether this processor has these instructions, and they multiply ``dtype``."""
+    """Return whether this processor has these instructions and they support ``dtype``."""
     return dtype in (torch.float32, torch.bfloat16) and bool(
         operators().has_product_instructions(INSTRUCTIONS.index(instructions), dtype == torch.bfloat16)
     )
 
 
 def best_instructions(dtype: torch.dtype) -> str:
-    """Return what "best" means for fp32 or bf16 on this processor: csrc/products.cpp has the rule."""
+    """Return the instructions that "best" selects for fp32 or bf16, see csrc/products.cpp."""
     return INSTRUCTIONS[operators().product_instructions(dtype == torch.bfloat16)]
 
 
 def values_in_step(dtype: torch.dtype) -> int:
-    """Return how many values along K the best instructions for ``dtype`` sum up in an order of their own."""
+    """Return the number of values along K that the best instructions for ``dtype`` sum in one step."""
     if dtype == torch.float32:
         return 1
     return {"amx": 32, "avx512": 1}.get(best_instructions(dtype), 2)
@@ -70,15 +70,15 @@ def multiply(
 ) -> Tensor:
     """Compute ``out = a @ b + bias``, or ``out += a @ b`` with ``accumulate``.
 
-    An element of ``out`` doesn't depend on what is computed along with it, nor on the number of threads.
+    An element of ``out`` does not depend on M, N and the number of threads.
 
     Args:
         a, b: [M, K] and [K, N], both fp32 or both bf16, any strides.
         out: [M, N] fp32, contiguous along N.
         bias: [N] or None; not with ``accumulate``.
-        ends: int64, ascending, the last is K. The sum along K is cut into pieces with these ends: each is
-            summed up by itself, then added to the total, in order. A piece has at most ``PIECE`` values.
-            None: pieces of ``PIECE`` values, or of 256 where two bf16 values are multiplied at once.
+        ends: ascending int64, the last is K. The sum along K is split into pieces with these ends, which are
+            summed separately and added in order. A piece has at most ``PIECE`` values. Default: pieces of
+            ``PIECE`` values, or of 256 for instructions that multiply two bf16 values at a time.
         instructions: one of ``INSTRUCTIONS``.
 
     Raises:

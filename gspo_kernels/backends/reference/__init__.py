@@ -1,1 +1,1 @@
-"""The plain PyTorch backend, with which all other backends are compared."""
+"""The plain PyTorch backend, the reference for all other backends."""

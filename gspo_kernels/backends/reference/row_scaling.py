@@ -1,7 +1,4 @@
-"""Operations on rows of hidden states around the gradient products, in PyTorch: for backends without kernels.
-
-See ``protocol.HiddenKernels``.
-"""
+"""``protocol.HiddenKernels`` in PyTorch, for backends without kernels for hidden states."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def product_operand(
         active = coefficients != 0
     chosen = hidden.to(shares.dtype)
     if not (active.is_cpu and bool(active.all())):
-        # selected, not multiplied: the hidden state of a row without gradient may be anything
+        # select instead of multiply, as hidden states of rows without gradient may be NaN
         chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
     return (chosen * shares.unsqueeze(1)).to(dtype)
 
@@ -77,7 +74,7 @@ def store_hidden(
     whole_last: bool,
 ) -> None:
     """See ``protocol.HiddenKernels.store_hidden``."""
-    # a coefficient is a power of two, which rounds nothing, times a factor below 2, which multiplies now
+    # a coefficient is a power of two, whose product is exact, times a factor below 2, applied here
     coefficients = coefficients.to(values.dtype)
     last = coefficients if whole_last else power_of_two(coefficients)
     if not whole_last:

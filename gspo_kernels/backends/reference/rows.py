@@ -1,8 +1,4 @@
-"""Row operations in plain PyTorch: the oracle for the other backends, and a backend of its own.
-
-Everything is written the obvious way, through ``log_softmax`` and autograd; it materialises the transformed
-logits.
-"""
+"""Row operations in plain PyTorch, by ``log_softmax`` and autograd, which materialize transformed logits."""
 
 from __future__ import annotations
 
@@ -30,9 +26,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def _counted_columns(logits: Tensor, ignored: Tensor, transform: LogitTransform) -> Tensor:
-    """Return z in the statistics' dtype, with 0 for logits of ignored rows and -inf for columns that a mask
-    cuts; differentiable.
-    """
+    """Return z in the statistics' dtype, 0 in ignored rows and -inf in masked columns; differentiable."""
     ignored, wide = ignored.unsqueeze(-1), stats_dtype(logits.dtype)
     if transform.kept is None:
         return transform.apply(logits.masked_fill(ignored, 0.0).to(wide))
@@ -54,7 +48,7 @@ def token_statistics(rows: LogitRows) -> RowStats:
     logp = torch.log_softmax(z, dim=-1)
     logprobs = logp.gather(-1, index).squeeze(-1).masked_fill(~in_range, float("nan"))
     p = logp.exp()
-    # selected before the product, whose gradient would multiply 0 by infinity
+    # select before the product, whose gradient would be 0 * inf
     entropy = -(p * torch.where(p > 0, logp, 0.0)).sum(-1)
     lse = torch.logsumexp(exact(z.detach()), dim=-1)
     return RowStats(*(stat.masked_fill(ignored, 0.0) for stat in (logprobs, lse, entropy)))
@@ -85,7 +79,7 @@ def logprobs_backward(
         for output, grad in pairs:
             (slope,) = torch.autograd.grad(output.sum(), leaf, retain_graph=True)
             weight = grad.to(leaf.dtype) * (1.0 if grad_scale is None else grad_scale)
-            # a weight that overflowed may make slopes infinite, but must not turn zeros into NaN
+            # an infinite weight must not turn zeros into NaN
             grad_logits = grad_logits + torch.where(slope == 0, 0.0, slope * weight.unsqueeze(-1))
     out.copy_(grad_logits.masked_fill(inactive.unsqueeze(-1), 0.0))
 
@@ -130,7 +124,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
 
 
 def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-    """Return False: there is no one pass."""
+    """Return False, as it is not supported."""
     return False
 
 
@@ -146,13 +140,13 @@ def divergence(
 ) -> PairStats:
     """See ``protocol.RowBackend.divergence``."""
     logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
-    theirs = teacher_transform._replace(kept=transform.kept)
+    teacher_masked = teacher_transform._replace(kept=transform.kept)
     wide, grad_logits = torch.promote_types(teacher_logits.dtype, stats_dtype(logits.dtype)), None
     with inner_autograd():
         ignored = labels == ignore_index
         leaf = constant_of(logits).to(stats_dtype(logits.dtype)).requires_grad_()
         z = _counted_columns(leaf, ignored, transform.rows(constant_of))
-        teacher_z = _counted_columns(teacher_logits.detach().to(wide), ignored, theirs)
+        teacher_z = _counted_columns(teacher_logits.detach().to(wide), ignored, teacher_masked)
         if known is None:
             sides = (exact(each.detach()).logsumexp(-1) for each in (z, teacher_z))
             known = Normalizers(*(lse.masked_fill(ignored, 0.0) for lse in sides))
@@ -165,16 +159,16 @@ def divergence(
             stats = known
         else:
             student = 1.0 if beta in (0, 1) else 1 - beta
-            centres = torch.zeros_like(value[..., 0]) if beta == 0 else slope.sum(-1) / student
-            sums = (each.masked_fill(ignored, 0.0) for each in (value.sum(-1), centres))
+            centers = torch.zeros_like(value[..., 0]) if beta == 0 else slope.sum(-1) / student
+            sums = (each.masked_fill(ignored, 0.0) for each in (value.sum(-1), centers))
             stats = PairStats(*known, *sums)
         if out is not None and grad is not None:
             p = log_p.exp()
             if beta == 0:
                 grad_z = p + slope
             else:
-                grad_z = slope - p * (stats.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
-                # an infinite divergence has no direction: the gradient is NaN
+                grad_z = slope - p * (stats.centers * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
+                # the gradient of an infinite divergence is undefined
                 grad_z = torch.where(stats.divergences.isfinite().unsqueeze(-1), grad_z, torch.nan)
             weight = grad.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
             weighted = torch.where(weight == 0, 0.0, grad_z * weight)

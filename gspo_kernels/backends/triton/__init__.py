@@ -1,7 +1,7 @@
 """The Triton backend: ``protocol.RatioBackend`` as a module, for NVIDIA and AMD GPUs.
 
-Kernels know rows, addresses and sequences of rows. Of reinforcement learning they know only the clip of
-``RatioClip`` and its KL penalty.
+Kernels operate on rows and sequences of rows; the only losses are the clip of ``RatioClip`` and its KL
+penalty.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ __all__ = [
 
 
 _ORDERED_ON_AMD_FROM = (3, 9)
-"""The oldest Triton for AMD GPUs: 3.6 and 3.7 omit a wait in code for gfx942; 3.8 was not looked at."""
+"""The oldest Triton for AMD GPUs: 3.6 and 3.7 omit a wait in code for gfx942; 3.8 was not tested."""
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Return why the kernels can't run on ``device``, or None; the CPU needs Triton's interpreter."""
+    """Return the reason why the kernels can't run on ``device``, or None; the CPU needs the interpreter."""
     if device.type == "cuda":
         if platform() == "hip" and triton_version() < _ORDERED_ON_AMD_FROM:
-            return "for AMD GPUs Triton before 3.9 may leave out a wait between what programs write and read"
+            return "Triton before 3.9 may omit a wait between writes and reads on AMD GPUs"
         return None
     if device.type == "cpu":
         return None if INTERPRETED else "Triton kernels run on the CPU only under TRITON_INTERPRET=1"
-    return f"Triton kernels are tried on CUDA and ROCm devices, not on {device.type}"
+    return f"Triton kernels support CUDA and ROCm devices, not {device.type}"

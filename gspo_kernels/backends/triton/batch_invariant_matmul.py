@@ -1,9 +1,9 @@
-"""Matrix products whose sums have a fixed order: an element's bits depend on its row and its column alone.
+"""Batch-invariant matmuls: an element's result depends only on its row and its column.
 
-Libraries choose tiles, and how they split K, by the shapes of a product. Here tiles are the same for every
-number of rows and columns, and K is summed from its first value to its last, a step at a time. A sum that is
-accumulated begins with what ``out`` holds. Storing and loading fp32 sums changes no bit: accumulated products
-equal one product along the longer K, if K is cut at whole steps. A few programs walk over all tiles.
+Libraries select tiles and split K by the shapes of a matmul. Here tiles are the same for any number of rows
+and columns, and K is summed in order, one step at a time, starting from ``out`` if accumulating. Accumulated
+matmuls are bitwise identical to one along the whole K if K is split at multiples of a step. Programs are
+persistent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo_kernels.backends.triton.tiles import ProductTile, add_product, halves,
 from gspo_kernels.core.self_test import SelfTest, tensor_maps_enabled
 
 STEP = 64
-"""Products may be cut along K at multiples of this: the most values that a tile takes at a time."""
+"""Matmuls may be split along K at multiples of this, the largest step of a tile."""
 _VECTOR_BYTES = 16
 
 # Registers hold the sums of a tile. Tensor maps load 16-bit operands in 16-byte pieces and take no registers.
@@ -142,7 +142,7 @@ def fixed_product_kernel(
         a_stride_k = 1
     else:
         a_stride_m = 1
-        # The same number, but now the compiler knows that A_VECTOR divides it.
+        # The same number, in a form that the compiler can prove to be a multiple of A_VECTOR.
         a_stride_k = a_stride_k // A_VECTOR * A_VECTOR
     if B_ALONG_K:
         b_stride_k = 1
@@ -210,7 +210,7 @@ def batch_invariant_mm(
         ends: None, or where K may be cut: multiples of ``STEP``, then K.
 
     Raises:
-        ValueError: ``ends`` lie elsewhere.
+        ValueError: other ``ends``.
     """
     (M, K), N = a.shape, b.shape[1]
     *inner, last = [K] if ends is None else ends.tolist()

@@ -1,9 +1,8 @@
 """Addresses, loads, stores and sampling masks of a row's columns.
 
-Columns are accessed 16 bytes at a time if all rows consist of 16-byte pieces, otherwise one by one. The
-log-sum-exp takes blocks [loads, threads, vector], counted from the row's first column: neither the thread
-that adds a column nor the order depends on the row's address. Kernels take a pointer to sampling masks
-(``types.LogitTransform.kept``), or None, for which no code is compiled.
+Columns are accessed in 16-byte vectors if all rows are aligned, otherwise one by one. The log-sum-exp uses
+blocks [loads, threads, vector] relative to the row's first column, to make the order of sums independent of
+the row's address. Kernels take a pointer to sampling masks (``types.LogitTransform.kept``), or None.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def program_rows(count, ROWS: tl.constexpr):
-    """Return the ROWS rows of this program, and which of them exist."""
+    """Return the ROWS rows of this program, and a mask of those that exist."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return rows, rows < count
 
@@ -28,7 +27,7 @@ def element(pointer, b, t, stride_b, stride_t):
 @triton.jit
 def row_pointer(pointer, b, t, stride_b, stride_t, ALIGNED: tl.constexpr):
     """Return the address of row (b, t); ALIGNED promises the compiler a multiple of 16 bytes."""
-    # Not by ``element``: Triton 3.6 forgets which number divides the result of a function.
+    # Not by ``element``: Triton 3.6 loses the divisibility of the result of a function.
     row = pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
     if ALIGNED:
         row = tl.multiple_of(row, 16)
@@ -37,7 +36,7 @@ def row_pointer(pointer, b, t, stride_b, stride_t, ALIGNED: tl.constexpr):
 
 @triton.jit
 def aligned_width(width, ALIGNED: tl.constexpr):
-    """Return ``width``. ALIGNED: 16 divides it, and now the compiler knows."""
+    """Return ``width``; with ALIGNED in a form that the compiler can prove to be a multiple of 16."""
     if ALIGNED:
         width = width // 16 * 16
     return width
@@ -81,7 +80,7 @@ def _load_elements(
     MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):
-    """Load every STEP-th of VECTOR columns one after the other, so that each thread has all of its own.
+    """Load every STEP-th of VECTOR columns by separate loads, to keep each thread's columns together.
     ``pointers`` and ``columns`` [loads, threads, 1] are the first of these.
     """
     if STEP == VECTOR:
@@ -95,7 +94,7 @@ def _load_elements(
 
 @triton.jit
 def is_kept(mask, columns, width):
-    """Return for each of ``columns`` whether the mask keeps it; False from ``width`` on."""
+    """Return for each of ``columns`` whether the mask keeps it; False beyond the width."""
     word = tl.load(mask + (columns >> 5), mask=columns < width, other=0)
     return ((word >> (columns & 31)) & 1) != 0
 
@@ -133,8 +132,8 @@ def store_zeros(row, begin, lanes, end, EVICT: tl.constexpr):
 
 @triton.jit
 def mask_gradient(gradient, start, end, mask, VECTOR: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the gradient of a block with 0 for columns that the mask excludes, whatever their logits and
-    the row's coefficients hold. ALIGNED: the row is read in vectors.
+    """Return the gradient of a block with 0 for columns that the mask excludes, even if it is NaN. ALIGNED:
+    the row is read in vectors.
     """
     if mask is not None:
         if not ALIGNED:

@@ -1,5 +1,5 @@
-"""Divergence of a student's rows of logits from a teacher's, and its gradient. One program owns one row of
-each. ``core.divergences`` has the formulas.
+"""Divergence of a student's rows of logits from a teacher's and its gradient, with one program per row. For
+the formulas see ``core.divergences``.
 
 Both rows are read for their log-sum-exps, and again, from the cache, for the divergence. Reverse KL and
 Jensen-Shannon read them once more for the gradient, which needs the sum over the whole row. With known
@@ -95,7 +95,7 @@ def _to_mixture(log_p, log_q, mixture, PLATFORM: tl.constexpr):
 @typed_kernel
 def divergence_kernel(
     logits_ptr, labels_ptr, temperature_ptr, kept_ptr, teacher_logits_ptr, teacher_temperature_ptr,
-    lse_ptr, teacher_lse_ptr, divergences_ptr, centres_ptr, grad_ptr, out_ptr,
+    lse_ptr, teacher_lse_ptr, divergences_ptr, centers_ptr, grad_ptr, out_ptr,
     T: tl.int32, V: tl.int32, ignore_index: tl.int64, slope: tl.float64, inner: tl.float64, outer: tl.float64,
     logits_b: tl.int64, logits_t: tl.int64, labels_b: tl.int64, labels_t: tl.int64,
     temperature_b: tl.int64, temperature_t: tl.int64, kept_b: tl.int64, kept_t: tl.int64,
@@ -194,22 +194,22 @@ def divergence_kernel(
                 store_gradient(grad, out_row, start, lanes, written, mask, LOGITS, "", ROW)
     if KNOWN == "all":
         divergence = tl.load(divergences_ptr + n)
-        centre = tl.load(centres_ptr + n)
+        center = tl.load(centers_ptr + n)
     else:
         divergence = tl.sum(value, axis=0)
         divergence = tl.where(finite | (width == 0), divergence, float("nan"))
-        centre = divergence
+        center = divergence
         if KIND == "forward":
-            centre = tl.zeros_like(divergence)
+            center = tl.zeros_like(divergence)
         elif KIND == "mixture":
-            centre = tl.where(finite | (width == 0), tl.sum(to_mixture, axis=0), float("nan"))
+            center = tl.where(finite | (width == 0), tl.sum(to_mixture, axis=0), float("nan"))
         tl.store(divergences_ptr + n, divergence)
-        tl.store(centres_ptr + n, centre)
+        tl.store(centers_ptr + n, center)
     if out_ptr is not None:
         if KIND != "forward":
             tl.debug_barrier()
-            mean_slope = centre if KIND == "reverse" else (1.0 - share) * centre
-            # An infinite divergence has no direction: the gradient is NaN.
+            mean_slope = center if KIND == "reverse" else (1.0 - share) * center
+            # The gradient of an infinite divergence is undefined.
             coefficient = tl.where(_is_finite(divergence) | (coefficient == 0), coefficient, float("nan"))
             for start in range(0, written, ROW.BLOCK):
                 z, tanh_slope = _load(row, start, lanes, width, slopes, mask, ROW)

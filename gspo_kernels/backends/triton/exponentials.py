@@ -1,22 +1,22 @@
-"""A product of hidden states and weight whose epilogue takes the exponentials: no pass over logits follows.
+"""A matmul of hidden states and weight with exponentials in its epilogue, without a pass over logits.
 
-The label's own logit is a good offset for the softmax. With k near ``z_label log2(e)`` the epilogue computes
+The label's logit is a good offset for the softmax. With k near ``z_label log2(e)`` the epilogue computes
 ``e = 2^(z log2(e) - k)``, stores it in 16 bits and sums it in fp32, tile by tile. bf16 has the exponents of
 fp32, so any offset within some 60 nats of the log-sum-exp keeps full relative precision. With U, the sum of e
 over the columns other than the label's, and S = U + e_label,
 
     d logprob/dz = (1[label] - p)  =  (-1/S) * e,  if -U takes the place of e at the label:
 
-stored exponentials are rows of the gradient products up to one factor per row. Labels stay out of the sums,
-so that log-probs never exceed 0 and keep their relative accuracy near 0; see ``rows``.
+stored exponentials are rows of the gradient matmuls up to one factor per row. The sums exclude labels, for
+log-probs that are at most 0 and relatively accurate near 0; see ``rows``.
 
-Rows whose sums leave [2^-100, 2^90] (labels below some -68 nats or all but certain, NaN, infinities) are
-flagged on the device. Three more launches, which end at once if nothing is flagged, find their maxima and
-compute their tiles again with these as offsets: the host doesn't sync. Where the statistics are known, the
-log-sum-exp is the offset, no row can be flagged, and any columns can be computed; see ``KnownRows``.
+Rows whose sums are outside [2^-100, 2^90] (labels below some -68 nats or almost certain, NaN, infinities) are
+flagged on the device. Three more launches, which return immediately if no row is flagged, find their maxima
+and recompute their tiles with these as offsets, without a sync. With known statistics the log-sum-exp is the
+offset, no row is flagged, and any range of columns can be computed; see ``KnownRows``.
 
-A row's bits depend on its hidden state, weight and label alone: tiles and orders of sums are fixed by V, and
-variants of the kernel (with or without storing e, with or without the entropy) do the same arithmetic.
+Results of a row depend only on its hidden state, weight and label: tiles and the order of sums are fixed by
+V, and all variants of the kernel (with or without stored e or entropy) have the same arithmetic.
 """
 
 from __future__ import annotations
@@ -150,13 +150,13 @@ def label_offsets_kernel(
     """
     n = tl.program_id(0)
     b, t, label, counted = row_label(n, labels_ptr, N, 0, labels_stride, ignore_index)
-    labelled = counted & (label >= 0) & (label < V)
-    place = tl.where(labelled, label, tl.where(counted, -1, -2))
+    labeled = counted & (label >= 0) & (label < V)
+    place = tl.where(labeled, label, tl.where(counted, -1, -2))
     tl.store(places_ptr + n, place.to(tl.int32))
     hidden = hidden_ptr + n.to(tl.int64) * hidden_stride
     column = weight_ptr + tl.maximum(place, 0) * weight_stride
     dots = tl.zeros([BLOCK], tl.float32)
-    width = tl.where(labelled, H, 0)
+    width = tl.where(labeled, H, 0)
     for start in range(0, width, BLOCK):
         lanes = start + tl.arange(0, BLOCK)
         h = tl.load(hidden + lanes, mask=lanes < width, other=0.0).to(tl.float32)
@@ -391,9 +391,9 @@ def _flag_rows(flags_ptr, offsets_ptr, count_ptr, row, inside, counted, total, e
 
 
 @triton.jit
-def _entropy(logp, labelled, total, spread, others, whole):
+def _entropy(logp, labeled, total, spread, others, whole):
     """Return the entropy of rows from the label's p log p, and the others' from their mean exponent."""
-    p = tl.where(labelled, tl.exp(logp), 0.0)
+    p = tl.where(labeled, tl.exp(logp), 0.0)
     rest = tl.exp(others - whole)
     entropy = -(tl.where(p == 0, 0.0, p * logp))
     mean = spread / total * _LN_2
@@ -427,10 +427,10 @@ def row_statistics_kernel(
     width = tl.where(stop > 0, tl.cdiv(V, COLUMNS), 0)
     total, spread = _add_tiles(sums_ptr, spreads_ptr, row, inside, width, N, TILES)
     place = tl.load(places_ptr + row, mask=inside, other=-2)
-    labelled = place >= 0
+    labeled = place >= 0
     counted = place != -2
     offset = _load_offsets(offsets_ptr, row, inside)
-    exponent = tl.load(label_ptr + row, mask=labelled, other=-float("inf"))
+    exponent = tl.load(label_ptr + row, mask=labeled, other=-float("inf"))
     # In nats above the offset: the other columns, the label, and the whole row.
     others = tl.log(total)
     own = exponent.to(tl.float64) * _LN_2
@@ -438,14 +438,14 @@ def row_statistics_kernel(
     whole = tl.maximum(others, own) + softplus_down
     # As in PyTorch, the log-prob of a label at +inf is inf - inf, which is NaN.
     is_number = (own == own) & (own != float("inf"))
-    logp = tl.where(labelled & is_number, logp, float("nan"))
+    logp = tl.where(labeled & is_number, logp, float("nan"))
     if not RECOMPUTED:
         _flag_rows(flags_ptr, offsets_ptr, count_ptr, row, inside, counted, total, exponent, offset)
     lse = tl.where(offset == float("inf"), float("inf"), offset.to(tl.float64) * _LN_2 + whole)
     tl.store(logprobs_ptr + row, tl.where(counted, logp, 0.0).to(tl.float32), mask=inside)
     tl.store(lse_ptr + row, tl.where(counted, lse, 0.0), mask=inside)
     if entropy_ptr is not None:
-        entropy = _entropy(logp, labelled, total, spread, others, whole)
+        entropy = _entropy(logp, labeled, total, spread, others, whole)
         tl.store(entropy_ptr + row, tl.where(counted, entropy, 0.0).to(tl.float32), mask=inside)
     if out_ptr is not None:
         t = tl.where(inside, row, 0)
@@ -453,14 +453,14 @@ def row_statistics_kernel(
         factor = tl.where(
             is_number, -add_hi_lo(slopes[0][0], slopes[0][1], tl.float64) * tl.exp(-whole), float("nan")
         )
-        tl.store(factors_ptr + row, tl.where(labelled, factor, 0.0).to(tl.float32), mask=inside)
+        tl.store(factors_ptr + row, tl.where(labeled, factor, 0.0).to(tl.float32), mask=inside)
         # where all logits are -inf, the NaN of the factor would meet zeros alone
         value = tl.where(logp == logp, -total, float("nan"))
         if ROW.SOFTCAP:
             value *= _softcap_grad(own + offset.to(tl.float64) * _LN_2, slopes)
-        value = tl.where(labelled, value.to(tl.float32), 0.0)
+        value = tl.where(labeled, value.to(tl.float32), 0.0)
         elements = out_ptr + (row.to(tl.int64) * out_stride + place)
-        _store_rounded(value, elements, labelled, label_residuals_ptr + row, inside, ROW.PLATFORM)
+        _store_rounded(value, elements, labeled, label_residuals_ptr + row, inside, ROW.PLATFORM)
 
 
 @typed_kernel
@@ -483,10 +483,10 @@ def known_rows_kernel(
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0).to(tl.float64)
     # Comparisons with NaN are false.
     finite = tl.abs(lse) < HUGE
-    labelled = counted & (label >= 0) & (label < V)
+    labeled = counted & (label >= 0) & (label < V)
     # NaN and infinities in a row without gradient must not meet the zeros of its other operand.
     inert = (tl.load(active_ptr + row, mask=inside, other=0) == 0) & (finite == 0)
-    place = tl.where(labelled, label, -1)
+    place = tl.where(labeled, label, -1)
     place = tl.where(counted & (inert == 0), place, -2)
     tl.store(places_ptr + row, place.to(tl.int32), mask=inside)
     if powers_ptr is not None:

@@ -1,4 +1,4 @@
-"""What the launchers share: block sizes, the flags a kernel is compiled for, and the launch itself."""
+"""Launching of kernels: block sizes, compile-time constants, and the launch itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gspo_kernels.backends.triton.columns import element
 from gspo_kernels.core.types import LogitTransform, RowStats, stats_dtype
 
 INTERPRETED = not isinstance(element, triton.runtime.JITFunction)
-"""Whether the kernels were imported under TRITON_INTERPRET=1 and so run on CPU tensors."""
+"""Whether the kernels were imported under TRITON_INTERPRET=1 and run on CPU tensors."""
 
 
 @functools.cache
 def platform() -> str:
-    """Return what the kernels are compiled for: "interpreter", "hip" or "cuda"."""
+    """Return the target of the kernels: "interpreter", "hip" or "cuda"."""
     if INTERPRETED:
         return "interpreter"
     return "cuda" if torch.version.hip is None else "hip"
@@ -34,9 +34,9 @@ def triton_version() -> tuple[int, ...]:
 
 
 class Tile(NamedTuple):
-    """How a kernel is launched: ``block`` columns at a time, ``warps`` per block of threads, ``stages`` of
-    the pipeline that feeds a product, ``blocks`` of threads per program (several make a cluster), and at most
-    ``registers`` per thread (None: the compiler chooses).
+    """Launch options of a kernel: ``block`` columns at a time, ``warps`` per thread block, ``stages`` of the
+    pipeline of a matmul, thread ``blocks`` per program (a cluster if several), and the maximum of
+    ``registers`` per thread (None for the compiler's).
     """
 
     block: int
@@ -92,7 +92,7 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 
 def with_contiguous_rows(logits_BTV: Tensor) -> Tensor:
-    """Return logits with a vocabulary stride of 1, copied if theirs is another."""
+    """Return logits with a vocabulary stride of 1, copied if necessary."""
     return logits_BTV if logits_BTV.stride(2) == 1 else logits_BTV.contiguous()
 
 
@@ -105,7 +105,7 @@ def _extent(tensor: Tensor) -> range:
 
 
 def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
-    """Return whether ``out`` has a narrower dtype than the logits and lies in the memory of their rows.
+    """Return whether ``out`` has a narrower dtype than the logits and is in the memory of their rows.
 
     Raises:
         ValueError: ``out`` shares memory with the logits in another way and isn't the same tensor.
@@ -130,8 +130,8 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
     raise ValueError(
         f"out: shares memory with logits; got {out_BTV.dtype} with strides {out_BTV.stride()}, "
         f"{out.start - logits.start} bytes after logits of {logits_BTV.dtype} with strides "
-        f"{logits_BTV.stride()}; expected memory of its own, logits itself, or a narrower dtype whose rows "
-        "begin where those of the logits do"
+        f"{logits_BTV.stride()}; expected separate memory, the logits, or a narrower dtype whose rows start "
+        "at those of the logits"
     )
 
 
@@ -147,8 +147,8 @@ def strides(*tensors: Tensor | None) -> list[int]:
 
 
 def strides_of(values: Tensor | None, packed: bool) -> tuple[int, int]:
-    """Return the strides along sequences and tokens of values [sequences] or like the tokens; 0 where one
-    value serves all.
+    """Return the strides along sequences and tokens of values [sequences] or like the tokens, 0 for
+    broadcasting.
     """
     if values is None:
         return 0, 0
@@ -165,8 +165,8 @@ def slopes_of(transform: LogitTransform) -> tuple[float, float, float]:
 
 
 def row_numbers(logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int) -> list[Any]:
-    """Return what kernels over logit rows take after their pointers: T, V, ignore_index, slopes, and the
-    strides of logits, labels, temperatures and sampling masks.
+    """Return the numeric arguments of kernels over logit rows: T, V, ignore_index, slopes, and the strides of
+    logits, labels, temperatures and sampling masks.
     """
     strided = strides(logits, labels, transform.row_temperature, transform.kept)
     return [*logits.shape[1:], ignore_index, *slopes_of(transform), *strided]
@@ -212,9 +212,8 @@ class RowConstants(NamedTuple):
 
 
 def typed_kernel(function: Callable[..., None]) -> Any:
-    """Apply ``triton.jit`` so that only dtypes, the presence of optional tensors, and constants specialize
-    the kernel: new shapes, strides or addresses don't compile it again. Tensors come first, and all numbers
-    are annotated with their types.
+    """Apply ``triton.jit`` with specialization on dtypes, the presence of optional tensors, and constants
+    only, not on shapes, strides or addresses. Tensors are the first arguments; numbers have type annotations.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
@@ -230,11 +229,11 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 def launch(
     kernel: Any, programs: int, device: torch.device, tile: Tile, *args: Any, **constants: Any
 ) -> None:
-    """Run ``programs`` programs, if any, of a ``typed_kernel`` on the tensors' ``device``, which needn't be
-    the current one. ``args`` and ``constants`` are the kernel's parameters, in order.
+    """Launch ``programs`` programs of a ``typed_kernel`` on the tensors' ``device``, which may not be the
+    current one. ``args`` and ``constants`` are the kernel's parameters, in order.
 
-    Triton's own launch compares all globals of a kernel, and takes longer than everything else here. It
-    serves the first launch of each specialization; later ones call the compiled kernel.
+    Only the first launch of each specialization uses Triton's launcher, which is slow; later ones call the
+    compiled kernel.
     """
     if programs == 0:
         return

@@ -3,12 +3,10 @@
 Statistics are contiguous [B, T]; everything else comes with its strides. In the forward one program owns one
 row. In the backward it owns a part of a row, or the whole row where the gradient narrows the row in place.
 
-Where coefficients are known beforehand, one launch computes both. Rows that fit stay on the chip, and each
-logit is read once: one program owns one row and keeps an exponential of each logit in registers. If a row is
-larger than one block of threads holds, a program is a cluster of up to 16 blocks on neighbouring
-multiprocessors of an NVIDIA GPU, which exchange their maxima and sums through shared memory. The source is
-the same: the number of blocks is an option of the launch. Other rows are read twice, the second time from the
-cache if it holds them.
+If coefficients are known beforehand, one launch computes both. Rows that fit stay on the chip and are read
+once: one program owns one row and keeps an exponential of each logit in registers. For larger rows a program
+is a cluster of up to 16 thread blocks on an NVIDIA GPU, which reduce maxima and sums through shared memory.
+Other rows are read twice, the second time from the L2 cache if it holds them.
 """
 
 from __future__ import annotations
@@ -62,25 +60,25 @@ from gspo_kernels.core.types import LogitRows, LogitTransform, RowGradients, Row
 _WHOLE = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 _PARTS = {2: Tile(4096, 4), 4: Tile(2048, 4), 8: Tile(1024, 4)}
 _BLOCKS = 4
-"""Blocks of columns in a part of a row. Many small programs leave no multiprocessor idle at the end, and
-those that run at a time read and write neighbouring memory."""
+"""Blocks of columns in a part of a row. Many small programs balance the load at the end, and concurrent ones
+access adjacent memory."""
 _CLUSTERS_FROM = (3, 8)
 """The first Triton that compiles reductions over the blocks of a cluster."""
 _BLOCKS_BY_CAPABILITY = {9: 16, 10: 16, 12: 8}
 _NUMBERS = 40
-"""How many exponentials a thread keeps at most; with everything else they take 64 to 80 registers."""
+"""Most exponentials that a thread keeps, which takes 64 to 80 registers in all."""
 
 
 # --- forward
 
 
 @triton.jit
-def load_coefficient(coefficients_ptr, b, t, stride_b, stride_t, labelled, STATS: tl.constexpr):
+def load_coefficient(coefficients_ptr, b, t, stride_b, stride_t, labeled, STATS: tl.constexpr):
     """Load a row's coefficient: 1 without coefficients, 0 without a label in range: no logit matters then."""
     coefficient = tl.full([], 1.0, STATS)
     if coefficients_ptr is not None:
         coefficient = tl.load(element(coefficients_ptr, b, t, stride_b, stride_t)).to(STATS)
-    return tl.where(labelled, coefficient, 0.0)
+    return tl.where(labeled, coefficient, 0.0)
 
 
 @typed_kernel
@@ -102,15 +100,15 @@ def logprobs_forward_kernel(
     b, t, label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, kept_b, kept_t)
     row = row_pointer(logits_ptr, b, t, logits_b, logits_t, ROW.ALIGNED)
-    labelled = counted & in_row(label, V, mask)
+    labeled = counted & in_row(label, V, mask)
     if WITH_GRAD:
         coefficient = load_coefficient(
-            coefficients_ptr, b, t, coefficients_b, coefficients_t, labelled, ROW.STATS
+            coefficients_ptr, b, t, coefficients_b, coefficients_t, labeled, ROW.STATS
         )
     width = tl.where(counted, V, 0)
     slopes = row_slopes(slope, inner, outer, temperature_ptr, b, t, temperature_b, temperature_t, ROW.STATS)
     logp, lse_hi, lse_lo, entropy = online_logsumexp(
-        row, label, labelled, width, mask, slopes, entropy_ptr is not None, EVICT, ROW
+        row, label, labeled, width, mask, slopes, entropy_ptr is not None, EVICT, ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
     tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
@@ -120,7 +118,7 @@ def logprobs_forward_kernel(
         # Where out is the logits, no thread may overwrite what another still reads.
         tl.debug_barrier()
         out_row = row_pointer(out_ptr, b, t, out_b, out_t, ROW.ALIGNED)
-        column = tl.where(labelled, label, -1).to(tl.int32)
+        column = tl.where(labeled, label, -1).to(tl.int32)
         stats = (logp, lse_hi, lse_lo, logp)
         terms = gradient_terms(stats, (coefficient, coefficient), slopes, False, ROW)
         end = aligned_width(V, ROW.ALIGNED)
@@ -148,7 +146,7 @@ def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
 
 @triton.jit
 def gradient_terms(stats, grads, slopes, ENTROPY: tl.constexpr, ROW: tl.constexpr):
-    """Return what the gradients of a row's logits have in common.
+    """Return the terms that the gradients of a row's logits share.
 
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both are computed from its
     log-prob, because 1 - exp(z - lse) would be all rounding where p(label) is close to 1.
@@ -252,14 +250,14 @@ def logprobs_backward_kernel(
         n = n // parts
     b, t, label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, kept_b, kept_t)
-    labelled = in_row(label, V, mask)
+    labeled = in_row(label, V, mask)
     scale = tl.full([], 1.0, STATS)
     if grad_scale_ptr is not None:
         scale = tl.load(grad_scale_ptr).to(STATS)
     grad_logp = tl.load(element(grad_logprobs_ptr, b, t, grad_b, grad_t)).to(STATS) * scale
     if not SHARDED:
         # Without a label in range the log-prob is NaN and depends on no logit.
-        grad_logp = tl.where(labelled, grad_logp, 0.0)
+        grad_logp = tl.where(labeled, grad_logp, 0.0)
     logp = tl.load(logprobs_ptr + n)
     lse_hi, lse_lo = split_hi_lo(tl.load(lse_ptr + n), STATS)
     active = counted & (grad_logp != 0)
@@ -272,7 +270,7 @@ def logprobs_backward_kernel(
         active = counted & ((grad_logp != 0) | (grad_entropy != 0))
     row = row_pointer(logits_ptr, b, t, logits_b, logits_t, ROW.ALIGNED)
     out_row = row_pointer(out_ptr, b, t, out_b, out_t, ROW.ALIGNED)
-    column = tl.where(labelled, label, -1).to(tl.int32)
+    column = tl.where(labeled, label, -1).to(tl.int32)
     slopes = row_slopes(slope, inner, outer, temperature_ptr, b, t, temperature_b, temperature_t, STATS)
     ENTROPY: tl.constexpr = grad_entropy_ptr is not None
     stats = (logp, lse_hi, lse_lo, entropy)
@@ -326,7 +324,7 @@ _REREAD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 
 
 def max_blocks(device: torch.device) -> int:
-    """Return how many blocks of threads a program may have."""
+    """Return the maximum number of thread blocks per program."""
     if platform() == "interpreter":
         return 16
     if platform() == "hip" or triton_version() < _CLUSTERS_FROM:
@@ -375,14 +373,12 @@ def on_chip_row_kernel(
     rest_of_row = aligned_width(V, True) - (PIECES - 1) * BLOCK
     n = tl.program_id(0)
     b, t, label, counted = row_label(n, labels_ptr, T, labels_b, labels_t, ignore_index)
-    labelled = counted & in_row(label, V, None)
-    coefficient = load_coefficient(
-        coefficients_ptr, b, t, coefficients_b, coefficients_t, labelled, ROW.STATS
-    )
+    labeled = counted & in_row(label, V, None)
+    coefficient = load_coefficient(coefficients_ptr, b, t, coefficients_b, coefficients_t, labeled, ROW.STATS)
     row = row_pointer(logits_ptr, b, t, logits_b, logits_t, True)
     out_row = row_pointer(out_ptr, b, t, out_b, out_t, True)
-    place = tl.where(labelled, label, 0).to(tl.int32)
-    home = tl.where(labelled, place // BLOCK, -1)
+    place = tl.where(labeled, label, 0).to(tl.int32)
+    home = tl.where(labeled, place // BLOCK, -1)
     if counted:
         raws = ()
         for piece in tl.static_range(PIECES - 1):
@@ -413,15 +409,15 @@ def on_chip_row_kernel(
             e = exp_flushed(transformed_logits[piece] - peak[:, None], ROW.PLATFORM)
             total += tl.sum(e, axis=1)
             exponentials += (e,)  # type: ignore[assignment]
-        logp, lse_hi, lse_lo, _ = combine_threads(peak, total, peak, z_label, labelled, False, ROW.STATS)
+        logp, lse_hi, lse_lo, _ = combine_threads(peak, total, peak, z_label, labeled, False, ROW.STATS)
         tl.store(logprobs_ptr + n, logp)
         tl.store(lse_ptr + n, add_hi_lo(lse_hi, lse_lo, tl.float64))
         if coefficient != 0:
             stats = (logp, lse_hi, lse_lo, logp)
             terms = gradient_terms(stats, (coefficient, coefficient), slopes, False, ROW)
             weight = -terms[3] * exp_flushed((peak - terms[1]) - terms[2], ROW.PLATFORM)
-            # If out lies in the memory of the logits, no thread may overwrite what others have yet to read.
-            # The blocks of a cluster have waited for each other in the reductions.
+            # If out is in the memory of the logits, all threads must have read them. The blocks of a cluster
+            # are synchronized by the reductions.
             tl.debug_barrier()
             for piece in tl.static_range(PIECES):
                 grad = exponentials[piece] * weight[:, None]
@@ -475,8 +471,8 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, None]:
 
 
 def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-    """See ``protocol.OnePassBackend.one_pass_pays``. It pays if rows stay on the chip and all are active:
-    inactive rows would be written for nothing. Sums have another order than in ``logprobs_forward``.
+    """Return whether rows stay on the chip and all are active; the order of sums differs from
+    ``logprobs_forward``.
     """
     if logprobs_compared or not all_rows_active:
         return False

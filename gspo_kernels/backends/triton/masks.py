@@ -1,4 +1,4 @@
-"""Which tokens count, and how many of each sequence, in one launch each."""
+"""Merging of masks and counting of tokens, in one launch each."""
 
 from __future__ import annotations
 

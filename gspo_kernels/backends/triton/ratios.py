@@ -133,8 +133,8 @@ def sequence_of(n, cu_seqlens_ptr, sequences):
 
 @triton.jit
 def signal_and_count(counter_ptr):
-    """Publish what this program has written, and return how many programs have done so before. What these
-    programs have written can then be read.
+    """Release this program's writes, and return the number of programs that did so before, whose writes are
+    then visible.
     """
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -392,7 +392,7 @@ def sequence_ratio_kernel(
     log_low: tl.float64, log_high: tl.float64, log_dual: tl.float64, divisor_scale: tl.float64,
     ROW: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and count it, or only count. The module says what the outputs are."""
+    """Compute one row and count it, or only count; for the outputs see the module."""
     n = tl.program_id(0)
     sequence = n - tokens
     if n < tokens:
@@ -403,13 +403,13 @@ def sequence_ratio_kernel(
             tl.store(merged_ptr + n, merged.to(merged_ptr.dtype.element_ty))
         kept = None if kept_ptr is None else element(kept_ptr, b, t, kept_b, kept_t)
         row = row_pointer(logits_ptr, b, t, logits_b, logits_t, ROW.ALIGNED)
-        labelled = counted & in_row(label, V, kept)
+        labeled = counted & in_row(label, V, kept)
         width = tl.where(counted, V, 0)
         slopes = row_slopes(
             slope, inner, outer, temperature_ptr, b, t, temperature_b, temperature_t, ROW.STATS
         )
         logp, lse_hi, lse_lo, _ = online_logsumexp(
-            row, label, labelled, width, kept, slopes, False, "evict_first", ROW
+            row, label, labeled, width, kept, slopes, False, "evict_first", ROW
         )
         tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
         tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(lse_hi, lse_lo, tl.float64), 0.0))
@@ -532,7 +532,7 @@ def ratio_step_kernel(
     log_low: tl.float64, log_high: tl.float64, log_dual: tl.float64, divisor_scale: tl.float64,
     RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Compute one sequence in fp64. The module says what the outputs are."""
+    """Compute one sequence in fp64; for the outputs see the module."""
     ESTIMATOR: tl.constexpr = RATIO.ESTIMATOR
     TOKENS_PER_BLOCK: tl.constexpr = RATIO.TOKENS_PER_BLOCK
     KNOWN: tl.constexpr = normalizer_ptr is not None or RATIO.DIVISOR == "one"
@@ -601,7 +601,7 @@ def ratio_step_kernel(
             kls += tl.where(counted, kl, 0.0)
             if beta_ptr is not None:
                 beta = _load_tokens((beta_ptr, beta_b, beta_t), b, t, counted).to(tl.float64)
-                # Zero wins over infinity.
+                # 0 * inf is 0.
                 losses += tl.where((beta == 0) | (kl == 0), 0.0, beta * kl)
                 slope += tl.where((beta == 0) | (kl_slope == 0), 0.0, beta * kl_slope) * share
         slope = tl.where(counted, slope, 0.0)

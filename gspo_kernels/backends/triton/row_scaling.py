@@ -1,7 +1,6 @@
-"""Operations on rows of hidden states before and after the gradient products, in one launch each.
+"""Operations on rows of hidden states before and after the gradient matmuls, in one launch each.
 
-Coefficients of any size neither overflow nor vanish on the way: each is split into a power of two and the
-remaining factor.
+Coefficients are split into a power of two and the remaining factor, against overflow and underflow.
 """
 
 # ruff: noqa: SIM300 - constants are what a kernel is compiled for.
@@ -31,7 +30,7 @@ _TILE = Tile(1024, 4)
 _ROWS, _COLUMNS = (64, 64) if INTERPRETED else (4, _TILE.block)
 _SCALE_TILE = Tile(8192, 8)
 _PROGRAMS = 2048
-"""How many programs ``scale_`` has at most: enough for any GPU, and cheap if the factor is 1."""
+"""Maximum number of programs of ``scale_``, enough for any GPU and cheap if the factor is 1."""
 
 
 class LineConstants(NamedTuple):

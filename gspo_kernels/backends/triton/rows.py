@@ -1,15 +1,15 @@
-"""Row mathematics that the kernels share: scalar functions, the logit transform, the online log-sum-exp.
+"""Row operations shared by kernels: scalar functions, the logit transform, the online log-sum-exp.
 
-A row is one token's logits, read block by block. Each thread keeps a running maximum and a running sum of
-exponentials of the columns that it has loaded, and the threads are combined once, when the row ends. The
-label's column stays out of those sums: with U = log-sum-exp of the *other* columns,
+A row is one token's logits, read block by block. Each thread keeps a running maximum and sum of exponentials
+of its columns, which are combined once at the end of the row. The sums exclude the label's column. With U =
+log-sum-exp of the *other* columns,
 
-    log p(label) = -log(1 + exp(U - z_label)),
+    log p(label) = -log(1 + exp(U - z_label))
 
-which can't exceed 0 and keeps its relative accuracy where p(label) is close to 1.
+is at most 0 and relatively accurate where p(label) is close to 1.
 
-The scalar functions are written out because the interpreter has no libdevice, and because a plain
-``exp(x) - 1`` or ``log(1 + x)`` leaves no accuracy near 0.
+Scalar functions are implemented here because the interpreter has no libdevice, and because ``exp(x) - 1`` and
+``log(1 + x)`` are inaccurate near 0.
 """
 
 # ruff: noqa: SIM300 - constants are what a kernel is compiled for.
@@ -83,7 +83,7 @@ def log1p_unit(x):
     """Return log(1 + x) for x in [0, 1] with full relative accuracy, as 2 artanh(x / (2 + x))."""
     t = x / (2.0 + x)
     q = t * t
-    # q <= 1/9: the first term left out is below 9**-17 / 35.
+    # q <= 1/9: the first omitted term is below 9**-17 / 35.
     tail = q * 0.0 + 1.0 / 33.0
     for k in tl.static_range(16):
         tail = tail * q + 1.0 / (31.0 - 2.0 * k)
@@ -267,14 +267,14 @@ def _add_block(state, x, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def online_logsumexp(
-    row, label, labelled, width, mask, slopes, ENTROPY: tl.constexpr, EVICT: tl.constexpr, ROW: tl.constexpr
+    row, label, labeled, width, mask, slopes, ENTROPY: tl.constexpr, EVICT: tl.constexpr, ROW: tl.constexpr
 ):
     """Return a row's log-prob of the label, log-sum-exp and entropy; each logit is read once. The log-sum-exp
     is one of the logits plus a small rest: both together are more accurate than their rounded sum.
 
     Args:
         row: the address of the row's first logit.
-        label, labelled: the label, and whether it is a column of the row; otherwise the log-prob is NaN.
+        label, labeled: the label, and whether it is a column of the row; otherwise the log-prob is NaN.
         width: the number of columns.
         mask: the row's sampling mask or None. Columns that it excludes count like those beyond the width.
         slopes: from ``row_slopes``.
@@ -286,7 +286,7 @@ def online_logsumexp(
     vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
     lanes = vectors[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
     width = aligned_width(width, ROW.ALIGNED)
-    label = tl.where(labelled, label, -1).to(tl.int32)
+    label = tl.where(labeled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
     label_block = load_block(row, home * BLOCK, lanes, width, True, EVICT, ROW.ALIGNED)
 
@@ -326,23 +326,23 @@ def online_logsumexp(
         peak = tl.maximum(_multiply(peak, scale), lowest(ROW.STATS))
         moment = _multiply(moment, scale)
         z_label = _multiply(x_label, scale)
-    return combine_threads(peak, total, moment, z_label, labelled, ENTROPY, ROW.STATS)
+    return combine_threads(peak, total, moment, z_label, labeled, ENTROPY, ROW.STATS)
 
 
 @triton.jit
-def combine_threads(peak, total, moment, z_label, labelled, ENTROPY: tl.constexpr, STATS: tl.constexpr):
+def combine_threads(peak, total, moment, z_label, labeled, ENTROPY: tl.constexpr, STATS: tl.constexpr):
     """Combine the threads' sums over the other columns with the label's logit into the row's statistics."""
     top = tl.max(peak, axis=0)
     distance = peak - top
     e = tl.exp(distance)
     others = tl.sum(total * e, axis=0)
     log_others = tl.log(others)
-    z_label = tl.where(labelled, z_label, -float("inf"))
+    z_label = tl.where(labeled, z_label, -float("inf"))
 
     excess = (top - z_label) + log_others
     logp, softplus_down = logprob_of_excess(excess)
     # As in PyTorch, the log-prob of a label at +inf is inf - inf, which is NaN.
-    logp = tl.where(labelled & (z_label != float("inf")), logp, float("nan"))
+    logp = tl.where(labeled & (z_label != float("inf")), logp, float("nan"))
 
     lse_hi = tl.where(excess >= 0, top, z_label)
     lse_lo = tl.where(excess >= 0, log_others + softplus_down, softplus_down)

@@ -1,4 +1,4 @@
-"""What our own matrix products share: tiles, and the order in which a few programs walk over them."""
+"""Tiles of matmuls, and their order in persistent programs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class ProductTile(NamedTuple):
     stages: int
 
     def launched(self) -> Tile:
-        """Return how a kernel with this tile is launched."""
+        """Return the launch options of a kernel with this tile."""
         return Tile(self.columns, self.warps, self.stages)
 
     def programs(self, rows: int, columns: int, device: torch.device) -> int:
-        """Return how many programs walk over the tiles of a result: at most what runs at once."""
+        """Return the number of persistent programs for a result, at most one per multiprocessor."""
         return min(triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns), multiprocessors(device))
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs run at once: one per multiprocessor of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     if platform() == "interpreter":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -41,8 +41,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def tile_at(number, height, width, GROUP: tl.constexpr = 8):
-    """Return the row and the column, in tiles, of one of ``height`` times ``width`` tiles. GROUP tiles of
-    rows are computed side by side: they share the other operand's lines in the L2 cache.
+    """Return row and column, in tiles, of one of ``height`` times ``width`` tiles, in groups of GROUP rows of
+    tiles, which share the other operand in the L2 cache.
     """
     group = number // (GROUP * width) * GROUP
     members = tl.minimum(height - group, GROUP)
@@ -61,8 +61,8 @@ def halves(x):
 def add_product(sums, x, y, PLATFORM: tl.constexpr):
     """Return sums + x @ y."""
     if PLATFORM == "interpreter":
-        # There tl.dot is NumPy's product: it takes bf16 bits for integers, and on some processors rounds an
-        # element by its place in the tile.
+        # The interpreter's tl.dot is NumPy's: it treats bf16 bits as integers, and on some processors the
+        # rounding of an element depends on its place in the tile.
         sums += tl.sum(x.to(tl.float32)[:, :, None] * y.to(tl.float32)[None, :, :], axis=1)
     else:
         sums = tl.dot(x, y, sums, input_precision="ieee")

@@ -1,7 +1,7 @@
-"""The products of a head: from hidden states to logits and their statistics, and from gradient rows back.
+"""Matmuls of a head: from hidden states to logits and their statistics, and from gradient rows to gradients.
 
-``select_matmul`` says who multiplies what. ``pytorch.HeadMatmul`` is the interface: a product that computes
-more along with the logits, or writes none, is a subclass in a separate file.
+``pytorch.HeadMatmul`` is the interface and ``select_matmul`` selects an implementation. Matmuls that fuse
+statistics or gradient rows are subclasses in separate files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 SMALL = 2**20
-"""Elements of an fp32 weight below which torch multiplies."""
+"""Elements of an fp32 weight below which torch.mm is used."""
 
 
 def select_matmul(
@@ -36,33 +36,32 @@ def select_matmul(
     options: RowOptions,
     whole_logits: bool = False,
 ) -> HeadMatmul:
-    """Return the products of a call: the only table of who multiplies what.
+    """Select the matmul implementation of a call.
 
-    | weight | products |
+    | weight | implementation |
     |---|---|
     | any, in a batch-invariant call | ``BatchInvariantMatmul``: sums in a fixed order |
     | bf16 on Hopper and B200, if enabled | ``ExponentialMatmul``: no pass over logits |
     | any other on CUDA | ``HeadMatmul``: torch.mm, to fp32 from 16 bits |
     | on the CPU, bf16 with AVX-512, or large fp32 on AMD | ``CppMatmul``: the C++ backend's |
     | any other on the CPU | ``StreamedMatmul``: torch.mm in slabs of fp32 or fp64 |
-    | on other devices | ``SlabMatmul``: the same, and statistics write their logits |
+    | on other devices | ``SlabMatmul``: the same, with statistics from written logits |
     | with a low-rank adapter | ``LoRAMatmul`` around one of these |
 
-    The choice depends on the weight alone, so that a token's logits come from one library however many rows
-    are projected together: log-probs from an earlier call remain comparable. For the same reason
-    ``ExponentialMatmul`` serve losses and log-probs alike, but not ``whole_logits``, ``logits_dtype`` of
-    "input", sampling masks, a vocabulary that ranks share, and adapters: their calls see logits. Compiled for
-    sm_80 the kernel spills registers with either of its tiles, and loads nothing ahead. No GPU has run it:
+    The selection depends on the weight only, not on the number of rows, to keep log-probs of different calls
+    comparable. ``ExponentialMatmul`` serves losses and log-probs, but does not support ``whole_logits``,
+    ``logits_dtype="input"``, sampling masks, vocabulary shards and adapters, which need logits. Compiled for
+    sm_80 its kernel spills registers and does not pipeline loads. No GPU has run it;
     ``self_test.enable_tensor_maps`` enables it.
 
     Args:
-        weight: [V, H], or the low-rank adapter's [V, r] where ``base`` [V, H] is the frozen weight.
+        weight: [V, H], or a low-rank adapter's [V, r] if ``base`` [V, H] is the frozen weight.
         bias: [V] or None.
-        base: see ``hidden.call.LinearOperands``.
-        logits_dtype: "float32", or "input".
+        base: see ``LinearOperands``.
+        logits_dtype: "float32" or "input".
         invariant: whether the call is batch-invariant.
-        options: say which row operations work on the logits.
-        whole_logits: whether the caller works on the logits, not only on statistics and gradient rows.
+        options: the options of the row operations.
+        whole_logits: whether the caller reads logits, not only statistics and gradient rows.
     """
     head = weight if base is None else base
     large = head.dtype != torch.float32 or head.numel() >= SMALL

@@ -1,7 +1,7 @@
-"""Products for batch-invariant calls: a row's sums have the same order in any batch.
+"""Matmuls for batch-invariant calls.
 
-Logits and dHidden are summed along H and V in an order that depends on nothing else. dWeight and dBias are
-sums over the counted tokens in their order, ``SEGMENT`` of them at a time.
+Logits and dHidden are summed along H and V in a fixed order, dWeight and dBias over counted tokens in order,
+``SEGMENT`` of them at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gspo_kernels.backends.cpp.products import multiply, values_in_step
 from gspo_kernels.hidden.matmul.cpp_blocks import CppMatmul
 
 SEGMENT = 128
-"""The number of rows whose products are summed in one piece: at most ``cpp.products.PIECE``, and a multiple
-of ``batch_invariant_matmul.STEP``."""
+"""Counted tokens per segment: at most ``cpp.products.PIECE``, and a multiple of
+``batch_invariant_matmul.STEP``."""
 
 
 class BatchInvariantMatmul(CppMatmul):
-    """Products by ``batch_invariant_mm``. On the CPU a weight in fp16 is converted to fp32."""
+    """Matmuls by ``batch_invariant_mm``. On the CPU an fp16 weight is converted to fp32."""
 
     name = "products in a fixed order"
     any_order = False
@@ -32,12 +32,12 @@ class BatchInvariantMatmul(CppMatmul):
         self.weight = self.weight.to(self.rows_dtype)
 
     def segments(self) -> Segments:
-        """Return segments whose products sum as many rows in a step as this product does."""
+        """Return the segments for the step of this matmul."""
         step = SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
         return Segments(step, self.options.ignore_index)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write logits; on the CPU 16-bit ones are rounded from fp32."""
+        """Write logits, on the CPU 16-bit ones rounded from fp32."""
         rounds = out.is_cpu and out.dtype in (torch.float16, torch.bfloat16)
         wide = torch.empty(out.shape, dtype=torch.float32, device=out.device) if rounds else out
         batch_invariant_mm(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
@@ -74,7 +74,7 @@ def batch_invariant_mm(
     accumulate: bool = False,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Multiply as ``cpp.products.multiply`` does, on a GPU, too. The order of an element's sum is fixed."""
+    """Multiply as ``cpp.products.multiply``, on CPU or GPU, with a fixed order of each element's sum."""
     if out.is_cpu:
         return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
     from gspo_kernels.backends.triton import batch_invariant_mm as on_gpu
@@ -83,19 +83,18 @@ def batch_invariant_mm(
 
 
 SegmentedRows = tuple[tuple[Tensor, ...], Tensor]
-"""Tensors over the rows of whole segments, [n, ...] each, and where each segment ends, int64
-[segments] on the CPU."""
+"""Tensors over the rows of whole segments, [n, ...] each, and the segments' ends, int64 [segments] on the
+CPU."""
 
 
 class Segments:
-    """Cuts rows, which come in the order of their ordinals, into segments of ``SEGMENT`` counted tokens, and
-    keeps the last segment back until it is whole.
+    """Splits rows, in order, into segments of ``SEGMENT`` counted tokens, and keeps an unfinished segment.
 
-    Rows without a gradient may be missing from a segment. Products that sum a few rows in one step get zeros
-    in their place, so that the same rows always share a step.
+    Rows without a gradient may be missing. For matmuls that sum several rows in one step they are padded with
+    zeros, to keep the assignment of rows to steps.
 
     Args:
-        step: how many rows a product sums in one step; a divisor of ``SEGMENT``.
+        step: rows that a matmul sums in one step; a divisor of ``SEGMENT``.
         ignore_index: the label of rows that don't count.
     """
 
@@ -107,11 +106,11 @@ class Segments:
     def cut(
         self, parts: tuple[Tensor, ...], where: slice | Tensor, labels: Tensor
     ) -> Iterator[SegmentedRows]:
-        """Yield the segments that become whole with ``parts``, [n, ...] over the rows at the positions
-        ``where`` of a call with ``labels`` [B, T].
+        """Yield the segments completed by ``parts``, [n, ...] over the rows at positions ``where`` of a call
+        with ``labels`` [B, T].
         """
         if self._ordinals is None:
-            # for each row of the call, the number of counted rows before it
+            # the number of counted rows before each row of the call
             counted = labels.flatten() != self._ignore_index
             self._ordinals = counted.cumsum(0) - counted.to(torch.int64)
         ordinals = self._ordinals[where]
@@ -134,26 +133,26 @@ class Segments:
         stop = count
         if not complete:
             stop = max(start, int(ends[-2]) if ends.numel() > 1 else 0)
-            # copied, as the next chunk overwrites the rows' memory
+            # copy, because the next chunk overwrites the rows
             self._unfinished = tuple(row[stop:].clone() for row in rows)
         if stop > start:
             yield self._padded(tuple(row[start:stop] for row in rows))
 
     def rest(self) -> Iterator[SegmentedRows]:
-        """Yield the rows that are kept back, if there are any."""
+        """Yield the unfinished segment, if any."""
         rows, self._unfinished = self._unfinished, None
         if rows is not None:
             yield self._padded(rows)
 
     def _padded(self, rows: tuple[Tensor, ...]) -> SegmentedRows:
-        """Return whole segments, with zeros in place of rows that are missing in a step of the products."""
+        """Return segments with zeros for missing rows."""
         *parts, ordinals = rows
         groups, place, sizes = torch.unique_consecutive(
             ordinals // self._step, return_inverse=True, return_counts=True
         )
         if self._step < SEGMENT:
-            # Products take rows that are missing behind the last one for zeros anyway. On a GPU, where a step
-            # is a segment, zeros are written, so that products over any number of rows have the same tile.
+            # Missing rows at the end are implicit zeros. On a GPU, where a step is a segment, they are
+            # written, to use the same tile for any number of rows.
             sizes[-1] += self._step - 1 - ordinals[-1] % self._step
         if bool((sizes == self._step).all()):
             return tuple(parts), _ends(ordinals // SEGMENT)
@@ -164,6 +163,6 @@ class Segments:
 
 
 def _ends(segments: Tensor) -> Tensor:
-    """Return where each run of equal numbers ends."""
+    """Return the end of each run of equal numbers."""
     inner = (segments[1:] != segments[:-1]).nonzero().squeeze(1) + 1
     return torch.cat([inner, inner.new_tensor([len(segments)])])

@@ -1,6 +1,6 @@
-"""The C++ backend's part in a CPU's products: its own, and statistics of logits that are never written.
+"""Matmuls of the C++ backend, and statistics on the CPU without writing logits.
 
-A row's bits don't depend on the rows that are multiplied along with it (csrc/products.h).
+Results of a row do not depend on the other rows (csrc/products.h).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gspo_kernels.hidden.chunk import Chunk
 from gspo_kernels.hidden.matmul.pytorch import LOGITS_SLAB, SlabMatmul, in_parts, sum_of_parts
 
 BLOCK = 2048
-"""Columns that enter the running log-sum-exp at a time."""
+"""Columns per update of the running log-sum-exp."""
 STATISTICS_ROWS = 4096
-"""How many rows are projected at a time where their logits are never written: enough that reading the weight
-costs nothing compared with its product, and few enough that copies of hidden states stay small."""
+"""Rows per chunk if their logits are not written: enough for reading the weight to be cheap next to the
+matmul, few enough to keep copies of hidden states small."""
 
 
 class OnlineSoftmax:
-    """Statistics of rows whose logits come some columns at a time (csrc/online_softmax.h).
+    """Running statistics of rows over blocks of columns (csrc/online_softmax.h).
 
     Args:
         chunk: the rows.
@@ -43,7 +43,7 @@ class OnlineSoftmax:
         self._sums = torch.zeros(chunk.size, 2 + 3 * blocks, dtype=torch.float64, device="cpu")
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Add logits [n, k] of the columns from ``first`` on: whole blocks, or all up to the last column."""
+        """Add logits [n, k] of the columns from ``first``: whole blocks, or all up to the last column."""
         operators().fold_columns(
             logits.unsqueeze(0),
             self._labels,
@@ -58,7 +58,7 @@ class OnlineSoftmax:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, instructions: str = "best"
     ) -> None:
         """Add all columns of hidden [n, H] @ weight [V, H].T + bias [V], computed as by
-        ``cpp.products.multiply``. No thread holds more than a few hundred rows of a block.
+        ``cpp.products.multiply`` in blocks of at most a few hundred rows per thread.
         """
         bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         operators().fold_products(
@@ -67,7 +67,7 @@ class OnlineSoftmax:
         )  # fmt: skip
 
     def statistics(self) -> RowStats:
-        """Return the statistics [1, n] of the rows, with the same bits as from written logits."""
+        """Return the statistics [1, n] of the rows, bitwise identical to those of written logits."""
         like = self._labels
         stats = RowStats(
             torch.empty_like(like, dtype=self._dtype),
@@ -79,7 +79,7 @@ class OnlineSoftmax:
 
 
 class StreamedMatmul(SlabMatmul):
-    """PyTorch's products on the CPU. Each slab of logits enters the running log-sum-exp while it is in cache.
+    """PyTorch's matmuls on the CPU, with a running log-sum-exp over slabs of logits in cache.
 
     Attributes:
         fuses: whether the C++ backend multiplies and reduces in one operation.
@@ -89,22 +89,22 @@ class StreamedMatmul(SlabMatmul):
 
     @property
     def min_statistics_rows(self) -> int:  # type: ignore[override]
-        """More rows than there may be logits where none are written."""
+        """Rows per chunk for statistics without logits."""
         return STATISTICS_ROWS if self.fuses and self.streams else 1
 
     @property
     def streams(self) -> bool:
-        """Whether statistics write no logits: with the C++ backend, of fp32 or fp64 logits."""
+        """Whether statistics write no logits (C++ backend, fp32 or fp64 logits)."""
         return self.backend is cpp and self.dtype not in (torch.float16, torch.bfloat16)
 
     def statistics_bytes(self, row_count: int) -> int:
-        """Return the bytes of a slab of logits, or nothing where a block is reduced as it is computed."""
+        """Return the bytes of a slab of logits, or 0 if blocks are reduced as they are computed."""
         if not self.streams:
             return super().statistics_bytes(row_count)
         return 0 if self.fuses else row_count * min(self.vocabulary, LOGITS_SLAB) * self.rows_dtype.itemsize
 
     def statistics(self, chunk: Chunk, entropy: bool, memory: Callable[[int], Tensor]) -> RowStats:
-        """Return statistics without writing logits, with the bits of those of written logits."""
+        """Return statistics without writing logits, bitwise identical to those of written logits."""
         if not self.streams:
             return super().statistics(chunk, entropy, memory)
         sums = OnlineSoftmax(chunk, self.vocabulary, self.dtype, entropy)
@@ -117,13 +117,13 @@ class StreamedMatmul(SlabMatmul):
 
 
 class CppMatmul(StreamedMatmul):
-    """The C++ backend's products, of fp32 or bf16. A block of logits is reduced where it is computed."""
+    """The C++ backend's matmuls of fp32 or bf16, which reduce blocks of logits as they are computed."""
 
     name = "the C++ backend"
     fuses = True
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write logits in fp32; rounded ones as PyTorch does."""
+        """Write fp32 logits, or rounded ones as PyTorch does."""
         if out.dtype != torch.float32:
             return super().logits(hidden, out)
         return multiply(hidden, self.weight.t(), out, bias=self.bias)

@@ -1,8 +1,8 @@
-"""A head's product on Hopper and B200 that writes exponentials in place of logits; off by default.
+"""A head's matmul on Hopper and B200 that writes exponentials instead of logits; disabled by default.
 
-Statistics need no pass over logits then, and the exponentials are the rows of the gradient products already,
-up to a factor for each row (``triton.exponentials``). dHidden and dWeight are PyTorch's products. A row's
-statistics are bitwise identical in any batch, so that ratios of equal weights are exactly 1.
+It computes statistics in the epilogue, and the exponentials are the rows of the gradient matmuls up to a
+factor per row (``triton.exponentials``). dHidden and dWeight use PyTorch's matmuls. A row's statistics are
+bitwise identical in any batch, which makes ratios of equal weights exactly 1.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from gspo_kernels.hidden.chunk import Chunk, Projected
 from gspo_kernels.hidden.matmul.pytorch import HeadMatmul
 
 STATISTICS_ROWS = 16384
-"""How many rows are projected at a time where only statistics are wanted: the product then writes a few sums
-for each row, and fewer launches are better."""
+"""Rows per chunk for statistics alone, where the matmul writes a few sums per row."""
 
 
 class ExponentialMatmul(HeadMatmul):
-    """Products of a bf16 head: one of our own, two of PyTorch."""
+    """Matmuls of a bf16 head: a Triton kernel for the forward, PyTorch for the gradients."""
 
-    name = "a product with exponentials in its epilogue, and torch.mm"
+    name = "a matmul with exponentials in its epilogue, and torch.mm"
     rows_from_project = True
     min_statistics_rows = STATISTICS_ROWS
 
@@ -42,19 +41,17 @@ class ExponentialMatmul(HeadMatmul):
         self._first = 0
 
     def allocate(self, row_count: int) -> Tensor:
-        """Allocate rows of exponentials, whose distance is a multiple of the kernel's alignment."""
+        """Allocate rows of exponentials with a stride that is a multiple of the kernel's alignment."""
         return used_memory(torch.Size((row_count, self._stride)), self.rows_dtype, self.weight.device)
 
     def statistics(self, chunk: Chunk, entropy: bool, memory: Callable[[int], Tensor]) -> RowStats:
-        """Return statistics without writing anything else."""
+        """Return statistics without writing exponentials."""
         return self._project(chunk, None, entropy).stats
 
     def project(
         self, chunk: Chunk, entropy: bool, out: Tensor, *, all_rows_active: bool, has_ratio: bool
     ) -> Projected:
-        """Return statistics and rows. With an entropy the slope of a softcap is still missing in the rows,
-        and ``add_entropy`` multiplies it.
-        """
+        """Return statistics and rows. With an entropy, ``add_entropy`` applies the slope of a softcap."""
         stats, factors, label_residual = self._project(chunk, out, entropy)
         written = not (entropy and self.options.transform.softcap)
         return Projected(out, stats, written, factors, label_residual)
@@ -76,7 +73,7 @@ class ExponentialMatmul(HeadMatmul):
         }
 
     def columns(self, first: int, last: int) -> HeadMatmul:
-        """Return the products of some columns, which know where these begin."""
+        """Return the matmuls of a range of columns, with its first column."""
         block = super().columns(first, last)
         assert isinstance(block, ExponentialMatmul)
         block._first = first
@@ -93,7 +90,7 @@ class ExponentialMatmul(HeadMatmul):
     def column_rows(
         self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
     ) -> Tensor:
-        """Return exponentials; only the entropy's gradient needs another pass."""
+        """Return gradient rows; the entropy's gradient takes another pass."""
         known.exponentials(memory, self._first)
         if grads.grad_entropy is not None:
             self._add_entropy(memory, known.head, chunk, grads)
@@ -121,21 +118,19 @@ class ExponentialMatmul(HeadMatmul):
 
 
 def exponentials_unavailable(weight: Tensor, logits_dtype: str, options: RowOptions) -> str | None:
-    """Return None if ``ExponentialMatmul`` serve a bf16 weight and such options, otherwise why not."""
+    """Return None if ``ExponentialMatmul`` supports a weight and options, otherwise the reason."""
     if logits_dtype != "float32":
-        return "it multiplies bf16 to fp32"
+        return "it needs bf16 inputs and fp32 logits"
     if options.backend != "triton" or options.shard.group or options.transform.kept is not None:
-        return "it takes Triton, and all columns: no sampling mask, no tp_group"
+        return "it needs Triton, and does not support sampling masks and a tp_group"
     rows = weight.stride(1) == 1 and weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
     if not rows or weight.shape[1] % 8 or not weight.numel():
-        return "rows of hidden states and of the weight must begin at multiples of 16 bytes"
+        return "rows of hidden states and weight must be aligned to 16 bytes"
     return unavailable_on(weight.device)
 
 
 def excess(device: torch.device) -> float:
-    """Compare a small head, with labels and rows of every kind, with PyTorch's products in fp64; see
-    ``SelfTest``.
-    """
+    """Compare a small head, with all kinds of labels and rows, with PyTorch in fp64; see ``SelfTest``."""
     from gspo_kernels.backends.triton.exponentials import exponentials
 
     n, V, H = 132, 300, 72
@@ -166,5 +161,5 @@ _SELF_TEST = SelfTest(excess)
 
 
 def unavailable_on(device: torch.device) -> str | None:
-    """Return why the product can't run on a device, or None."""
+    """Return the reason why the matmul can't run on a device, or None."""
     return _SELF_TEST.unavailable_reason(device)

@@ -1,6 +1,4 @@
-"""A frozen weight with a low-rank adapter, whose products have the precision of sums, also with 16-bit
-weights.
-"""
+"""Matmuls of a frozen weight with a low-rank adapter, which are in fp32 even with 16-bit weights."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from gspo_kernels.hidden.matmul.pytorch import HeadMatmul, in_parts, sum_of_part
 
 
 class LoRAMatmul(HeadMatmul):
-    """Products with two matrices. Hidden states are [n, H + r], and an adapter multiplies the last r of them.
+    """Matmuls with weight and adapter. Hidden states are [n, H + r], of which the last r are the adapter's.
 
-    dWeight is the gradient of the adapter. Where rows have 16 bits, an fp32 operand enters in three parts.
+    dWeight is the gradient of the adapter. With 16-bit rows an fp32 operand is split into three parts.
 
     Args:
-        base: the products with the weight.
+        base: the matmuls with the weight.
         adapter: [V, r], in the dtype of statistics.
     """
 
@@ -40,7 +38,7 @@ class LoRAMatmul(HeadMatmul):
         return out
 
     def columns(self, first: int, last: int) -> LoRAMatmul:
-        """Return the products with rows of both matrices."""
+        """Return the matmuls with these rows of both matrices."""
         block = cast(LoRAMatmul, super().columns(first, last))
         block.base = self.base.columns(first, last)
         return block
@@ -55,7 +53,7 @@ class LoRAMatmul(HeadMatmul):
     def add_weight(
         self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
     ) -> None:
-        """Add to the adapter's sum; ``operand`` has r columns, in the dtype of statistics."""
+        """Add to the adapter's gradient; ``operand`` has r columns, in the dtype of statistics."""
         if operand.dtype == grad_rows.dtype:
             self.base.add_weight(total, grad_rows, operand, first, ends)
             return
@@ -66,5 +64,5 @@ class LoRAMatmul(HeadMatmul):
         total.copy_(product) if first else total.add_(product)
 
     def transposed(self, grad_rows: Tensor, operand: Tensor) -> Tensor:
-        """Multiply as with the weight."""
+        """Multiply like ``base``."""
         return self.base.transposed(grad_rows, operand)

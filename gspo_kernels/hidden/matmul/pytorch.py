@@ -1,4 +1,4 @@
-"""PyTorch's products: in the weight's dtype on a GPU, and by slabs of the weight on other devices."""
+"""PyTorch's matmuls, in the weight's dtype on a GPU and by slabs of the weight on other devices."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, stats_dt
 from gspo_kernels.distributed.shards import rows_of
 from gspo_kernels.hidden.chunk import Chunk, Projected
 
-if TYPE_CHECKING:  # a subclass in another file
+if TYPE_CHECKING:  # circular import
     from gspo_kernels.hidden.matmul.batch_invariant import Segments
 
 LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
-"""How many rows of the weight torch multiplies at a time on the CPU, for logits and, if the weight is 16-bit,
-for dHidden. So logits are written in columns that stay in cache, with the same bits. With MKL on two AVX2
-cores this is a twentieth faster, and a quarter where a product has only 16 rows."""
+"""Rows of the weight per torch.mm on the CPU, for logits and, if the weight is 16-bit, for dHidden. Logits
+are then written while in cache, with bitwise identical results: with MKL on two AVX2 cores 5% faster, and 25%
+for 16 rows."""
 
 
 class HeadMatmul:
-    """The products of a call with its head's weight, and the row operations between them.
+    """Immutable matmuls of a call with its head's weight, and the row operations between them.
 
-    Another kind of product is a subclass in a separate file, which ``select_matmul`` selects. It computes
-    what it can together: statistics without writing logits, or statistics along with gradient rows. Nothing
-    changes after the construction.
+    Subclasses may compute statistics without writing logits, or statistics along with gradient rows.
 
     Attributes:
         weight: [V, H].
@@ -40,41 +38,39 @@ class HeadMatmul:
         bias: [V], or None.
         logits_dtype: "float32" or "input".
         backend: the row operations.
-        options: of the call's rows.
+        options: the options of the call's rows.
         vocabulary: V.
         dtype: the dtype of the logits.
-        rows_dtype: the dtype of the rows that enter the gradient products.
-        row_bytes: bytes of a row of logits, plus those of its gradient row where this has a wider dtype.
-        varies: whether gradients show that logits were projected again along with other rows: their last bit
-            may then differ, which shows with weights of more than 16 bits.
-        by_columns: whether logits that are projected again come some columns at a time, see
-            ``Gradients.add_by_columns``.
-        block_dtype: the dtype of the memory of such columns.
-        rounds_early: whether dWeight may have its own 16 bits before the upstream gradient multiplies it, so
-            that one product of all rows needs no sum in fp32. fp16 lacks the range for that.
-        operand_dtype: the dtype of the hidden states that are multiplied for dWeight.
+        rows_dtype: the dtype of the rows of the gradient matmuls.
+        row_bytes: bytes of a row of logits, plus those of its gradient row if this has a wider dtype.
+        varies: whether recomputing logits along with different rows, which may change their last bit, affects
+            gradients (weights of more than 16 bits).
+        by_columns: whether logits are recomputed by blocks of columns, see ``Accumulators.add_by_columns``.
+        block_dtype: the dtype of the memory of such blocks.
+        rounds_early: whether dWeight can be rounded before it is multiplied by the upstream gradient, to
+            avoid an fp32 accumulator. fp16 lacks the range.
+        operand_dtype: the dtype of the hidden states in the dWeight matmul.
         first_column: the first column of hidden states that ``trained`` multiplies.
-        min_statistics_rows: rows that are projected at a time for statistics alone, where these are more than
-            a chunk has.
-        min_rows_to_sync: the least number of rows for which a host-device sync pays, so that gradient
-            products can skip rows without gradient. See ``MIN_SYNC_WORK``.
+        min_statistics_rows: minimum of rows per chunk for statistics alone.
+        min_rows_to_sync: minimum of rows for a host-device sync, to skip rows without gradient, to save time;
+            see ``MIN_SYNC_WORK``.
     """
 
     name = "torch.mm"
     any_order = True
-    """Whether sums may have any order, so that a row's last bits may depend on the other rows."""
+    """Whether the order of sums, and a row's last bits, may depend on the other rows."""
     multiple = 1
     """Chunk sizes are rounded down to a multiple of this."""
     min_statistics_rows = 1
     rows_from_project = False
-    """Whether gradient rows come from ``project`` alone, not from logits and earlier statistics."""
+    """Whether only ``project`` can compute gradient rows, not logits and earlier statistics."""
     writes_16_bits = True
-    """Whether a sum for dWeight may have the dtype of 16-bit rows, so that the product rounds it."""
+    """Whether the matmul can round dWeight to the dtype of 16-bit rows."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, logits_dtype: str, converts: bool, options: RowOptions
     ):
-        """``converts``: 16-bit weights are multiplied in fp32."""
+        """Set dtypes and sizes; with ``converts`` 16-bit weights are multiplied in fp32."""
         self.weight = self.trained = weight
         self.bias, self.logits_dtype = bias, logits_dtype
         self.options, self.backend = options, rows_of(options)
@@ -92,7 +88,7 @@ class HeadMatmul:
         self.min_rows_to_sync = MIN_SYNC_WORK / weight.numel() if weight.is_cuda else 0.0
 
     def columns(self, first: int, last: int) -> HeadMatmul:
-        """Return the products of some columns of the logits: of a head with these rows of the weight."""
+        """Return the matmuls for a range of columns of the logits, rows of the weight."""
         block = copy.copy(self)
         block.weight, block.trained = self.weight[first:last], self.trained[first:last]
         block.bias = None if self.bias is None else self.bias[first:last]
@@ -100,7 +96,7 @@ class HeadMatmul:
         return block
 
     def segments(self) -> Segments:
-        """Return what cuts rows into segments, where sums over rows have a fixed order."""
+        """Return the segments of rows if sums over rows have a fixed order."""
         raise NotImplementedError
 
     # --- memory
@@ -126,24 +122,21 @@ class HeadMatmul:
         )
 
     def statistics(self, chunk: Chunk, entropy: bool, memory: Callable[[int], Tensor]) -> RowStats:
-        """Return the statistics of rows without a gradient; ``memory(n)`` returns [n, V] for their logits.
-
-        Another kind of product may write no logits.
-        """
+        """Return the statistics of rows without a gradient; ``memory(n)`` returns [n, V] for logits."""
         logits = self.logits(chunk.hidden, memory(chunk.size))
         return self.backend.logprobs_forward(chunk.rows(logits), entropy)
 
     def project(
         self, chunk: Chunk, entropy: bool, out: Tensor, *, all_rows_active: bool, has_ratio: bool
     ) -> Projected:
-        """Return the statistics of rows, and their logits or already their gradient rows.
+        """Return the statistics of rows, and their logits or gradient rows.
 
         Args:
             chunk: the rows.
             entropy: whether to compute the entropy.
             out: memory for the logits, [n, V].
-            all_rows_active: no row is skipped because of its statistics.
-            has_ratio: a ratio compares the log-probs with others, and would show their last bits.
+            all_rows_active: whether no row will be skipped.
+            has_ratio: whether the loss has a ratio, which is sensitive to the last bits of log-probs.
         """
         logits = self.logits(chunk.hidden, out)
         rows = chunk.rows(logits)
@@ -160,7 +153,7 @@ class HeadMatmul:
         return Projected(out, stats, True, None if factors is None else factors.squeeze(0))
 
     def add_entropy(self, projected: Projected, chunk: Chunk, grads: RowGradients) -> None:
-        """Turn what ``project`` gave into rows of log-probs and entropy, where ``rows_from_project``."""
+        """Add the entropy's gradient to the rows of ``project``, if ``rows_from_project``."""
         raise NotImplementedError
 
     def rows_memory(self, logits: Tensor) -> Tensor:
@@ -175,26 +168,26 @@ class HeadMatmul:
     # --- some columns of rows with known statistics
 
     def known_rows(self, chunk: Chunk, stats: RowStats, grads: RowGradients, active: Tensor) -> Any:
-        """Return what ``column_rows`` needs to know of all columns, or None. Its ``head`` has the rows'
-        factors and residuals at their labels.
+        """Return the state that ``column_rows`` shares between blocks, with the rows' factors and label
+        residuals in its ``head``, or None.
 
         Args:
             chunk: the rows.
             stats: their statistics, [1, n] each.
             grads: their coefficients, [1, n] each.
-            active: [n], bool: rows with a gradient.
+            active: rows with a gradient, bool [n].
         """
         return None
 
     def column_rows(
         self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
     ) -> Tensor:
-        """Return the gradient rows, with their coefficients, in ``memory`` [n, k] of the ``block_dtype``,
-        where this product and the chunk have some columns only.
+        """Return the gradient rows of a block of columns, times their coefficients, in ``memory`` [n, k] of
+        the ``block_dtype``.
         """
         logits = self.logits(chunk.hidden, memory)
         values = self.rows_memory(logits)
-        # not the rows of a whole shard: the chunk's labels count from its own first column
+        # not sharded rows, because the chunk's labels are relative to its first column
         backend = load(self.options.backend)
         backend.logprobs_backward(chunk.rows(logits), stats, grads, values.unsqueeze(0), sharded=True)
         return values
@@ -213,16 +206,16 @@ class HeadMatmul:
     def add_weight(
         self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
     ) -> None:
-        """Add rows [n, V].T times hidden states [n, H], which contain the coefficients, to dWeight's sum.
+        """Add rows [n, V].T times hidden states [n, H], multiplied by the coefficients, to dWeight.
 
         Args:
-            total: [V, H], the sum.
+            total: the accumulator, [V, H].
             grad_rows, operand: the rows and the hidden states, of one dtype.
             first: overwrite ``total``.
-            ends: see ``Segments``; None where sums may have any order.
+            ends: see ``Segments``; None if sums may have any order.
         """
         left = grad_rows.t()
-        # the first product overwrites the memory: filling it with zeros would cost extra
+        # the first product overwrites uninitialized memory
         if left.dtype == total.dtype:
             torch.mm(left, operand, out=total) if first else total.addmm_(left, operand)
         elif first:
@@ -233,7 +226,7 @@ class HeadMatmul:
     def add_bias(
         self, total: Tensor, grad_rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
     ) -> None:
-        """Add rows [n, V] times their factors [n] to dBias's sum [V]; see ``add_weight``."""
+        """Add rows [n, V] times their factors [n] to dBias [V]; see ``add_weight``."""
         if grad_rows.dtype != torch.float16:
             total += self.transposed(grad_rows, factors.unsqueeze(1)).squeeze(1)
             return
@@ -249,13 +242,13 @@ class HeadMatmul:
 
 
 class SlabMatmul(HeadMatmul):
-    """Products on devices where PyTorch has none from 16 bits to fp32: slabs of the weight are converted."""
+    """Matmuls for devices where PyTorch has none from 16 bits to fp32, by slabs of the converted weight."""
 
     name = "torch.mm in slabs of the weight"
     writes_16_bits = False
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Write logits slab by slab, or rounded ones by oneDNN where it has such a product."""
+        """Write logits slab by slab, or rounded ones by oneDNN if supported."""
         rounds = out.dtype in (torch.float16, torch.bfloat16)
         if rounds and onednn_multiplies(out.dtype):
             return super().logits(hidden, out)
@@ -265,14 +258,14 @@ class SlabMatmul(HeadMatmul):
         return out
 
     def slabs(self, hidden: Tensor, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """Yield logits in fp32 or fp64, slab by slab: the first column, and the columns [n, k].
+        """Yield the first column and the columns [n, k] of each slab of fp32 or fp64 logits.
 
-        Slabs are parts of ``out``; without it every slab overwrites the one before.
+        Slabs are views of ``out``; without it every slab overwrites the previous one.
         """
         dtype = self.rows_dtype
         hidden, memory = hidden.to(dtype), out
         if memory is None:
-            # rows whose distance is a power of two would share a few cache lines
+            # a power-of-two row stride causes cache conflicts
             width = min(self.vocabulary, LOGITS_SLAB) + 16
             memory = hidden.new_empty(hidden.shape[0], width, dtype=stats_dtype(dtype))
         for first in range(0, self.vocabulary, LOGITS_SLAB):
@@ -285,7 +278,7 @@ class SlabMatmul(HeadMatmul):
             yield first, columns
 
     def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
-        """Multiply in the dtype of sums, slab by slab where the weight has another."""
+        """Multiply in the accumulator's dtype, slab by slab if the weight has a different one."""
         weight, out = self.weight, total
         if grad_rows.dtype == weight.dtype:
             return torch.mm(grad_rows, weight) if out is None else out.addmm_(grad_rows, weight)
@@ -299,9 +292,9 @@ class SlabMatmul(HeadMatmul):
 
 
 def in_parts(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values [n, k] in ``dtype``; of fp32 values three 16-bit parts side by side, [n, 3 * k].
+    """Return values [n, k] in ``dtype``, fp32 values split into three 16-bit parts side by side, [n, 3 * k].
 
-    The parts add up to the values, and ``sum_of_parts`` of a product to the product with fp32 values.
+    The parts sum to the values; ``sum_of_parts`` returns the product with fp32 values.
     """
     if values.dtype == dtype:
         return values

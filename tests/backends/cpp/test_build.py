@@ -1,4 +1,4 @@
-"""The package without its extension: it builds, imports, and says what is missing and why."""
+"""The package without its extension: it builds, imports, and reports the reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reported(cwd: Path) -> str:
     return run(cwd, "-c", code, PYTHONPATH=str(cwd)).stdout
 
 
-def test_a_build_without_the_extension_says_why(tmp_path):
+def test_missing_extension_has_a_reason(tmp_path):
     root = tree(tmp_path)
     (root / "no_torch" / "torch").mkdir(parents=True)
     (root / "no_torch" / "torch" / "__init__.py").write_text("raise ImportError('not here')\n")

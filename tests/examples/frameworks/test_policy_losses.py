@@ -528,7 +528,7 @@ def test_nemo_rl_metrics_add_up():
         loss_fn(given.logprobs, nemo_data(given) | {"curr_logprobs_unfiltered": given.logprobs}, one, one)
 
 
-def test_nemo_rl_filtered_tokens_are_left_out():
+def test_nemo_rl_filtered_tokens_are_masked():
     """Top-k or top-p sampling that drops a token leaves a placeholder; divisors count it."""
     given = problem()
     keep = torch.rand(given.mask.shape, generator=generator(4)) < 0.7
@@ -603,7 +603,7 @@ def test_prime_rl_ipo_and_score_centering():
             grads.append(torch.autograd.grad(each(inputs), leaves, materialize_grads=True))
         assert bool((grads[0][0] != 0).any()) == centered
         torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
-    with raises("GSPO can't be centred: its weight depends on the sequence"):
+    with raises("GSPO can't be centered: its weight depends on the sequence"):
         prime_rl.policy_loss(LossInputs(*rows, None, p, q), score_centering=True)
     with raises("score_centering: this prime-rl passes no log-probs"):
         before = dict(zip(LossInputs._fields[:6], inputs, strict=False))
