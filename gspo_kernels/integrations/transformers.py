@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -30,7 +29,7 @@ from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.fused_arguments import FUSED, LOW_PRECISION, signature
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
-from gspo_kernels.models.calls import reduced, restore_class, subclass
+from gspo_kernels.models.calls import reduced, subclass
 from gspo_kernels.models.lm_head import (
     LMHead,
     causal_lm_of,
@@ -133,8 +132,8 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     if not isinstance(inner, _Fused):
         _check_names(inner, inner.forward)
         inner.__class__ = _fused(type(inner))  # type: ignore[arg-type]
-    state = _state_of(inner)
-    state.fp32_head, state.active = fp32_head, True
+    # a new state, because shallow copies of the model share the one before
+    vars(inner)["_gspo_fused"] = replace(_state_of(inner), active=True, fp32_head=fp32_head)
     return model
 
 
@@ -144,16 +143,13 @@ def unfuse_lm_head(model: Any) -> Any:
     A ``forward`` that was set in between stays. It may call the one that it has replaced.
     """
     inner: Any = causal_lm_of(model)
-    if not isinstance(inner, _Fused):
-        return model
-    state = _state_of(inner)
-    state.active = False
-    for module in inner.modules():  # type: ignore[attr-defined]
-        restore_class(module)
-    if type(inner).__mro__[1] is _Fused:  # otherwise a library has made a subclass of ours
-        inner.__class__ = type(inner).__mro__[2]
-        if vars(inner).get("forward") is state.earlier:
-            del vars(inner)["_gspo_fused"]
+    if isinstance(inner, _Fused):
+        vars(inner)["_gspo_fused"] = state = replace(_state_of(inner), active=False)
+        own = _own_class(type(inner))
+        if type(inner) is _fused(own):  # otherwise a library has made a subclass of ours
+            inner.__class__ = own
+            if not state.forwards:
+                del vars(inner)["_gspo_fused"]
     return model
 
 
@@ -165,19 +161,17 @@ class _State:
     """The state of a fused model.
 
     Attributes:
-        earlier: the ``forward`` that the instance itself had before, or None for its class's.
-        fp32_head: see ``fuse_lm_head``.
-        forwards: those that the instance has had since then, in the order in which they were found.
         active: whether ``unfuse_lm_head`` has not been called.
+        fp32_head: see ``fuse_lm_head``.
+        forwards: those that have been set on the instance, in the order in which they were found.
         compared: the head, transform and forward that were last compared with the model's own logits, and
             what they made of the made-up ones.
         packing_checked: the forward and attention that were last seen to keep packed sequences apart.
     """
 
-    earlier: Any = None
+    active: bool = True
     fp32_head: bool = False
     forwards: list[Any] = field(default_factory=list)
-    active: bool = True
     compared: Any = (None, None)
     packing_checked: Any = None
 
@@ -186,13 +180,13 @@ class _State:
 
 
 def _state_of(model: Any) -> _State:
-    state = vars(model).get("_gspo_fused")
-    if state is None:  # also of an instance that somebody makes from the class of a fused model
-        vars(model)["_gspo_fused"] = state = _State(vars(model).get("forward"))
-    return state  # type: ignore[no-any-return]
+    """Return the state of a fused model; instances that were made from its class get one here."""
+    if "_gspo_fused" not in vars(model):
+        vars(model)["_gspo_fused"] = _State()
+    return vars(model)["_gspo_fused"]  # type: ignore[no-any-return]
 
 
-class _Forward:
+class _ForwardAttribute:
     """The attribute ``forward``: reading gives ours, and setting sets the one that ours calls.
 
     A library that wraps ``model.forward`` has read ours, and sets a function that calls it. So each forward
@@ -208,25 +202,25 @@ class _Forward:
             return super(_Fused, model).forward if forward is None else forward  # type: ignore[misc]
         if forward is None:
             return model._gspo_forward
-        depth = next((n for n, each in enumerate(state.forwards, 1) if each is forward), 0)
-        if not depth:
+        if not any(each is forward for each in state.forwards):
             state.forwards.append(forward)
-            depth = len(state.forwards)
-        around: Any = _around(depth)
+        number = next(n for n, each in enumerate(state.forwards, 1) if each is forward)
+        around: Any = _forward_around(number)
         around.__signature__ = signature(type(model).forward)
-        around.__wrapped__ = forward  # accelerate's unwrap_model follows this to take its wrappers off
+        if getattr(forward, "__self__", None) is model:
+            # accelerate's unwrap_model follows this, and binds what it finds to the model
+            around.__wrapped__ = forward.__func__
         return MethodType(around, model)
 
     def __set__(self, model: Any, forward: Any) -> None:
-        function: Any = forward
-        owner = model
+        function, owner = forward, model
         while isinstance(function, MethodType):  # accelerate binds a method a second time
-            function, owner = function.__func__, function.__self__
+            function, owner = function.__func__, function.__self__  # type: ignore[assignment]
         if getattr(function, "__code__", None) is not _CODE or owner is not model:
             _check_names(model, forward)
             vars(model)["forward"] = forward
-        elif function.depth:
-            vars(model)["forward"] = _state_of(model).forwards[function.depth - 1]
+        elif function.number:
+            vars(model)["forward"] = _state_of(model).forwards[function.number - 1]
         else:
             vars(model).pop("forward", None)
 
@@ -236,50 +230,58 @@ class _Forward:
         del vars(model)["forward"]
 
 
-def _around(depth: int) -> Callable[..., Any]:
-    """Return the ``forward`` around the one that was set at a ``depth``; 0: around that of the class."""
+def _forward_around(number: int) -> Any:
+    """Return a ``forward`` that calls the ``number``-th one of `_State.forwards`; 0: that of the class.
+
+    It finds them in the model, so that a copy of the model calls its own ones.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if depth:
-            inner = _state_of(self).forwards[depth - 1]
+        if number:
+            inner = _state_of(self).forwards[number - 1]
         elif isinstance(self, _Fused):
             inner = super(_Fused, self).forward  # type: ignore[misc]
         else:  # unfused, but a wrapper of this function is still there
             inner = MethodType(type(self).forward, self)
         return inner(*args, **kwargs) if FUSED.isdisjoint(kwargs) else _call(self, inner, args, kwargs)
 
-    forward.depth = depth  # type: ignore[attr-defined]
+    forward.number = number  # type: ignore[attr-defined]
     return forward
 
 
-_CODE = _around(0).__code__
+_CODE = _forward_around(0).__code__
 
 
 class _FusedClass(type):
     """The class of fused classes. Setting ``forward`` of one sets that of the model's own class."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        owner = cls.__mro__[cls.__mro__.index(_Fused) + 1] if name == "forward" else cls
-        type.__setattr__(owner, name, value)
+        type.__setattr__(_own_class(cls) if name == "forward" else cls, name, value)
 
 
 class _Fused(metaclass=_FusedClass):
     """A mixin of fused models."""
 
-    forward = _Forward()
+    forward = _ForwardAttribute()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(super().__reduce_ex__(max(protocol, 2)), _Fused, _new)
+        return reduced(super().__reduce_ex__(max(protocol, 2)), _fused(_own_class(type(self))), _new)
+
+
+def _own_class(cls: type) -> Any:
+    """Return the class of a model before it was fused."""
+    return cls.__mro__[cls.__mro__.index(_Fused) + 1]
 
 
 @functools.cache
 def _fused(cls: type) -> Any:
     """Return the subclass of a model's class that its fused instances have."""
-    forward, of_class = _around(0), cls.forward  # type: ignore[attr-defined]
+    forward, of_class = _forward_around(0), cls.forward  # type: ignore[attr-defined]
     functools.update_wrapper(forward, of_class)
-    del forward.__wrapped__  # type: ignore[attr-defined]
-    forward.__signature__ = signature(of_class)  # type: ignore[attr-defined]
-    return subclass(_Fused, cls, _gspo_forward=forward)
+    del forward.__wrapped__
+    forward.__signature__ = signature(of_class)
+    metaclass = type("_FusedClass", (_FusedClass, type(cls)), {})
+    return subclass(metaclass, (_Fused, cls), _gspo_forward=forward)
 
 
 def _new(cls: Any) -> Any:
@@ -309,8 +311,7 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     scoring = checks.flag("return_logprobs", options.pop("return_logprobs", False))
     if not scoring and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
         return forward(*args, **kwargs)
-    state = _state_of(model)
-    if not state.active:
+    if not isinstance(model, _Fused) or not (state := _state_of(model)).active:
         raise IntegrationError(f"{min(options)}: unfuse_lm_head has been called; call fuse_lm_head again")
     for name in options:
         del kwargs[name]
@@ -426,11 +427,15 @@ def _run_with_loss(
         outputs = forward()
     if len(calls) != 1:
         raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
-    logits = outputs.logits
-    if compare or (checked_values(logits.device) and not _equal(logits, logits_before)):
+    logits, names = outputs.logits, [name for name in computed if name != "metrics"]
+    if not isinstance(calls[0], tuple) or len(calls[0]) != len(names) or not names:
+        raise IntegrationError(
+            f"model: the lm_head of {type(model).__name__} changes what its forward returns"
+        )
+    # on a CPU the second comparison needs no sync; it reads V numbers, and the loss reads a matrix [V, H]
+    if compare or (checked_values(logits.device) and not torch.equal(logits, logits_before)):
         _compare_logits(model, lm_head, test_logits, logits)
         state.compared = seen, logits.detach()
-    names = [name for name in computed if name != "metrics"]
     for name, hooked in zip(names, calls[0], strict=True):
         computed[name] = unrounded(computed[name], hooked)
     return outputs, computed
@@ -525,10 +530,6 @@ def _compare_product(
             f"model: the lm_head of {type(model).__name__}, {type(head_module(model)).__name__}, is not the "
             "product with its weight and bias"
         )
-
-
-def _equal(logits: Tensor, before: Tensor) -> bool:
-    return logits.dtype == before.dtype and torch.equal(logits, before)
 
 
 def _compare_logits(model: Any, lm_head: LMHead, raw_logits: Tensor, logits: Tensor) -> None:

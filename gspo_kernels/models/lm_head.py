@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from gspo_kernels.core.types import LoRAHead
 from gspo_kernels.models import IntegrationError
-from gspo_kernels.models.calls import own_call, replaced_calls, view_of
+from gspo_kernels.models.calls import replaced_calls, view_of
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names of the only child in modules that wrap a model: DDP, torch.compile, FSDP1, checkpointing."""
 
-_TRUSTED = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.")
-"""Packages whose hooks on a head gather, move or split tensors, and change no logits."""
+_TRUSTED = ("torch.distributed.", "torch.utils.", "deepspeed.", "accelerate.", "transformers.")
+"""Packages whose hooks on a head gather, move, split or count tensors, and change no logits."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +145,19 @@ def unknown_part(head: Any) -> str | None:
     """Return what a head has that may give other logits than the product with its weight, or None."""
     for module, cls in _parts(head):
         kind, forward = type(module), vars(module).get("forward")
-        hooks = [*module._forward_hooks.values()]
-        if module is not head:  # only the outermost module is called, after its own hooks
-            hooks += module._forward_pre_hooks.values()
-        strange = [hook for hook in map(_function, hooks) if not _module_of(hook).startswith(_TRUSTED)]
         if kind.forward is not cls.forward:
             return f"is a {kind.__module__}.{kind.__qualname__}, whose forward is not that of {cls.__name__}"
         if forward is not None and not (module is head and _is_known_forward(head)):
-            return f"has a forward of its own, {_module_of(forward)}.{_name_of(forward)}"
+            return f"has a forward of its own, {_origin(forward)}"
+        hooks = [*module._forward_hooks.values(), *every_module._global_forward_hooks.values()]
+        hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        accelerate = vars(module).get("_hf_hook")
+        hooks += getattr(accelerate, "hooks", [accelerate] if accelerate is not None else [])
+        if module is not head:  # only the outermost module is called, after its own hooks
+            hooks += module._forward_pre_hooks.values()
+        strange = [name for name in map(_origin, hooks) if not name.startswith(_TRUSTED)]
         if strange:
-            return f"has a forward hook, {_module_of(strange[0])}.{_name_of(strange[0])}"
+            return f"has a hook, {strange[0]}"
         for name in ("weight", "bias") if cls is nn.Linear else ():
             if not _is_plain(tensor := getattr(module, name, None)):
                 return f"holds a {name} of type {type(tensor).__name__}"
@@ -189,21 +193,18 @@ def _is_known_forward(head: Any) -> bool:
 
     That is accelerate's, which moves the weight, TRL's cast to fp32, and transformers' tensor parallelism.
     """
-    forward = head._old_forward if hasattr(head, "_hf_hook") else vars(head)["forward"]
+    forward = vars(head)["forward"]
+    forward = head._old_forward if _origin(forward).startswith("accelerate.hooks.") else forward
     known = ("trl.", "transformers.distributed.")
-    return getattr(forward, "__func__", None) is type(head).forward or _module_of(forward).startswith(known)
+    return getattr(forward, "__func__", None) is type(head).forward or _origin(forward).startswith(known)
 
 
-def _function(hook: Any) -> Any:
-    return hook.func if isinstance(hook, functools.partial) else hook
-
-
-def _module_of(function: Any) -> str:
-    return getattr(function, "__module__", None) or type(function).__module__
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+def _origin(function: Any) -> str:
+    """Return the module and name of a function, of what a partial calls, or of an object's class."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = function if hasattr(function, "__qualname__") else type(function)
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _lora_linear() -> Any:
@@ -269,7 +270,7 @@ def replaced_product(
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         copy = _with_product(head, product)
-        outputs.append(own_call(copy, *args, **kwargs))
+        outputs.append(copy(*args, **kwargs))
         for name in ("forward", "_old_forward"):  # they refer to the copy, and would keep the graph alive
             vars(copy).pop(name, None)
         return stand_in(outputs[-1])
@@ -292,9 +293,7 @@ def _with_product(head: Any, product: Callable[[Any, Tensor], Any]) -> Any:
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = vars(head)[name].items()
             attributes[name] = OrderedDict(
-                (key, hook)
-                for key, hook in hooks
-                if not _module_of(hook).startswith("torch.distributed.tensor")
+                (key, hook) for key, hook in hooks if not _origin(hook).startswith("torch.distributed.tensor")
             )
     vars(copy).update(attributes)
     return copy

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.models.calls import own_call, replaced_calls, view_of
+from gspo_kernels.models.calls import replaced_calls, view_of
 from gspo_kernels.models.lm_head import causal_lm_of
 
 
@@ -83,7 +83,7 @@ def _rotated_alone(ropes: Sequence[VaryingRope], lengths: Tensor | None, *args: 
     passed = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     of_layer = [rope for rope in ropes if rope.layers.get("layer_type") == passed.get("layer_type")]
     if not of_layer:  # the frequencies of these layers do not depend on lengths
-        return own_call(module, *args, **kwargs)
+        return view_of(module)(*args, **kwargs)
     rope, positions = of_layer[0], passed.pop("position_ids")
     if lengths is None:
         return rope.rotate(positions, **passed)
