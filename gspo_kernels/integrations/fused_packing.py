@@ -114,8 +114,16 @@ def lay_out_packed(
 
 def check_packing(model: Any, forward: Any, device: torch.device) -> None:
     """Run a few tokens packed and one by one; raise IntegrationError if their hidden states differ."""
+    axes = _rope_axes(model)
+
+    def row_of_a_packed_call(model: Any, prompts: Tokens, completions: Tokens) -> Row:
+        row = plain_row(model, prompts, completions)
+        if axes:
+            row.inputs["position_ids"] = row.inputs["position_ids"].repeat(axes + 1, 1, 1)
+        return row
+
     try:
-        check_rows_of(model, _row_of_a_packed_call, call=forward, device=device)
+        check_rows_of(model, row_of_a_packed_call, call=forward, device=device)
     except IntegrationError as error:
         raise IntegrationError(f"cu_seqlens: {error}; pass padded rows, or a 4-D attention_mask") from None
 
@@ -134,11 +142,3 @@ def _text_positions(model: Any, positions: Tensor) -> Tensor | None:
     if positions.ndim < 3:
         return positions
     return positions[0] if positions.shape[0] == _rope_axes(model) + 1 else None
-
-
-def _row_of_a_packed_call(model: Any, prompts: Tokens, completions: Tokens) -> Row:
-    """Lay sequences out as a packed call does, where transformers keeps them apart by their positions."""
-    row, axes = plain_row(model, prompts, completions), _rope_axes(model)
-    if axes:
-        row.inputs["position_ids"] = row.inputs["position_ids"].repeat(axes + 1, 1, 1)
-    return row

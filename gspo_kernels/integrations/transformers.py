@@ -29,7 +29,7 @@ from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.fused_arguments import FUSED, LOW_PRECISION, signature
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
-from gspo_kernels.models.calls import reduced, subclass
+from gspo_kernels.models.calls import subclass
 from gspo_kernels.models.lm_head import (
     LMHead,
     causal_lm_of,
@@ -213,9 +213,10 @@ class _ForwardAttribute:
         return MethodType(around, model)
 
     def __set__(self, model: Any, forward: Any) -> None:
-        function, owner = forward, model
+        function: Any = forward
+        owner = model
         while isinstance(function, MethodType):  # accelerate binds a method a second time
-            function, owner = function.__func__, function.__self__  # type: ignore[assignment]
+            function, owner = function.__func__, function.__self__
         if getattr(function, "__code__", None) is not _CODE or owner is not model:
             _check_names(model, forward)
             vars(model)["forward"] = forward
@@ -264,9 +265,6 @@ class _Fused(metaclass=_FusedClass):
 
     forward = _ForwardAttribute()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced(super().__reduce_ex__(max(protocol, 2)), _fused(_own_class(type(self))), _new)
-
 
 def _own_class(cls: type) -> Any:
     """Return the class of a model before it was fused."""
@@ -281,7 +279,7 @@ def _fused(cls: type) -> Any:
     del forward.__wrapped__
     forward.__signature__ = signature(of_class)
     metaclass = type("_FusedClass", (_FusedClass, type(cls)), {})
-    return subclass(metaclass, (_Fused, cls), _gspo_forward=forward)
+    return subclass(metaclass, (_Fused, cls), _new, _gspo_forward=forward)
 
 
 def _new(cls: Any) -> Any:
@@ -311,8 +309,9 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     scoring = checks.flag("return_logprobs", options.pop("return_logprobs", False))
     if not scoring and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
         return forward(*args, **kwargs)
-    if not isinstance(model, _Fused) or not (state := _state_of(model)).active:
-        raise IntegrationError(f"{min(options)}: unfuse_lm_head has been called; call fuse_lm_head again")
+    state = _state_of(model) if isinstance(model, _Fused) else _State(active=False)
+    if not state.active:
+        raise IntegrationError("model: unfuse_lm_head has been called on it; call fuse_lm_head again")
     for name in options:
         del kwargs[name]
     of_class = type(model).forward
@@ -335,10 +334,9 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if not told_apart and state.packing_checked != by:
             fused_packing.check_packing(model, forward, labels.device)
             state.packing_checked = by
-    lm_head = lm_head_of(model)
-    call = functools.partial(forward, **kwargs)
     with own_frequencies(ropes):
-        outputs, values = _run_with_loss(model, lm_head, call, labels, options, scoring, state)
+        call = functools.partial(forward, **kwargs)
+        outputs, values = _run_with_loss(model, call, labels, options, state)
     for name in values.keys() & {"logprobs", "entropy"}:
         values[name] = values[name] if cu_seqlens is None else values[name].unsqueeze(0)
     aux_loss = getattr(outputs, "aux_loss", None)
@@ -354,31 +352,23 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _run_with_loss(
-    model: Any,
-    lm_head: LMHead,
-    forward: Any,
-    labels: Tensor,
-    options: dict[str, Any],
-    scoring: bool,
-    state: _State,
+    model: Any, forward: Any, labels: Tensor, options: dict[str, Any], state: _State
 ) -> tuple[Any, dict[str, Any]]:
-    """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scoring``.
+    """Run a ``functools.partial`` of the model's own ``forward``, whose head computes the loss.
+
+    The first call compares the head with the product with its weight, and what the forward makes of made-up
+    logits with the transform that the loss applies. Calls on CPUs compare these logits again.
 
     Args:
-        model: the model; its head is replaced during the call.
-        lm_head: the head's parameters, and the transform from its product to logits.
-        forward: a ``functools.partial`` of the model's own forward, with its arguments.
+        model, forward, state: the model, its forward with arguments, and its state.
         labels: [B, T], or [N] for a packed call.
-        options: of ``linear_token_logprobs`` where ``scoring``, otherwise of ``fused_linear_policy_loss``.
-        scoring: return log-probs and no loss.
-        state: the model's; its ``compared`` says whether this head has been seen to be the product with its
-            weight, and this forward to change a row of made-up logits like the transform that the loss
-            applies. On CPUs every call compares these logits.
+        options: of ``fused_linear_policy_loss``; without advantages of ``linear_token_logprobs``.
 
     Returns:
         The outputs of ``forward``, and by name those of loss, logprobs, entropy and metrics that it computed.
     """
-    original, test_logits = head_module(model), torch.empty(0, dtype=torch.float32, device="cpu")
+    lm_head, original, scoring = lm_head_of(model), head_module(model), "advantages" not in options
+    test_logits = torch.empty(0, dtype=torch.float32, device="cpu")
     seen = (lm_head.logit_scale, lm_head.softcap, forward.func, type(model).forward, original)
     before, logits_before = state.compared
     compare, fp32_head = before != seen, state.fp32_head
@@ -389,10 +379,8 @@ def _run_with_loss(
         lora = weight_of(head)
         weight, bias = lora.weight if isinstance(lora, LoRAHead) else lora, lm_head.bias
         bias = None if bias is None else head.bias
-        _check_gathered(head, weight)
-        sharded = _is_dtensor(weight)  # the module's own product takes DTensors
-        if not _split_by_vocabulary(weight, bias):
-            hidden, weight, bias = _full(hidden), _full(weight), _full(bias)
+        sharded = hasattr(weight, "device_mesh")  # the module's own product takes DTensors
+        hidden, weight, bias = _gathered(head, hidden, weight, bias)
         if weight.dim() != 2 or weight.numel() == 0 or weight.is_meta:
             raise IntegrationError(
                 f"model: the weight of its lm_head has shape {tuple(weight.shape)} on {weight.device} inside "
@@ -451,43 +439,33 @@ def unrounded(value: Tensor, returned: Tensor) -> Tensor:
     return returned if returned.dtype == value.dtype else value.detach() + (returned - returned.detach())
 
 
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "device_mesh")
-
-
-def _full(tensor: Any) -> Any:
-    """Return a DTensor as a whole, so that all ranks compute the same loss; its gradient is replicated."""
-    return tensor.full_tensor() if _is_dtensor(tensor) else tensor
-
-
 def _at_least_fp32(tensor: Any) -> Any:
     return tensor.float() if tensor is not None and tensor.dtype in LOW_PRECISION else tensor
 
 
-def _split_by_vocabulary(weight: Any, bias: Any) -> bool:
-    """Return whether ranks split the head's weight [V, H] and bias [V] (or None) by rows."""
-    if not _is_dtensor(weight):
-        return False
-    from torch.distributed.tensor import Shard
+def _gathered(head: Any, hidden: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
+    """Return DTensors as a whole, so that all ranks compute the same loss; their gradients are replicated.
 
-    placements = [getattr(x, "placements", ()) for x in (weight, bias) if x is not None]
-    return all(placement == (Shard(0),) for placement in placements)
+    A weight [V, H] and bias [V] (or None) that ranks split by rows stay split, for a loss of each shard.
 
+    Raises:
+        IntegrationError: the weight is still a shard of data parallelism.
+    """
+    if mesh := getattr(weight, "device_mesh", None):
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import Shard
 
-def _check_gathered(head: Any, weight: Tensor) -> None:
-    """Raise IntegrationError if the head's weight is still a shard of data parallelism."""
-    if not _is_dtensor(weight):
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    # hooks of the head have run, hooks of modules inside it have not; a gathered weight has a 1-D mesh
-    inside = (module for module in head.modules() if module is not head)
-    mesh = weight.device_mesh  # type: ignore[attr-defined]
-    if mesh.ndim > 1 or any(isinstance(module, FSDPModule) for module in inside):
-        raise IntegrationError(
-            f"model: a DTensor over {mesh} reaches the product of its lm_head, where FSDP2 should have "
-            "gathered it; shard the lm_head with the root module"
-        )
+        # hooks of the head have run, hooks of modules inside it have not; a gathered weight has a 1-D mesh
+        inside = (module for module in head.modules() if module is not head)
+        if mesh.ndim > 1 or any(isinstance(module, FSDPModule) for module in inside):
+            raise IntegrationError(
+                f"model: a DTensor over {mesh} reaches the product of its lm_head, where FSDP2 should have "
+                "gathered it; shard the lm_head with the root module"
+            )
+        if all(getattr(x, "placements", ()) == (Shard(0),) for x in (weight, bias) if x is not None):
+            return hidden, weight, bias
+    whole = (x.full_tensor() if hasattr(x, "device_mesh") else x for x in (hidden, weight, bias))
+    return tuple(whole)
 
 
 @torch.no_grad()
@@ -499,8 +477,8 @@ def check_head(model: Any) -> None:
             another way.
     """
     tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
-    forward, head = functools.partial(model, tokens, use_cache=False), lm_head_of(model)
-    _run_with_loss(causal_lm_of(model), head, forward, tokens, {}, True, _State())
+    forward = functools.partial(model, tokens, use_cache=False)
+    _run_with_loss(causal_lm_of(model), forward, tokens, {}, _State())
 
 
 def _compare_product(

@@ -163,8 +163,7 @@ class VerlPolicyLoss:
         return hooks.from_config(self.name, self.objective, OPTIONS, config, range_names, **more)
 
 
-def _check(objective: Objective) -> None:
-    hooks.check_objective(objective, "verl", divides_by=("sequences", "tokens", "one"))
+_check = partial(hooks.check_objective, hook="verl", divides_by=("sequences", "tokens", "one"))
 
 
 def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:

@@ -46,29 +46,30 @@ def _replaceable(own: Any) -> Any:
     """Return a subclass of a module's own class whose calls `replaced_calls` replaces."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = (_FUNCTIONS.get() or {}).get(self)
-        # not super(): another thread may restore the class at any time
-        return own.__call__(self, *args, **kwargs) if function is None else function(*args, **kwargs)
+        functions = _FUNCTIONS.get()
+        if functions is None or (function := functions.get(self)) is None:
+            return own.__call__(self, *args, **kwargs)  # another thread may restore the class: not super()
+        return function(*args, **kwargs)
+
+    return subclass(type(own), (own,), object.__new__, __call__=__call__)
+
+
+def subclass(metaclass: Any, bases: tuple[Any, ...], rebuild: Callable[..., Any], **attributes: Any) -> Any:
+    """Return a class that has the name, module and documentation of the last of its ``bases``.
+
+    Copies and pickles of its instances are made by ``rebuild(the last base)``.
+    """
+    own = bases[-1]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return reduced(own.__reduce_ex__(self, max(protocol, 2)), cls, object.__new__)
+        function, arguments, *state = own.__reduce_ex__(self, max(protocol, 2))
+        if arguments[:1] != (cls,):  # a library has made a subclass of ours, and pickling is up to it
+            return function, arguments, *state
+        return rebuild, (own,), *state
 
-    cls = subclass(type(own), (own,), __call__=__call__, __reduce_ex__=__reduce_ex__)
-    return cls
-
-
-def subclass(metaclass: Any, bases: tuple[Any, ...], **attributes: Any) -> Any:
-    """Return a class that has the name, module and documentation of the last of its ``bases``."""
-    own = bases[-1]
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    return metaclass(own.__name__, bases, names | attributes)
-
-
-def reduced(state: Any, cls: Any, rebuild: Callable[..., Any]) -> Any:
-    """Return what pickles an instance of a `subclass`: its reduced ``state``, with ``rebuild(own class)``."""
-    _, (found, *_), *rest = state
-    # a library may have made a subclass of ours, and pickling is up to that library
-    return (rebuild, (cls.__bases__[-1],), *rest) if found is cls else state
+    cls = metaclass(own.__name__, bases, {**names, "__reduce_ex__": __reduce_ex__, **attributes})
+    return cls
 
 
 def view_of(module: Any, **attributes: Any) -> Any:

@@ -159,7 +159,9 @@ def unknown_part(head: Any) -> str | None:
         if strange:
             return f"has a hook, {strange[0]}"
         for name in ("weight", "bias") if cls is nn.Linear else ():
-            if not _is_plain(tensor := getattr(module, name, None)):
+            tensor = getattr(module, name, None)
+            tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+            if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
                 return f"holds a {name} of type {type(tensor).__name__}"
     return None
 
@@ -167,7 +169,7 @@ def unknown_part(head: Any) -> str | None:
 def _parts(head: Any) -> list[tuple[Any, Any]]:
     """Return the modules that compute a head's product, each with the class whose forward it must have."""
     if "peft" in sys.modules:
-        other, lora = sys.modules["peft.utils.other"], _lora_linear()
+        other, lora = sys.modules["peft.utils.other"], sys.modules["peft.tuners.lora"].Linear
         tokens = sys.modules.get("peft.tuners.trainable_tokens.layer")  # since PEFT 0.15
         if isinstance(head, other.ModulesToSaveWrapper):
             on = head.active_adapters and not head.disable_adapters
@@ -181,11 +183,6 @@ def _parts(head: Any) -> list[tuple[Any, Any]]:
             adapters = [x[name] for x in (head.lora_A, head.lora_B) for name in _active_adapters(head)]
             return [(head, lora), *((each, nn.Linear) for each in (head.get_base_layer(), *adapters))]
     return [(head, nn.Linear)]
-
-
-def _is_plain(tensor: Any) -> bool:
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return tensor is None or type(tensor) in (Tensor, nn.Parameter)
 
 
 def _is_known_forward(head: Any) -> bool:
@@ -207,15 +204,10 @@ def _origin(function: Any) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def _lora_linear() -> Any:
-    return sys.modules["peft.tuners.lora"].Linear
-
-
 def _active_adapters(head: Any) -> list[str]:
     """Return the adapters of a LoRA module that its forward adds to the product of its base layer."""
-    if head.disable_adapters or head.merged:
-        return []
-    return [name for name in head.active_adapters if name in head.lora_A]
+    used = [] if head.disable_adapters or head.merged else head.active_adapters
+    return [name for name in used if name in getattr(head, "lora_A", ())]
 
 
 def weight_of(head: Any) -> Tensor | LoRAHead:
@@ -227,12 +219,12 @@ def weight_of(head: Any) -> Tensor | LoRAHead:
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # without PEFT there are no adapters
     if tuners is None or not isinstance(head, tuners.BaseTunerLayer):
         return head.weight  # type: ignore[no-any-return]
-    if not isinstance(head, _lora_linear()):
-        raise _refused_adapter(f"an adapter ({type(head).__name__}), whose product is not part of its weight")
     active, base = _active_adapters(head), head.get_base_layer()
-    if not active:
+    if not isinstance(head, sys.modules["peft.tuners.lora"].Linear):
+        reason = f"an adapter ({type(head).__name__}), whose product is not part of its weight"
+    elif not active:
         return base.weight  # type: ignore[no-any-return]
-    if len(active) > 1:
+    elif len(active) > 1:
         reason = f"{len(active)} active adapters"
     elif active[0] in head.lora_variant:
         reason = f"a variant of LoRA ({type(head.lora_variant[active[0]]).__name__})"
@@ -243,11 +235,7 @@ def weight_of(head: Any) -> Tensor | LoRAHead:
     else:
         (name,) = active
         return LoRAHead(base.weight, head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name])
-    raise _refused_adapter(reason)
-
-
-def _refused_adapter(reason: str) -> IntegrationError:
-    return IntegrationError(
+    raise IntegrationError(
         f"model: its lm_head carries {reason}; expected one plain LoRA without dropout, or leave lm_head out "
         "of target_modules and train it whole with modules_to_save=['lm_head']"
     )
@@ -269,7 +257,20 @@ def replaced_product(
     outputs: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        copy = _with_product(head, product)
+        copy = view_of(head, _compiled_call_impl=None)
+        attributes: dict[str, Any] = {"forward": functools.partial(product, copy)}
+        if hasattr(head, "_hf_hook"):  # accelerate's forward moves the weight, and calls _old_forward
+            attributes["_old_forward"] = attributes["forward"]
+            attributes["forward"] = functools.partial(head.forward.func, copy)
+        if getattr(head, "_distribute_module_applied", False):
+            # hooks of parallelize_module would make DTensors of a result that isn't logits
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                attributes[name] = OrderedDict(
+                    (key, hook)
+                    for key, hook in vars(head)[name].items()
+                    if not _origin(hook).startswith("torch.distributed.tensor")
+                )
+        vars(copy).update(attributes)
         outputs.append(copy(*args, **kwargs))
         for name in ("forward", "_old_forward"):  # they refer to the copy, and would keep the graph alive
             vars(copy).pop(name, None)
@@ -277,26 +278,6 @@ def replaced_product(
 
     with replaced_calls({head: call}):
         yield outputs
-
-
-def _with_product(head: Any, product: Callable[[Any, Tensor], Any]) -> Any:
-    """Return a copy of the head's module, with its hooks, whose forward is ``product``."""
-    copy = view_of(head, _compiled_call_impl=None)
-    attributes: dict[str, Any] = {"forward": functools.partial(product, copy)}
-    if hasattr(head, "_hf_hook"):  # accelerate's forward moves the weight, and calls _old_forward
-        attributes = {
-            "_old_forward": attributes["forward"],
-            "forward": functools.partial(head.forward.func, copy),
-        }
-    if getattr(head, "_distribute_module_applied", False):
-        # hooks of parallelize_module would make DTensors of a result that isn't logits
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks = vars(head)[name].items()
-            attributes[name] = OrderedDict(
-                (key, hook) for key, hook in hooks if not _origin(hook).startswith("torch.distributed.tensor")
-            )
-    vars(copy).update(attributes)
-    return copy
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:

@@ -171,10 +171,36 @@ def compiled(model, **options):
     return torch.compile(model, backend="eager", **options)
 
 
+def with_compiled_forward(model):
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
 def compiled_in_place(model):
     torch._dynamo.reset()
     model.compile(backend="eager")
     return model
+
+
+def with_removed_parametrization(model):
+    """Remove a parametrization that was there in a call, and another one from the same module."""
+    model.lm_head.bias = nn.Parameter(torch.ones(96))
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(model.lm_head, name, nn.Identity())
+        model(IDS, **SCORE)
+    for name in ("weight", "bias"):
+        parametrize.remove_parametrizations(model.lm_head, name)
+    return model
+
+
+def copied_in_a_call(model):
+    copies = []
+    handle = model.lm_head.register_forward_pre_hook(lambda *args: copies.append(copy.deepcopy(model)))
+    model(IDS, **SCORE)
+    handle.remove()
+    copies[0].lm_head._forward_pre_hooks.clear()
+    return through_pickle(copies[0])
 
 
 def offloaded(model):
@@ -233,6 +259,8 @@ def loaded_from_meta(model):
 SITUATIONS = {
     "deep copy": copy.deepcopy,
     "copy": copy.copy,
+    "copy, then unfused": lambda m: (unfuse_lm_head(copy.copy(m)), m)[1],
+    "copy in a call": copied_in_a_call,
     "pickle": through_pickle,
     "torch.save": through_torch_save,
     "pickle of a deep copy of a used model": lambda m: (check(m), through_pickle(copy.deepcopy(m)))[1],
@@ -258,6 +286,7 @@ SITUATIONS = {
     "LoRA, compiled": lambda m: with_lora(compiled(m)),
     "compiled": compiled,
     "compiled in place": compiled_in_place,
+    "compiled forward": with_compiled_forward,
     "compiled, then fused": lambda m: fuse_lm_head(compiled(unfuse_lm_head(m))),
     "in another module": Outer,
     "recomputed": Recomputed,
@@ -272,6 +301,7 @@ SITUATIONS = {
     "more tokens": resized,
     "double": lambda m: m.double(),
     "weight norm": lambda m: (parametrizations.weight_norm(m.lm_head), m)[1],
+    "parametrizations removed": with_removed_parametrization,
     "legacy weight norm": lambda m: (torch.nn.utils.weight_norm(m.lm_head), m)[1],
     "a hook before the head": lambda m: (
         m.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,)),
@@ -282,6 +312,7 @@ SITUATIONS = {
     "accelerate's hooks, then fused": lambda m: fuse_lm_head(with_accelerate_hooks(unfuse_lm_head(m))),
     "a head that hooks gather": with_gathered_head,
     "prepared and unwrapped": lambda m: prepared(m, unwrap=True),
+    "another forward, prepared, unwrapped": lambda m: prepared(with_forward(m), unwrap=True),
     "prepared, fused, unwrapped": lambda m: fuse_lm_head(prepared(unfuse_lm_head(m), unwrap=True)),
 }
 
@@ -329,6 +360,10 @@ def with_own_forward(head):
     head.forward = lambda hidden: FakeQuantized.forward(head, hidden)
 
 
+def with_partial_forward(head):
+    head.forward = functools.partial(FakeQuantized.forward, head)
+
+
 def within_lora(model, change):
     """Fuse a model with LoRA on the head, then change the base layer."""
     model = with_lora(model, target_modules=["lm_head"])
@@ -340,6 +375,25 @@ def within_saved(model, change):
     model = with_lora(model, modules_to_save=["lm_head"])
     change(model.get_output_embeddings().modules_to_save["default"])
     return model
+
+
+class Returning(nn.Linear):
+    def __call__(self, hidden):
+        return self.weight @ hidden[0, 0]
+
+
+def given_to_accelerate(head, change=lambda head: None):
+    """Give accelerate a hook that doubles what a module returns, or make a change above its own hook."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    hook = hooks.AlignDevicesHook(execution_device="cpu")
+    if change is None:
+        hook = hooks.ModelHook()
+        hook.post_forward = lambda module, output: output * 2 if isinstance(output, torch.Tensor) else output
+        hook.__class__ = type("Doubling", (hooks.ModelHook,), {"__module__": __name__})
+        hooks.add_hook_to_module(head, hooks.AlignDevicesHook(execution_device="cpu"))
+    hooks.add_hook_to_module(head, hook, append=True)
+    if change is not None:
+        change(head)
 
 
 def on_head(change):
@@ -363,8 +417,26 @@ REFUSED = {
     "another class": (on_head(fake_quantized), "FakeQuantized, whose forward is not that of Linear"),
     "another head": (lambda m: with_head(m, FakeQuantized(32, 96)), "FakeQuantized, whose forward"),
     "own forward": (on_head(with_own_forward), "a forward of its own, tests.*with_own_forward"),
-    "hook": (on_head(with_hook), "a forward hook, tests.*with_hook"),
-    "hook that is called always": (on_head(lambda h: with_hook(h, always_call=True)), "a forward hook"),
+    "hook": (on_head(with_hook), "a hook, tests.*with_hook"),
+    "hook that is called always": (on_head(lambda h: with_hook(h, always_call=True)), "a hook"),
+    "backward hook": (on_head(lambda h: h.register_full_backward_pre_hook(with_hook)), "a hook, tests"),
+    "hook of accelerate": (on_head(lambda h: given_to_accelerate(h, None)), "a hook, tests.*Doubling"),
+    "own forward above accelerate's": (
+        on_head(lambda h: given_to_accelerate(h, with_own_forward)),
+        "a forward of its own, tests.*with_own_forward",
+    ),
+    "partial above accelerate's": (
+        on_head(lambda h: given_to_accelerate(h, with_partial_forward)),
+        "a forward of its own, tests.*FakeQuantized.forward",
+    ),
+    "other result": (
+        on_head(lambda h: setattr(h, "__class__", Returning)),
+        "changes what its forward returns",
+    ),
+    "dynamic quantization": (
+        lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True),
+        "no causal language model with a linear lm_head|holds a|whose forward|torch.qint8 weight",
+    ),
     "tensor subclass": (
         on_head(lambda h: setattr(h, "weight", nn.Parameter(Quantized(h.weight.data)))),
         "holds a weight of type Quantized",
@@ -375,10 +447,10 @@ REFUSED = {
     ),
     "on meta": (on_head(lambda h: h.to("meta")), r"shape \(96, 32\) on meta inside the forward"),
     "class within LoRA": (lambda m: within_lora(m, fake_quantized), "FakeQuantized, whose forward"),
-    "hook within LoRA": (lambda m: within_lora(m, with_hook), "a forward hook"),
+    "hook within LoRA": (lambda m: within_lora(m, with_hook), "a hook"),
     "hook before a saved head": (
         lambda m: within_saved(m, lambda h: h.register_forward_pre_hook(lambda module, args: None)),
-        "a forward hook",
+        "a hook",
     ),
     "logits of another scale": (scaled, "changes logits after the lm_head"),
     "checkpoint wrapper": (lambda m: with_head(m, checkpoint_wrapper(m.lm_head)), "CheckpointWrapper, whose"),
@@ -394,6 +466,36 @@ def test_a_head_that_changes_after_a_call_is_refused(name):
     for call in (SCORE, UPDATE):
         with pytest.raises(IntegrationError, match=message):
             model(IDS, **call)
+
+
+def test_a_global_hook_is_refused():
+    model = fuse_lm_head(tiny())
+    model(IDS, **SCORE)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with pytest.raises(IntegrationError, match="has a hook, tests"):
+            model(IDS, **SCORE)
+    finally:
+        handle.remove()
+    check(model)
+
+
+def test_a_failed_call_leaves_nothing_behind():
+    model = fuse_lm_head(tiny())
+    with pytest.raises(IndexError):
+        model(IDS * 100, **SCORE)
+    assert [*map(type, model.model.modules())] == [*map(type, tiny().model.modules())]
+    assert type(model.lm_head) is nn.Linear
+    check(model)
+
+
+def test_a_forward_read_before_unfusing_says_so():
+    for model in (tiny(), with_forward(tiny())):
+        want, forward = model(IDS).logits, fuse_lm_head(model).forward
+        unfuse_lm_head(model)
+        assert torch.equal(forward(IDS).logits, want)
+        with pytest.raises(IntegrationError, match="unfuse_lm_head has been called"):
+            forward(IDS, **SCORE)
 
 
 def test_a_forward_with_our_names_is_refused():
