@@ -422,7 +422,14 @@ def _run_with_loss(
         )
     # on a CPU the second comparison needs no sync; it reads V numbers, and the loss reads a matrix [V, H]
     if compare or (checked_values(logits.device) and not torch.equal(logits, logits_before)):
-        _compare_logits(model, lm_head, test_logits, logits)
+        expected = lm_head.transform(exact(test_logits))
+        same = logits.shape == expected.shape
+        if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
+            raise IntegrationError(
+                f"model: {type(model).__name__} changes logits after the lm_head in an unknown way: "
+                f"logit_scale={lm_head.logit_scale:g} and softcap={lm_head.softcap}, read from its config, "
+                "do not describe it"
+            )
         state.compared = seen, logits.detach()
     for name, hooked in zip(names, calls[0], strict=True):
         computed[name] = unrounded(computed[name], hooked)
@@ -470,12 +477,7 @@ def _gathered(head: Any, hidden: Any, weight: Any, bias: Any) -> tuple[Any, Any,
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Refuse a model whose head, tried on a few tokens, gives other logits than ``lm_head_of`` describes.
-
-    Raises:
-        IntegrationError: its product is not that with its weight and bias, or the forward changes logits in
-            another way.
-    """
+    """Raise IntegrationError if a few tokens have other logits than ``lm_head_of`` describes."""
     tokens = torch.arange(1, 4, device=model.device).unsqueeze(0)
     forward = functools.partial(model, tokens, use_cache=False)
     _run_with_loss(causal_lm_of(model), forward, tokens, {}, _State())
@@ -507,17 +509,6 @@ def _compare_product(
         raise IntegrationError(
             f"model: the lm_head of {type(model).__name__}, {type(head_module(model)).__name__}, is not the "
             "product with its weight and bias"
-        )
-
-
-def _compare_logits(model: Any, lm_head: LMHead, raw_logits: Tensor, logits: Tensor) -> None:
-    expected = lm_head.transform(exact(raw_logits))
-    same = logits.shape == expected.shape
-    if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
-        raise IntegrationError(
-            f"model: {type(model).__name__} changes logits after the lm_head in an unknown way: "
-            f"logit_scale={lm_head.logit_scale:g} and softcap={lm_head.softcap}, read from its config, do "
-            "not describe it"
         )
 
 

@@ -181,8 +181,19 @@ def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]
         TypeError, ValueError: a wrong option of this package; the message names it.
     """
     if objective is None:
-        objective = objective_of(args)
-        _warn_of_ranges(args, objective)
+        objective, high = objective_of(args), _epsilon_high(args)
+        if isinstance(objective, GSPO) and max(args.epsilon, high) > SEQUENCE_RANGE:
+            warnings.warn(
+                f"epsilon: a clip range of {max(args.epsilon, high):g} hardly ever clips a sequence's ratio; "
+                "GSPO's paper has epsilon=3e-4, epsilon_high=4e-4",
+                stacklevel=3,
+            )
+        if isinstance(objective, CISPO) and high < 1.0:
+            warnings.warn(
+                f"epsilon_high: {high:g} is with loss_type='cispo' the largest weight of a token: below 1 it "
+                "is a factor on nearly every one; TRL recommends 5.0",
+                stacklevel=3,
+            )
     else:
         check_objective(objective, "TRL", divides_by=("sequences", "tokens", "one"))
         defaults = {each.name: each.default for each in dataclasses.fields(GRPOConfig)}
@@ -212,22 +223,6 @@ def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]
         option, colon, reason = str(error).partition(": ")
         raise type(error)(f"{names.get(option, option)}{colon}{reason}") from None
     return objective
-
-
-def _warn_of_ranges(args: GRPOConfig, objective: Objective) -> None:
-    high = _epsilon_high(args)
-    if isinstance(objective, GSPO) and max(args.epsilon, high) > SEQUENCE_RANGE:
-        warnings.warn(
-            f"epsilon: a clip range of {max(args.epsilon, high):g} hardly ever clips a sequence's ratio; "
-            "GSPO's paper has epsilon=3e-4, epsilon_high=4e-4",
-            stacklevel=4,
-        )
-    if isinstance(objective, CISPO) and high < 1.0:
-        warnings.warn(
-            f"epsilon_high: {high:g} is with loss_type='cispo' the largest weight of a token: below 1 it is "
-            "a factor on nearly every one; TRL recommends 5.0",
-            stacklevel=4,
-        )
 
 
 @dataclass

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from threading import Lock
 from typing import Any
 
+import torch
+
 _FUNCTIONS: ContextVar[Mapping[Any, Callable[..., Any]] | None] = ContextVar("replaced calls", default=None)
 _OPEN: dict[Any, tuple[Any, int]] = {}
 """For each module whose calls are replaced: its own class, and the number of contexts in all threads."""
@@ -51,7 +53,9 @@ def _replaceable(own: Any) -> Any:
             return own.__call__(self, *args, **kwargs)  # another thread may restore the class: not super()
         return function(*args, **kwargs)
 
-    return subclass(type(own), (own,), object.__new__, __call__=__call__)
+    # torch.compile would trace the function of one call, and run it in others
+    disabled = torch.compiler.disable(__call__)
+    return subclass(type(own), (own,), object.__new__, __call__=disabled)
 
 
 def subclass(metaclass: Any, bases: tuple[Any, ...], rebuild: Callable[..., Any], **attributes: Any) -> Any:

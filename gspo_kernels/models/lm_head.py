@@ -147,8 +147,12 @@ def unknown_part(head: Any) -> str | None:
         kind, forward = type(module), vars(module).get("forward")
         if kind.forward is not cls.forward:
             return f"is a {kind.__module__}.{kind.__qualname__}, whose forward is not that of {cls.__name__}"
-        if forward is not None and not (module is head and _is_known_forward(head)):
-            return f"has a forward of its own, {_origin(forward)}"
+        if forward is not None:
+            # accelerate's moves the weight, TRL's casts to fp32, and transformers' tensor parallelism splits
+            inner = module._old_forward if _origin(forward).startswith("accelerate.hooks.") else forward
+            known = _origin(inner).startswith(("trl.", "transformers.distributed."))
+            if module is not head or not (known or getattr(inner, "__func__", None) is kind.forward):
+                return f"has a forward of its own, {_origin(forward)}"
         hooks = [*module._forward_hooks.values(), *every_module._global_forward_hooks.values()]
         hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
         accelerate = vars(module).get("_hf_hook")
@@ -183,17 +187,6 @@ def _parts(head: Any) -> list[tuple[Any, Any]]:
             adapters = [x[name] for x in (head.lora_A, head.lora_B) for name in _active_adapters(head)]
             return [(head, lora), *((each, nn.Linear) for each in (head.get_base_layer(), *adapters))]
     return [(head, nn.Linear)]
-
-
-def _is_known_forward(head: Any) -> bool:
-    """Return whether a head's own forward is its class's, or one around it that casts or splits tensors.
-
-    That is accelerate's, which moves the weight, TRL's cast to fp32, and transformers' tensor parallelism.
-    """
-    forward = vars(head)["forward"]
-    forward = head._old_forward if _origin(forward).startswith("accelerate.hooks.") else forward
-    known = ("trl.", "transformers.distributed.")
-    return getattr(forward, "__func__", None) is type(head).forward or _origin(forward).startswith(known)
 
 
 def _origin(function: Any) -> str:

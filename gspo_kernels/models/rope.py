@@ -69,19 +69,18 @@ def own_frequencies(ropes: Sequence[VaryingRope], lengths: Tensor | None = None)
         lengths: integers like the calls' ``position_ids``, [B, T]: how long the sequence of each token is.
             None: the frequencies of a call depend on its largest position, and on no earlier call.
     """
-    functions = {}
-    for module in {rope.module for rope in ropes}:
-        of_module = [rope for rope in ropes if rope.module is module]
-        functions[module] = partial(_rotated_alone, of_module, lengths)
-    with replaced_calls(functions):
+    modules = {rope.module for rope in ropes}
+    with replaced_calls({module: partial(_rotated_alone, ropes, lengths, module) for module in modules}):
         yield
 
 
-def _rotated_alone(ropes: Sequence[VaryingRope], lengths: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+def _rotated_alone(
+    ropes: Sequence[VaryingRope], lengths: Tensor | None, module: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Return a rotary embedding's output, [B, T, D] each: one call for each set of frequencies."""
-    module = ropes[0].module
     passed = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-    of_layer = [rope for rope in ropes if rope.layers.get("layer_type") == passed.get("layer_type")]
+    found = [rope for rope in ropes if rope.module is module]
+    of_layer = [rope for rope in found if rope.layers.get("layer_type") == passed.get("layer_type")]
     if not of_layer:  # the frequencies of these layers do not depend on lengths
         return view_of(module)(*args, **kwargs)
     rope, positions = of_layer[0], passed.pop("position_ids")

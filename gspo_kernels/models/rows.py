@@ -180,13 +180,10 @@ def check_rows_of(
 
     Attention that leaks changes hidden states by about their own size, rounding by some multiples of eps. The
     positions of the last sequence end where the context does: this shows what frequencies of RoPE beyond a
-    length do to shorter sequences in the row. All processes use the same few tokens.
+    length do to shorter sequences in the row. All processes use the same few tokens, and no dropout.
 
-    Args:
-        model: the model, also inside adapters and data-parallel wrappers; dropout is off meanwhile.
-        layout: how sequences become a row: `packed_row`, `tree_row` or a function like them.
-        call: see `last_hidden_states`.
-        device: where the tokens lie; None: the model's.
+    ``layout`` lays sequences out in a row, as `packed_row` does. ``call``: see `last_hidden_states`.
+    ``device`` is that of the tokens; None: the model's.
 
     Raises:
         IntegrationError: they differ by more than a thousandth, or a tenth in 16 bit, where rounding may make
