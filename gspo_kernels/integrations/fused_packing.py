@@ -26,8 +26,7 @@ def check_one_per_row(model: Any, kwargs: dict[str, Any]) -> None:
     counted = _text_positions(model, positions)
     if counted is None:  # rows and columns of images count back, too; only sequences begin at 0 on all axes
         counted = positions.amax(0).clamp(max=1)
-    restart = counted.diff() < 0
-    if checked_values(positions.device) and bool(restart.any()):
+    if checked_values(positions.device) and bool((counted.diff() < 0).any()):
         raise IntegrationError(
             "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
             "one row [1, N]"
@@ -57,17 +56,12 @@ def check_frequencies(
 
 
 def lay_out_packed(
-    model: Any,
-    labels: Tensor,
-    options: dict[str, Any],
-    kwargs: dict[str, Any],
-    shared: bool,
-    scoring: bool,
+    model: Any, labels: Tensor, options: dict[str, Any], kwargs: dict[str, Any], shared: bool
 ) -> Tensor:
     """Check and complete a packed call; labels and per-token terms [1, N] become [N].
 
-    If ranks share sequences, attention spans ranks, and the caller must keep sequences apart. Scoring takes
-    no ``cu_seqlens``, so a temperature per sequence becomes one per token.
+    If ranks share sequences, attention spans ranks, and the caller must keep sequences apart. Scoring, where
+    no advantages are passed, takes no ``cu_seqlens``, so a temperature per sequence becomes one per token.
     """
     cu_seqlens, temperature = queued(options["cu_seqlens"], labels.device), options.get("temperature")
     if "position_ids" not in signature(type(model).forward).parameters:
@@ -103,7 +97,7 @@ def lay_out_packed(
     for name, value in options.items():
         if isinstance(value, Tensor) and value.shape == labels.shape:
             options[name] = value.squeeze(0)
-    if scoring:
+    if "advantages" not in options:
         del options["cu_seqlens"]
         if isinstance(temperature, Tensor):
             shape = (cu_seqlens.shape[0] - 1,)

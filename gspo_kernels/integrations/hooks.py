@@ -62,15 +62,9 @@ def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, .
 
 
 def fitting_advantages(objective: Objective, advantages: Tensor, mask: Tensor | None) -> Tensor:
-    """Return per-token advantages unchanged, or one per sequence if the objective takes these.
+    """Return per-token advantages [B, T] unchanged, or one per sequence, [B], if the objective takes these.
 
-    Args:
-        objective: its ``takes_token_advantages`` says whether it takes one per token.
-        advantages: [B, T].
-        mask: [B, T], tokens that count; None: all.
-
-    Returns:
-        ``advantages``, or [B].
+    ``mask`` [B, T] says which tokens count; None: all.
 
     Raises:
         ValueError: advantages differ within a sequence, and the objective takes one per sequence. This check

@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
-    """Let ``model(..., labels=, advantages=, ...)`` return the policy loss without building logits.
+    """Let ``model(..., labels=, advantages=, ...)`` return the policy loss without logits; return the model.
 
     This changes the instance (the causal LM inside PEFT, DDP and torch.compile wrappers), and goes with it
     into copies and pickles. A second call sets ``fp32_head``. Calls without the arguments below run the
@@ -116,9 +116,6 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         model: a transformers causal language model, adapters allowed (on the lm_head itself one
             plain LoRA without dropout).
         fp32_head: project in fp32 outside autocast, as TRL's ``cast_lm_head_to_fp32`` does.
-
-    Returns:
-        The same model.
 
     Raises:
         IntegrationError: transformers is missing or too old, or the head is not understood. Fused calls also
@@ -328,7 +325,7 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if cu_seqlens is None:
         fused_packing.check_one_per_row(model, kwargs)
     else:
-        labels = fused_packing.lay_out_packed(model, labels, options, kwargs, shared, scoring)
+        labels = fused_packing.lay_out_packed(model, labels, options, kwargs, shared)
         told_apart = shared or kwargs.get("attention_mask") is not None or "cu_seq_lens_q" in kwargs
         by = forward, model.config.get_text_config()._attn_implementation
         if not told_apart and state.packing_checked != by:

@@ -24,12 +24,12 @@ _LOCK = Lock()
 @contextmanager
 def replaced_calls(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Call ``functions[module](*args, **kwargs)`` where code in this context calls ``module``."""
-    token = _FUNCTIONS.set({**(_FUNCTIONS.get() or {}), **functions})
     with _LOCK:
         for module in functions:
             own, contexts = _OPEN.get(module, (type(module), 0))
             module.__class__ = _replaceable(own)
             _OPEN[module] = own, contexts + 1
+    token = _FUNCTIONS.set({**(_FUNCTIONS.get() or {}), **functions})
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ def _replaceable(own: Any) -> Any:
         return function(*args, **kwargs)
 
     # torch.compile would trace the function of one call, and run it in others
-    disabled = torch.compiler.disable(__call__)
+    disabled = torch.compiler.disable(__call__)  # type: ignore[no-untyped-call]
     return subclass(type(own), (own,), object.__new__, __call__=disabled)
 
 

@@ -127,8 +127,7 @@ def head_module(model: Any) -> Any:
         raise IntegrationError(f"model: {name} is no causal language model with a linear lm_head")
     weight = weight_of(head)
     weight = weight.weight if isinstance(weight, LoRAHead) else weight
-    reason = unknown_part(head)
-    if reason:
+    if reason := unknown_part(head):
         raise IntegrationError(
             f"model: the lm_head of {name} {reason}; expected an nn.Linear that multiplies by its weight and "
             "does nothing else: leave it out of quantization and conversions, and remove what was put on it"
@@ -159,8 +158,7 @@ def unknown_part(head: Any) -> str | None:
         hooks += getattr(accelerate, "hooks", [accelerate] if accelerate is not None else [])
         if module is not head:  # only the outermost module is called, after its own hooks
             hooks += module._forward_pre_hooks.values()
-        strange = [name for name in map(_origin, hooks) if not name.startswith(_TRUSTED)]
-        if strange:
+        if strange := [name for name in map(_origin, hooks) if not name.startswith(_TRUSTED)]:
             return f"has a hook, {strange[0]}"
         for name in ("weight", "bias") if cls is nn.Linear else ():
             tensor = getattr(module, name, None)
