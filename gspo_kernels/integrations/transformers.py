@@ -60,8 +60,7 @@ def _output_class() -> Any:
             metrics: detached 0-d tensors by name, of the policy loss.
             aux_loss: the MoE auxiliary loss, unweighted, where the model computes one.
             logits: always None.
-            hidden_states, attentions, router_logits: as the model's own forward.
-            past_key_values: the same; ``cache`` from transformers 5.24 on.
+            hidden_states, attentions, router_logits, past_key_values (or ``cache``): as the model's own.
         """
 
         loss: Tensor | None = None

@@ -105,7 +105,7 @@ class _SequenceSAPO(_SequenceRatio, SAPO):
 
 
 @dataclass(frozen=True)
-class _TrlVESPO(_SequenceRatio, VESPO):
+class _TrlVESPO(VESPO):
     """VESPO as TRL computes it.
 
     Rollout weights enter the trajectory's ratio instead of multiplying the loss. The KL is weighted by the
@@ -114,13 +114,19 @@ class _TrlVESPO(_SequenceRatio, VESPO):
 
     ratio_level: str = "token"
 
+    coefficient_scope = "sequence"
+    needs_token_order = False
+    zero_advantage_is_inactive = True
+    ratio_only = True
+    factorizes = True
+
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
         trajectory = batch.log_ratio
         if batch.rollout_weights is not None:
             weights = batch.per_token(batch.rollout_weights).clamp(1e-8, math.exp(20.0))
             trajectory = trajectory + torch.where(batch.mask, weights.log(), 0.0)
-        result = VESPO.evaluate(self, dataclasses.replace(batch, log_ratio=trajectory, rollout_weights=None))
+        result = super().evaluate(dataclasses.replace(batch, log_ratio=trajectory, rollout_weights=None))
         by_sequence = self.ratio_level == "sequence"
         return result._replace(log_ratio=_sequence_ratios(batch) if by_sequence else batch.log_ratio)
 

@@ -59,10 +59,7 @@ def _replaceable(own: Any) -> Any:
 
 
 def subclass(metaclass: Any, bases: tuple[Any, ...], rebuild: Callable[..., Any], **attributes: Any) -> Any:
-    """Return a class that has the name, module and documentation of the last of its ``bases``.
-
-    Copies and pickles of its instances are made by ``rebuild(the last base)``.
-    """
+    """Return a class with the name of the last of its ``bases``; instances are copied by ``rebuild(base)``."""
     own = bases[-1]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:

@@ -189,8 +189,7 @@ def _parts(head: Any) -> list[tuple[Any, Any]]:
 
 def _origin(function: Any) -> str:
     """Return the module and name of a function, of what a partial calls, or of an object's class."""
-    if isinstance(function, functools.partial):
-        function = function.func
+    function = function.func if isinstance(function, functools.partial) else function
     function = function if hasattr(function, "__qualname__") else type(function)
     return f"{function.__module__}.{function.__qualname__}"
 
