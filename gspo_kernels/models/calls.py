@@ -59,7 +59,7 @@ def _replaceable(own: Any) -> Any:
 
 
 def subclass(metaclass: Any, bases: tuple[Any, ...], rebuild: Callable[..., Any], **attributes: Any) -> Any:
-    """Return a class with the name of the last of its ``bases``; instances are copied by ``rebuild(base)``."""
+    """Return a class named like the last of its ``bases``; copies of instances are ``rebuild(last base)``."""
     own = bases[-1]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
