@@ -37,7 +37,9 @@ class VaryingRope(NamedTuple):
 
         The module keeps its frequencies, which calls in other threads may need.
         """
-        module = view_of(self.module, _buffers=dict(self.module._buffers))
+        # copied, because transformers writes the frequencies of LongRoPE in place
+        buffers = {name: each.clone() for name, each in self.module._buffers.items() if each is not None}
+        module = view_of(self.module, _buffers=buffers)
         if self.kind == "dynamic":  # a position of 0 restores the original frequencies
             module.forward(**arguments, position_ids=torch.zeros_like(positions[..., :1]))
         return module.forward(**arguments, position_ids=positions)
