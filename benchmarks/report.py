@@ -286,6 +286,8 @@ def readme() -> str:
     """Return the README with the table of today's results: a column per machine, a row per case."""
     columns = [load(RESULTS / name) for name in README_FOLDERS]
     rows: list[Row] = [["forward and backward"]]
+    hidden = [case for each in columns for case in each["hidden"]["cases"]]
+    sizes = [shape_text(case["shape"]) for case in hidden if case["name"] == README_ROWS[0][2]]
     for each in columns:
         record = next(iter(each.values()))
         rows[0].append(f"{record['device']}{', commit ' * ('commit' in record)}{record.get('commit', '')}")
@@ -296,10 +298,10 @@ def readme() -> str:
         ]
         rows.append([words, *(readme_cell(case, words[-3:].strip(": ")) for (case,) in found)])
     legend = (
-        "Cells: ours / plain PyTorch / the best of the others, by name. [Benchmarks](docs/benchmarks.md) has "
-        "sizes, spreads and all other cases."
+        "Each cell: ours / plain PyTorch / the best other implementation of that case. The first row has "
+        f"{', and '.join(sizes)}; [benchmarks](docs/benchmarks.md) has all sizes, spreads and cases."
     )
-    return replaced(README, f"{markdown(rows)}\n\n{legend}\n")
+    return replaced(README, f"{legend}\n\n{markdown(rows)}\n")
 
 
 # --- plots

@@ -12,7 +12,7 @@ from torch import Tensor
 import gspo_kernels as gk
 from gspo_kernels.core.layout import layout_of
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import log_bounds
+from gspo_kernels.objectives.clip import log_bounds
 from gspo_kernels.off_policy import weight_metrics
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)

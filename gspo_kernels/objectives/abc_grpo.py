@@ -6,8 +6,8 @@ import torch
 
 from gspo_kernels.core.types import RatioWeight
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_bounds, require_numbers
-from gspo_kernels.objectives.clip import by_sign, surrogate
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.clip import by_sign, log_bounds, surrogate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,43 @@ from gspo_kernels.objectives.base import (
     Objective,
     ObjectiveLoss,
     PolicyBatch,
-    log_bounds,
-    ppo_clip,
     refuse_multipliers,
     require_clip_range,
 )
+
+
+def ppo_clip(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's clipped loss ``-min(r A, clip(r, 1-low, 1+high) A)``, and for A < 0 at most ``-dual A``.
+
+    Clip decisions are taken on the log-ratio; a value on a bound is not clipped. Returns the loss and the
+    masks of values clipped by the lower and by the upper bounds.
+    """
+    return log_clip(log_ratio, advantages, *log_bounds(low, high, dual))
+
+
+def log_clip(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    log_low: float | Tensor,
+    log_high: float | Tensor,
+    log_dual: float | Tensor = math.inf,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clip like ``ppo_clip`` at bounds of the log-ratio, which may differ between tokens."""
+    gains, losses = advantages > 0, advantages < 0
+    clipped_low = losses & (log_ratio < log_low)
+    over_high, over_dual = gains & (log_ratio > log_high), losses & (log_ratio > log_dual)
+    bounded = torch.where(clipped_low, log_low, log_ratio)
+    bounded = torch.where(over_high, log_high, bounded)
+    bounded = torch.where(over_dual, log_dual, bounded)
+    return -finite.mul(advantages, finite.exp(bounded)), clipped_low, over_high | over_dual
+
+
+def log_bounds(low: float, high: float, dual: float | None) -> tuple[float, float, float]:
+    """Return the log-ratios log(1-low), log(1+high) and log(dual), or +inf without a dual clip."""
+    log_low = math.log1p(-low) if low < 1 else -math.inf
+    return log_low, math.log1p(high), math.inf if dual is None else math.log(dual)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import math
 from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers
-from gspo_kernels.objectives.clip import running_sums
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.clip import log_clip, running_sums
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from gspo_kernels.objectives.base import (
     Objective,
     ObjectiveLoss,
     PolicyBatch,
-    ppo_clip,
     require_clip_range,
     require_numbers,
 )
+from gspo_kernels.objectives.clip import ppo_clip
 
 
 @dataclass(frozen=True)

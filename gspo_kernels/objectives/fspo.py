@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.clip import log_clip
 
 
 @dataclass(frozen=True)

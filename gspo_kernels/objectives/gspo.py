@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from gspo_kernels.core.types import RatioClip
-from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, ppo_clip
-from gspo_kernels.objectives.clip import ClippedRatio
+from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch
+from gspo_kernels.objectives.clip import ClippedRatio, ppo_clip
 
 
 @dataclass(frozen=True)

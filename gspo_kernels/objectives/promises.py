@@ -12,13 +12,8 @@ from gspo_kernels.backends.dispatch import BACKENDS, ratio_backend, unavailable_
 from gspo_kernels.core.layout import layout_of
 from gspo_kernels.core.types import LogitRows, LogitTransform, RatioOperands, RatioWeight
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import (
-    Objective,
-    PolicyBatch,
-    evaluated,
-    log_clip,
-    refuse_ignored_options,
-)
+from gspo_kernels.objectives.base import Objective, PolicyBatch, evaluated, refuse_ignored_options
+from gspo_kernels.objectives.clip import log_clip
 
 _GROUP_IDS = (0, 0, 1, 1, 0, 1)
 _ADVANTAGES = (1.0, -0.7, 0.3, -1.3, 2.0, 0.4)

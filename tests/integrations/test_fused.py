@@ -510,7 +510,7 @@ def test_wrong_calls_name_the_argument(group_of_one):
         ({"labels": IDS, **UPDATE, "parallel": shared}, "labels: the next one may lie on another rank"),
         (
             {"labels": IDS, **UPDATE, "parallel": Parallel(tp_group=group_of_one)},
-            "tp_group: a fused call can",
+            "tp_group: not supported by a fused call",
         ),
         ({"labels": IDS, **SCORE, "parallel": shared}, "parallel: goes with a policy call"),
     ]
