@@ -177,7 +177,11 @@ def test_doctor_prints_results_of_self_tests(monkeypatch):
     matmul = pytest.importorskip("gspo_kernels.backends.triton.batch_invariant_matmul")
     monkeypatch.setattr(dispatch, "unavailable_reason", lambda *_: None)
     pretend(monkeypatch)
-    for result, words in ((0.5, "passed"), (2.0, "2 times the bound"), (torch.OutOfMemoryError("full"), "full")):
+    for result, words in (
+        (0.5, "passed"),
+        (2.0, "2 times the bound"),
+        (torch.OutOfMemoryError("full"), "full"),
+    ):
         test = SelfTest(lambda _, result=result: raised(result))
         monkeypatch.setattr(exponentials, "_SELF_TEST", test)
         monkeypatch.setattr(matmul, "TENSOR_MAPS", test)
