@@ -256,7 +256,7 @@ README_ROWS = (
     ("a small model's training step: ms", "step", "step"),
 )
 """The rows of the README's table: words that end with the unit, suite, case."""
-README_FOLDERS = ("nvidia_h200", "cpu_two_cores_avx512")
+README_FOLDERS = ("nvidia_h200", "cpu_two_cores_amx")
 """The columns of the README's table."""
 
 
