@@ -62,7 +62,7 @@ IDLE = {"rollout": {"group_size": 2}, "update": {"minibatches": 6}}  # of one ro
 SECTIONS = {
     "ddp of groups with a reference": {"objective": {"name": "DPO"}},
     "ddp with adapters, without work for one": {"lora": {"rank": 2}, "kl": {"beta": 0.1}, **IDLE},
-    "ddp, centred": {"objective": {"name": "CISPO", "centering": 5}, "kl": {"beta": 0.1}},
+    "ddp, centered": {"objective": {"name": "GRPO", "centering": 5}, "kl": {"beta": 0.1}},
     "fsdp2 without work for one": {"lora": {"rank": 2}, **IDLE},
     "fsdp2 in small parts with a reference and masks": {
         "kl": {"beta": 0.1}, "update": {"micro_batch_tokens": 9}, "rollout": KEPT,
