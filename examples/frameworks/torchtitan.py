@@ -89,7 +89,7 @@ class GSPOLoss(ChunkedLossWrapper):
             pred: hidden states [B, L, H].
             labels: [B, L], from ``SequenceBatcher``.
             global_valid_tokens: how many tokens of the step count, on all ranks.
-            generator_logprobs, advantages, loss_mask: [B, L]; tokens without a finite log-prob are left out.
+            generator_logprobs, advantages, loss_mask: [B, L]; tokens without a finite log-prob are masked.
         """
         for name, value in {"pred": pred, "labels": labels}.items():
             if isinstance(value, DTensor):

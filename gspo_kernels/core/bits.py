@@ -16,7 +16,7 @@ def words(vocabulary: int) -> int:
 
 def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
     """Turn ids [..., K], unordered and possibly repeated, into masks [..., W]; skip ids out of range."""
-    # bits are summed, so repeated ids must add theirs once
+    # bits are summed, so only the first of repeated ids may count
     ids = ids.to(torch.int64).sort(dim=-1).values
     counts = (ids >= 0) & (ids < vocabulary)
     counts[..., 1:] &= ids[..., 1:] != ids[..., :-1]

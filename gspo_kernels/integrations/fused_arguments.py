@@ -82,7 +82,7 @@ def take_labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -
     if name == "shift_labels":
         return labels
     if shared:
-        raise IntegrationError("labels: the next one may lie on another rank of cp_group; pass shift_labels")
+        raise IntegrationError("labels: the next token may be on another rank of cp_group; pass shift_labels")
     if options.get("loss_mask") is not None:
         raise IntegrationError(
             "loss_mask: belongs to the tokens that positions predict, and labels do not; mark tokens that do "

@@ -34,6 +34,7 @@ from gspo_kernels.models.lm_head import (
     LMHead,
     causal_lm_of,
     check_causal,
+    described,
     head_module,
     lm_head_of,
     replaced_product,
@@ -363,7 +364,8 @@ def _run_with_loss(
     Returns:
         The outputs of ``forward``, and by name those of loss, logprobs, entropy and metrics that it computed.
     """
-    lm_head, original, scoring = lm_head_of(model), head_module(model), "advantages" not in options
+    original, scoring = head_module(model), "advantages" not in options
+    lm_head = described(model, original)
     test_logits = torch.empty(0, dtype=torch.float32, device="cpu")
     seen = (lm_head.logit_scale, lm_head.softcap, forward.func, type(model).forward, original)
     before, logits_before = state.compared
@@ -490,8 +492,8 @@ def _compare_product(
     H, linear = weight.shape[1], nn.functional.linear
     row = torch.linspace(-1, 1, H, dtype=torch.float32, device=hidden.device)
     row = row.bfloat16().to(hidden.dtype).view(1, 1, -1)  # exact in any precision
-    theirs, base = own(row).detach(), linear(row.to(weight.dtype), weight, bias).detach()
-    dtypes = {theirs.dtype, base.dtype}
+    of_head, base = own(row).detach(), linear(row.to(weight.dtype), weight, bias).detach()
+    dtypes = {of_head.dtype, base.dtype}
     ours, size = exact(base), exact(linear(row.abs().to(weight.dtype), weight.abs()).detach())
     rounded = ours.abs()
     if isinstance(lora, LoRAHead):
@@ -501,7 +503,7 @@ def _compare_product(
         dtypes.add(lora.A.dtype)
     u = torch.finfo(torch.float64 if dtypes == {torch.float64} else torch.float32).eps
     bound = max(torch.finfo(dtype).eps for dtype in dtypes) * rounded + 4 * H**0.5 * u * size
-    if theirs.shape != ours.shape or not bool(((exact(theirs) - ours).abs() <= bound).all()):
+    if of_head.shape != ours.shape or not bool(((exact(of_head) - ours).abs() <= bound).all()):
         raise IntegrationError(
             f"model: the lm_head of {type(model).__name__}, {type(head_module(model)).__name__}, is not the "
             "product with its weight and bias"

@@ -68,7 +68,11 @@ def lm_head_of(model: Any) -> LMHead:
             prompt learning.
     """
     model = causal_lm_of(model)
-    head = head_module(model)
+    return described(model, head_module(model))
+
+
+def described(model: Any, head: Any) -> LMHead:
+    """Return a causal language model's head, given its module from ``head_module``."""
     scale, softcap = _logit_transform(model.config.get_text_config())
     return LMHead(weight_of(head), getattr(head, "bias", None), scale, softcap)
 

@@ -507,7 +507,7 @@ def test_wrong_calls_name_the_argument(group_of_one):
     model = fuse_lm_head(tiny())
     shared = Parallel(cp_group=group_of_one)
     of_ranks = [
-        ({"labels": IDS, **UPDATE, "parallel": shared}, "labels: the next one may lie on another rank"),
+        ({"labels": IDS, **UPDATE, "parallel": shared}, "labels: the next token may be on another rank"),
         (
             {"labels": IDS, **UPDATE, "parallel": Parallel(tp_group=group_of_one)},
             "tp_group: not supported by a fused call",
@@ -535,7 +535,7 @@ def test_heads_that_are_not_understood_are_refused(monkeypatch):
         model(IDS, labels=IDS, **SCORE)
     for name in ("Gemma2, softcap", "Granite, divides", "Cohere, multiplies"):
         model = fuse_lm_head(tiny(name))
-        monkeypatch.setattr(transformers, "lm_head_of", lambda m: LMHead(m.lm_head.weight, None, 1.0, None))
+        monkeypatch.setattr(transformers, "described", lambda m, head: LMHead(head.weight, None, 1.0, None))
         for _ in range(2):
             with pytest.raises(IntegrationError, match="changes logits after the lm_head"):
                 model(IDS, labels=IDS, **SCORE)

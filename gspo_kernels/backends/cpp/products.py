@@ -46,8 +46,8 @@ def multiplies(dtype: torch.dtype) -> bool:
     | Intel Xeon with AMX | 5.3 ms | 7.4 ms |
     | AMD EPYC (Zen 4) | 0.79 to 0.83 | 0.80 to 0.84 |
 
-    Torch's products may give a token other bits when other rows are projected with it, cpp's never do. So cpp
-    multiplies where it is no slower.
+    Torch's results for a row may depend on the other rows, cpp's never do. So cpp is used unless it is
+    slower.
     """
     if unavailable(torch.device("cpu")) is not None or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
