@@ -298,8 +298,9 @@ def readme() -> str:
         ]
         rows.append([words, *(readme_cell(case, words[-3:].strip(": ")) for (case,) in found)])
     legend = (
-        "Each cell: ours / plain PyTorch / the best other implementation of that case. The first row has "
-        f"{', and '.join(sizes)}; [benchmarks](docs/benchmarks.md) has all sizes, spreads and cases."
+        "Each cell has three results: this package / plain PyTorch / the best other implementation, by name. "
+        f"Shapes of the first row: {'; '.join(sizes)}. [Benchmarks](docs/benchmarks.md) has the other "
+        "shapes, more cases and the spreads. A dash means that no other implementation has the case."
     )
     return replaced(README, f"{legend}\n\n{markdown(rows)}\n")
 
