@@ -22,9 +22,6 @@ OUTSIDE = {
 }
 """Place in the site by place in the tree of what lies outside of docs/."""
 
-SAME = {"docs/README.md": "README.md"}
-"""Files whose links lead to another: the site's navigation is what docs/README.md is in the tree."""
-
 OBJECTIVES = re.findall(r"^\| \[(\w+)\]", (DOCS / "objectives.md").read_text(encoding="utf-8"), re.MULTILINE)
 """Names of the objectives, from the table of their page."""
 
@@ -81,7 +78,6 @@ def reference_page(name: str) -> str:
 def in_site(path: Path) -> str | None:
     """Where the site has a file of the tree; None if it doesn't."""
     inside = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
-    inside = SAME.get(inside, inside)
     for place, source in OUTSIDE.items():
         if source == inside:
             return place
