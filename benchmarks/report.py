@@ -222,16 +222,21 @@ def folders() -> list[Path]:
 
 
 def shown_before(folder: Path) -> set[str]:
-    """Return the suites that are shown once per kind of machine, and that an earlier machine shows."""
+    """Return the suites that an earlier machine of the same kind shows; each is shown once per kind."""
     earlier = folders()[: folders().index(folder)]
     earlier = [one for one in earlier if one.name.startswith("cpu") == folder.name.startswith("cpu")]
-    return {name for name in ("large", "memory", "fidelity") if any(name in load(each) for each in earlier)}
+    return {name for each in earlier for name in load(each)}
 
 
 def page() -> str:
     """Return docs/benchmarks.md with today's results."""
     every = [record for folder in folders() for record in load(folder).values()]
-    sections = (section(one, f"../benchmarks/results/{one.name}", shown_before(one)) for one in folders())
+    shown = [(folder, shown_before(folder)) for folder in folders()]
+    sections = [
+        section(folder, f"../benchmarks/results/{folder.name}", before)
+        for folder, before in shown
+        if load(folder).keys() - before
+    ]
     return replaced(PAGE, "\n".join([missing_line(every), *sections]))
 
 
@@ -404,11 +409,12 @@ def plot_fidelity(record: Record, path: Path) -> None:
 
 def plots(folder: Path, target: Path, without: Collection[str] = ()) -> list[Path]:
     """Draw the plots that ``section`` shows, into the folder ``target``; return their paths."""
-    records, drawn = load(folder), []
+    records = {name: record for name, record in load(folder).items() if name not in without}
+    drawn = []
     if main_cases(records):
         drawn.append(target / f"benchmarks_{folder.name}.png")
         plot_bars(records, drawn[-1])
-    if "fidelity" in records and "fidelity" not in without:
+    if "fidelity" in records:
         drawn.append(target / f"benchmarks_{folder.name}_fidelity.png")
         plot_fidelity(records["fidelity"], drawn[-1])
     return drawn
