@@ -221,21 +221,23 @@ def folders() -> list[Path]:
     return sorted(found, key=lambda path: (path.name.startswith("cpu"), path.name))
 
 
-def shown_before(folder: Path) -> set[str]:
-    """Return the suites that an earlier machine of the same kind shows; each is shown once per kind."""
-    earlier = folders()[: folders().index(folder)]
-    earlier = [one for one in earlier if one.name.startswith("cpu") == folder.name.startswith("cpu")]
-    return {name for each in earlier for name in load(each)}
+def hidden_suites(folder: Path) -> set[str]:
+    """Return the suites that docs/benchmarks.md leaves to a folder's own page.
+
+    The docs have all suites of every GPU and of the README's CPU, and one CPU's ``fidelity``.
+    """
+    if not folder.name.startswith("cpu") or folder.name in README_FOLDERS:
+        return set()
+    return load(folder).keys() - ({"fidelity"} if folder.name == FIDELITY_FOLDER else set())
 
 
 def page() -> str:
     """Return docs/benchmarks.md with today's results."""
     every = [record for folder in folders() for record in load(folder).values()]
-    shown = [(folder, shown_before(folder)) for folder in folders()]
     sections = [
-        section(folder, f"../benchmarks/results/{folder.name}", before)
-        for folder, before in shown
-        if load(folder).keys() - before
+        section(folder, f"../benchmarks/results/{folder.name}", hidden)
+        for folder in folders()
+        if load(folder).keys() - (hidden := hidden_suites(folder))
     ]
     return replaced(PAGE, "\n".join([missing_line(every), *sections]))
 
@@ -263,6 +265,7 @@ README_ROWS = (
 """The rows of the README's table: words that end with the unit, suite, case."""
 README_FOLDERS = ("nvidia_h200", "cpu_two_cores_amx")
 """The columns of the README's table."""
+FIDELITY_FOLDER = "cpu_two_cores_avx2"
 
 
 def readme_cell(case: Record, unit: str) -> str:
@@ -434,7 +437,7 @@ def main(results: Path | None = None, check: bool = False) -> int:
     else:
         where, drawn = PAGE, []
         for folder in folders():
-            drawn += plots(folder, PAGE.parent, shown_before(folder))
+            drawn += plots(folder, PAGE.parent, hidden_suites(folder))
         PAGE.write_text(page())
         README.write_text(readme())
     print("wrote", *(str(path) for path in (where, *drawn)), sep="\n  ")
