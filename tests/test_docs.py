@@ -73,7 +73,6 @@ def test_the_readme(tmp_path):
 
 
 ELSEWHERE = {
-    "docs/integrations/hub.md": "needs `make hub`; tests/test_hub.py loads the kernel",
     "docs/parallel.md": "needs ranks; tests/distributed/test_parallel.py has two",
 }
 
