@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +188,9 @@ def campaign_table(folder: Path) -> str:
     return "\n".join([*tables[:1], *failures, *tables[1:]])
 
 
-def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
-    """Return the section of a folder of results without some suites; ``link`` leads to the folder."""
-    records = {name: record for name, record in load(folder).items() if name not in without}
+def section(folder: Path, link: str) -> str:
+    """Return the section of a folder of results; ``link`` leads to the folder."""
+    records = load(folder)
     first = next(iter(records.values()))
     packages = [name for name in ("torch", "triton", "trl", "liger-kernel") if name in first["versions"]]
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in packages)
@@ -221,24 +221,15 @@ def folders() -> list[Path]:
     return sorted(found, key=lambda path: (path.name.startswith("cpu"), path.name))
 
 
-def hidden_suites(folder: Path) -> set[str]:
-    """Return the suites that docs/benchmarks.md leaves to a folder's own page.
-
-    The docs have all suites of every GPU and of the README's CPU, and one CPU's ``fidelity``.
-    """
-    if not folder.name.startswith("cpu") or folder.name in README_FOLDERS:
-        return set()
-    return load(folder).keys() - ({"fidelity"} if folder.name == FIDELITY_FOLDER else set())
+def on_page(folder: Path) -> bool:
+    """Return whether docs/benchmarks.md shows a machine: every GPU, and the README's CPU."""
+    return not folder.name.startswith("cpu") or folder.name in README_FOLDERS
 
 
 def page() -> str:
     """Return docs/benchmarks.md with today's results."""
     every = [record for folder in folders() for record in load(folder).values()]
-    sections = [
-        section(folder, f"../benchmarks/results/{folder.name}", hidden)
-        for folder in folders()
-        if load(folder).keys() - (hidden := hidden_suites(folder))
-    ]
+    sections = [section(each, f"../benchmarks/results/{each.name}") for each in folders() if on_page(each)]
     return replaced(PAGE, "\n".join([missing_line(every), *sections]))
 
 
@@ -266,6 +257,7 @@ README_ROWS = (
 README_FOLDERS = ("nvidia_h200", "cpu_two_cores_amx")
 """The columns of the README's table."""
 FIDELITY_FOLDER = "cpu_two_cores_avx2"
+"""The machine of the plot in docs/precision.md."""
 
 
 def readme_cell(case: Record, unit: str) -> str:
@@ -410,10 +402,9 @@ def plot_fidelity(record: Record, path: Path) -> None:
     figure.savefig(path)
 
 
-def plots(folder: Path, target: Path, without: Collection[str] = ()) -> list[Path]:
+def plots(folder: Path, target: Path) -> list[Path]:
     """Draw the plots that ``section`` shows, into the folder ``target``; return their paths."""
-    records = {name: record for name, record in load(folder).items() if name not in without}
-    drawn = []
+    records, drawn = load(folder), []
     if main_cases(records):
         drawn.append(target / f"benchmarks_{folder.name}.png")
         plot_bars(records, drawn[-1])
@@ -435,9 +426,10 @@ def main(results: Path | None = None, check: bool = False) -> int:
         where.write_text(f"{section(results.resolve(), '.')}\n{missing_line(records)}")
         drawn = plots(results.resolve(), results)  # last, as a rented machine may lack matplotlib
     else:
-        where, drawn = PAGE, []
-        for folder in folders():
-            drawn += plots(folder, PAGE.parent, hidden_suites(folder))
+        where, drawn = PAGE, [PAGE.with_name(f"benchmarks_{FIDELITY_FOLDER}_fidelity.png")]
+        plot_fidelity(load(RESULTS / FIDELITY_FOLDER)["fidelity"], drawn[0])
+        for folder in filter(on_page, folders()):
+            drawn += plots(folder, PAGE.parent)
         PAGE.write_text(page())
         README.write_text(readme())
     print("wrote", *(str(path) for path in (where, *drawn)), sep="\n  ")
