@@ -72,8 +72,9 @@ def policy_loss(
 ) -> LossOutput:
     """Policy loss of given log-probs, for trainers that already compute them.
 
-    ``loss = agg(policy term * rollout_weights) + kl_beta * agg(KL) - entropy_coef * agg(H)`` with the
-    objective's aggregation and divisor. Only ``logprobs`` and ``entropy`` receive gradients.
+    ``loss = agg(policy term * rollout_weights) + kl_beta * agg(KL) - entropy_coef * agg(H)``. agg is the
+    objective's aggregation, a mean or sum over tokens and sequences; the number that it divides by is the
+    divisor. Only ``logprobs`` and ``entropy`` receive gradients.
 
     Args:
         logprobs: [B, T], or [N] with ``cu_seqlens``, called the labels' shape below; nats; fp16, bf16, fp32
@@ -87,18 +88,18 @@ def policy_loss(
             the CPU while other tensors are on a GPU, which saves a sync, see ``docs/losses.md``.
         ref_logprobs: labels' shape: log-probs under the reference policy, for the KL term and its metric.
         kl_beta: weight of the KL term; a number, or a tensor that broadcasts to the labels.
-        kl_estimator: "k1", "k2" or "k3", of d = logp - ref: d, d^2/2, exp(-d) + d - 1.
+        kl_estimator: "k1", "k2" or "k3": d, d^2/2 or exp(-d) + d - 1, with d = logp - ref.
         kl_ratio_weighted: multiply the KL by the (undetached) importance ratio, as TRL does by default.
         entropy_coef: weight of the entropy bonus; a number, or a tensor that broadcasts to the labels.
         rollout_weights: [B] or labels' shape (packed with N == B: [B]): off-policy corrections, which
             multiply the policy term only.
         token_weights: labels' shape: factors on the tokens' log-ratios in the objective (on the log-probs in
             objectives without a ratio).
-        lengths: [B], |y_i| if it is not the number of counted tokens.
+        lengths: [B], the length |y_i| of each sequence, if it is not its number of counted tokens.
         group_ids: [B], integers: the group of each sequence, for objectives over groups and "prompt_mean".
         turn_ids: labels' shape, integers: the turn of each token, -1 = none; for objectives over turns.
-        normalizer: number or 0-d tensor that replaces the count of the outer divisor (with gradient
-            accumulation the count of the whole batch); for "prompt_mean" [B], from ``normalizer``.
+        normalizer: number or 0-d tensor that replaces the divisor, the number of sequences, tokens or pairs.
+            For micro-batches pass that of the whole batch, from ``gk.normalizer``; for "prompt_mean" [B].
         entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``, for the entropy bonus and
             the entropy metric.
         centering: a ``ScoreCentering``, to subtract the mean score under the sampler from the policy term.
@@ -476,8 +477,9 @@ def fused_linear_policy_loss(
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H] of the lm_head, or a ``LoRAHead``; the dtype of ``hidden``, or any under autocast.
         bias: [V] or None.
-        labels, old_logprobs, advantages, objective: as in ``fused_policy_loss``.
-        all terms from loss_mask to normalizer, temperature, kept_mask, return_entropy: as there.
+        labels, old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
+            ``fused_policy_loss``.
+        temperature, kept_mask, return_entropy: as in ``fused_policy_loss``.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``.
         memory: "auto", or "least" for the schedule and chunks of least memory; see ``explain_schedule``.

@@ -36,32 +36,32 @@ def rollout_weights(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """Importance weights pi_old / mu, or 0/1 rejection weights, for the ``rollout_weights`` of the losses.
+    """Return weights that correct for a sampler that is not the trainer, for the losses' ``rollout_weights``.
 
-    Let ``l_t = old_t - rollout_t`` and ``r_t = exp(l_t)``. A sequence's ratio is ``exp(mean_t l_t)``, the
-    geometric mean of its tokens' ratios (``reduce="mean"``), or ``exp(sum_t l_t)``, its likelihood ratio
-    ("sum"). The mean does not depend on the length, like GSPO's ratio. The sum is that of importance
-    sampling, but decreases to 0 with the length for any mismatch (docs/off_policy.md). Trainers differ. The
-    modes are:
+    Let ``l_t = old_t - rollout_t`` be a token's log-ratio and ``r_t = exp(l_t)`` its ratio. A sequence's
+    ratio is the geometric mean of its tokens' ratios, ``exp(mean_t l_t)`` (``reduce="mean"``), or their
+    product, ``exp(sum_t l_t)`` ("sum"). The mean does not depend on the length, like GSPO's ratio. The
+    product is that of importance sampling, but decreases to 0 with the length for any mismatch; see
+    docs/off_policy.md. The modes are:
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. Known as TIS.
-    - "mask": the same ratio if it is in [low, high], else 0. Known as MIS, with a sequence's sum as Seq-MIS.
+    - "mask": the same ratio if it is in [low, high], else 0. Known as MIS; for products as Seq-MIS.
     - "icepop": "mask" for tokens, with both bounds. This is IcePop of Ring-1T's report (arXiv 2510.18855),
       known to us from text about it; NeMo-RL's and OpenRLHF's code agree.
-    - "sequence_mask": the ratio of each token, but 0 for sequences whose ratio is outside [low, high]. This
-    is
-      sequence-masked importance sampling, "seq-mask-tis" in NeMo-RL and OpenRLHF, which use the mean.
-    - "k1", "k2", "k3": rejection, 1 if an estimate of KL(mu, pi_old) is in [low, high], else 0: ``k1 = -l``,
-      ``k2 = l^2 / 2``, ``k3 = r - 1 - l``. The estimate is that of a token, or the mean, sum or maximum over
-      a sequence. In verl this is ``rollout_rs``: its "token_k3" is ``mode="k3"``, its "seq_max_k2" is
-      ``level="sequence", reduce="max", mode="k2"``. The bounds of k1 are in nats: verl's "a_b" is
-      ``low=log(a), high=log(b)``. verl clamps l to +-20, this function does not. The mean of a sequence's k1
-      is minus the log of its geometric mean: Geo-Mask between a and b is ``low=-log(b), high=-log(a)``. The
-      maximum of k1 is that of the smallest ratio: slime's veto at c is ``high=-log(c)``.
+    - "sequence_mask": the ratio of each token, but 0 in sequences whose ratio is outside [low, high]. Known
+      as "seq-mask-tis" in NeMo-RL and OpenRLHF, which use the mean.
+    - "k1", "k2", "k3": 1 if an estimate of KL(sampler, trainer) is in [low, high], else 0 (rejected). The
+      estimate of a token is ``k1 = -l``, ``k2 = l^2 / 2`` or ``k3 = r - 1 - l``; that of a sequence is their
+      mean, sum or maximum. In verl this is ``rollout_rs``: its "token_k3" is ``mode="k3"``, its "seq_max_k2"
+      is ``level="sequence", reduce="max", mode="k2"``. verl clamps l to +-20, this function does not.
+
+    k1 is minus the log-ratio, in nats. Ratios from a to b (Geo-Mask) are ``low=-log(b), high=-log(a)``. A
+    veto of sequences with a ratio below c is ``reduce="max", high=-log(c)``. verl's "a_b" bounds k1 itself:
+    ``low=log(a), high=log(b)``.
 
     Weights multiply the policy term only: tokens and sequences of weight 0 count in divisors. To remove them
     from the mask and the divisor, as verl and slime do, use ``without_rejected``. Multiply weights to combine
-    corrections, such as rejection and truncated ratios.
+    corrections.
 
     Args:
         old_logprobs: [B, T], or [N] with ``cu_seqlens``: log-probs by the trainer, nats.
@@ -200,8 +200,10 @@ def off_policy_mask(
     loss_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return weights that drop negative advantages of off-policy sequences: 0 if ``A < 0`` and
-    ``mean_t(old_t - logp_t) > delta``, else 1. From DeepSeek-V3.2's report and TRL's code.
+    """Return weights that reject off-policy sequences with negative advantages.
+
+    The weight is 0 if ``A < 0`` and ``mean_t(old_t - logp_t) > delta``, else 1. From DeepSeek-V3.2's report
+    and TRL's code.
 
     Pass the result as ``rollout_weights`` (multiplied by other weights), not as ``loss_mask``: dropped
     sequences count in every divisor, and in a KL term or entropy bonus. From logits or hidden states, compute
@@ -429,9 +431,9 @@ def sampling_mask(
 
     The rules are those of transformers' warpers and of vLLM's sampler, after division by the temperature.
     Top-k keeps the k most likely ids and all ties of the last one. Top-p keeps an id if all more likely ids
-    together have less than ``top_p`` of the probability of top-k, including all ties, of which engines keep
-    some by the order of their sort. Min-p keeps ids with at least ``min_p`` times the probability of the most
-    likely id. transformers applies min-p after top-k and top-p, vLLM before them.
+    together have less than ``top_p`` of the probability that top-k kept. It keeps all ties, of which engines
+    keep some, by the order of their sort. Min-p keeps ids with at least ``min_p`` times the probability of
+    the most likely id. transformers applies min-p after top-k and top-p, vLLM before them.
 
     Sums are in fp64. An engine that rounds differently, or has different logits, may draw an id just outside
     of a set; pass ``labels`` to include the drawn ids.

@@ -21,7 +21,7 @@ _enabled: bool | None = None
 
 
 def enable_tensor_maps(enabled: bool) -> None:
-    """Enable or disable matmuls by tensor maps on Hopper and B200, for all threads of the process.
+    """Enable or disable matmul kernels that load by tensor maps, on Hopper and B200, in all threads.
 
     These are the matmul of a bf16 head that writes exponentials instead of logits, and the batch-invariant
     matmul of 16-bit operands. They are disabled by default, because no GPU has run them and an illegal

@@ -322,7 +322,8 @@ class RatioWeight(_RatioWeight):
 
     Attributes:
         low, high: bounds of the ratio; f is 1 if both are 1.
-        outside: f outside of the bounds, the "bound" that r exceeds (TIS, CISPO) or "zero" (MIS, IcePop).
+        outside: f outside of the bounds: "bound", the bound that r exceeds (TIS, CISPO), or "zero" (MIS,
+            IcePop).
         eps: f is 0 where ``|p - q|`` is larger (prime-rl's IPO).
 
     Raises:

@@ -39,8 +39,8 @@ NO_OPTIONS = RowOptions(LogitTransform(), bits.NO_ID, "")
 class ScoreCentering:
     """The sampler's probabilities for score centering, which subtracts the mean score from a policy gradient.
 
-    With q the sampler's probabilities of the ids H of a token, p the policy's, and f the objective's weight
-    of a token, the loss becomes, after arXiv 2609.20807,
+    Let q be the sampler's probabilities of the ids H of a token and p the policy's, Q_H and P_H their sums
+    over H, and f the objective's weight of a token. The loss becomes, after arXiv 2609.20807,
 
         loss += agg(A (sum_{v in H} sg[q_v f(p_v / q_v)] log p_v + sg[(1 - Q_H) f(1 / alpha)] log(1 - P_H)))
 

@@ -127,7 +127,7 @@ def normalizer(
     group: ProcessGroup | DeviceMesh | None = None,
     parallel: Parallel = Parallel(),
 ) -> Tensor:
-    """Return the outer divisor of a batch, to pass as ``normalizer=`` with every micro-batch.
+    """Return the divisor of a batch, to pass as ``normalizer=`` with every micro-batch.
 
     Call this once on the whole batch. With the result as ``normalizer=``, losses and gradients of any
     micro-batches add up to those of the whole batch.

@@ -116,9 +116,9 @@ class RolloutConfig(Section):
     temperature: float = option(1.0, "sampling temperature, also used when scoring", gt=0)
     top_p: float = option(1.0, "nucleus sampling; see keep_sampling_mask", gt=0, le=1)
     top_k: int = option(0, "number of most likely tokens to sample from; 0: all", ge=0)
-    keep_sampling_mask: bool = option(False, "score over the tokens that top_p and top_k kept; not with vLLM")
+    keep_sampling_mask: bool = option(False, "log-probs over ids kept by top_p and top_k; not with vLLM")
     batch_size: Size = option("auto", "completions generated at a time; auto: 256, CPUs 64, or what fits")
-    truncated: Literal["keep", "mask"] = option("keep", "train on completions without an end token, or not")
+    truncated: Literal["keep", "mask"] = option("keep", "train on completions without an end token, or mask")
 
 
 class EngineConfig(Section):
@@ -150,7 +150,7 @@ class UpdateConfig(Section):
     steps: int = option(300, "rollouts in the whole run", ge=1)
     minibatches: int = option(4, "optimizer updates per rollout; the ratios of the first are 1", ge=1)
     epochs: int = option(1, "passes over a rollout", ge=1)
-    micro_batch_tokens: Size = option("auto", "tokens per pass; auto: 16384, CPUs 4096, or what fits")
+    micro_batch_tokens: Size = option("auto", "tokens per forward pass; auto: 16384, CPUs 4096, or what fits")
     precision: Literal["auto", "fp32", "bf16"] = option("auto", "dtype of matmuls; weights stay fp32")
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third slower")
     entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
