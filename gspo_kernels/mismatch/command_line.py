@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     source = parser.add_argument_group("samples")
     source.add_argument("--prompts", help="dataset of prompts to sample from, as for gspo train")
     source.add_argument("--rollouts", type=Path, help="completions saved by a run (save_rollouts)")
-    source.add_argument("--against", type=Path, help="a second rollouts file to compare with, instead of a model")
+    source.add_argument("--against", type=Path, help="second file to compare --rollouts with; no model")
     source.add_argument("--count", type=int, default=256, help="maximum number of sequences")
     source.add_argument("--seed", type=int, default=0, help="seed of sampling")
     source.add_argument("--url", help="vLLM server with the same weights to sample from; default: the model")
