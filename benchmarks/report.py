@@ -154,7 +154,7 @@ def missing_line(records: Sequence[Record]) -> str:
         if name not in ran:
             by_reason.setdefault(reason, []).append(name)
     listed = [f"`{'`, `'.join(names)}` ({reason})" for reason, names in sorted(by_reason.items())]
-    return f"These contestants could not run: {', '.join(listed)}.\n" if listed else ""
+    return f"These implementations could not run: {', '.join(listed)}.\n" if listed else ""
 
 
 def fidelity_text(record: Record) -> str:

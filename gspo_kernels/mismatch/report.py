@@ -80,8 +80,8 @@ class MismatchReport:
         ]
         if self.switched:
             width = max(len(each.name) for each in self.switched) + 2
-            lines += ["", f"{'one thing switched':<{width}}{'mean |d|':>10}{'RMS log s':>11}{'outside':>9}"]
-            lines += [_line("as it is", self.comparison, width)]
+            lines += ["", f"{'one setting changed':<{width}}{'mean |d|':>10}{'RMS log s':>11}{'outside':>9}"]
+            lines += [_line("unchanged", self.comparison, width)]
             lines += [_line(each.name, each.comparison, width) for each in self.switched]
         if self.worst:
             lines += ["", "worst tokens        training   sampling  difference   token"]
@@ -236,7 +236,7 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
         sequences.axvspan(low, high, color=ORANGE, alpha=0.25, linewidth=0, label="clip range")
         sequences.hist(log_s.tolist(), bins=41, range=(-widest, widest), color=BLUE)
         sequences.legend(frameon=False)
-    rows = [("as it is", comparison), *((each.name, each.comparison) for each in switched)]
+    rows = [("unchanged", comparison), *((each.name, each.comparison) for each in switched)]
     means = [each.summary()["tokens/mean"] for _, each in rows]
     if switched and any(mean > 0 for mean in means):
         floor, colors = min(mean for mean in means if mean > 0) / 3, [ORANGE] + [BLUE] * len(switched)
