@@ -18,7 +18,7 @@ from gspo_kernels.objectives.clip import ppo_clip
 
 @dataclass(frozen=True)
 class DHPO(Objective):
-    """Dynamic Hybrid Policy Optimization (arXiv 2601.05607), whose constants we have not read.
+    """Dynamic Hybrid Policy Optimization (arXiv 2601.05607), whose constants are unknown to us.
 
     Token ratios r_t and the sequence's ratio s are clipped as PPO does, each in its own range, and mixed:
     ``loss_t = alpha_t clipped(r_t, A_t) + (1 - alpha_t) clipped(s, A_t)``. In a mean over the sequence a

@@ -11,8 +11,8 @@ from gspo_kernels.objectives.grpo import GRPO
 
 @dataclass(frozen=True)
 class EGSW(GRPO):
-    """Entropy-Guided Sequence Weighting (arXiv 2503.22456), from text about the paper, whose alpha and
-    temperature we have not read.
+    """Entropy-Guided Sequence Weighting (arXiv 2503.22456), from text about the paper; its alpha and
+    temperature are unknown to us.
 
     ``w_i = softmax over the group of (A_i + alpha H_i) / temperature`` with H_i the mean entropy of the
     sequence's tokens; ``loss_t = w_i`` times GRPO's; ``dloss_t/dlogp_t = -w_i r_t A_t`` where not clipped,

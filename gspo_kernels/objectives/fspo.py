@@ -8,7 +8,7 @@ from gspo_kernels.objectives.clip import log_clip
 
 @dataclass(frozen=True)
 class FSPO(Objective):
-    """Fair Sequence Policy Optimization (arXiv 2509.09177, third version), whose constants we have not read.
+    """Fair Sequence Policy Optimization (arXiv 2509.09177, third version), whose constants are unknown to us.
 
     ``S_i = sum_t(logp_t - old_t)``; ``loss_i = -min(exp(S_i) A_i, exp(clip(S_i, -log_clip_low sqrt(|y_i|),
     log_clip_high sqrt(|y_i|))) A_i)``; ``dloss_i/dlogp_t = -exp(S_i) A_i`` for every counted token of an

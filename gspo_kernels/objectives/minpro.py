@@ -14,7 +14,7 @@ from gspo_kernels.objectives.clip import policy_gradient
 
 @dataclass(frozen=True)
 class MinPRO(CISPO):
-    """Minimum Prefix Ratio (arXiv 2601.22718), from text about the paper, whose bounds we have not read.
+    """Minimum Prefix Ratio (arXiv 2601.22718), from text about the paper; its bounds are unknown to us.
 
     ``loss_t = -sg[clip(m_t r_t, min_ratio, max_ratio)] A_t logp_t`` with ``m_t = min_{u<t} r_u`` over the
     sequence's counted tokens, 1 for the first; ``dloss_t/dlogp_t = -clip(m_t r_t, min_ratio, max_ratio)

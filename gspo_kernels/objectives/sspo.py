@@ -27,7 +27,7 @@ LOG_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sigmoid": _sigmoid,
 
 @dataclass(frozen=True, kw_only=True)
 class SSPO(Objective):
-    """Soft sequence policy optimization (arXiv 2602.19327), whose gate we have not read.
+    """Soft sequence policy optimization (arXiv 2602.19327), whose gate is unknown to us.
 
     ``W = exp(mean_t log gate(r_t))``; ``loss_i = -A_i W``; ``dloss_i/dlogp_t = -(A_i W / |y_i|) phi_t`` with
     ``phi_t = dlog gate/dlog r_t``. The structure is from the paper; the default gate ``(4 / tau) sigmoid(tau
