@@ -278,7 +278,7 @@ def readme_cell(case: Record, unit: str) -> str:
     parts = [
         "-" if each is None else f"**{number(each)}**" if each == least else number(each) for each in shown
     ]
-    who = "naive, packed" if best.startswith("naive") else best.partition(" ")[0].rstrip(",")
+    who = best if best.startswith(("naive", "torch ")) else best.partition(" ")[0].rstrip(",")
     return " / ".join(parts) + (f" ({who})" if best else "") + f", {case['shape']['dtype']}"
 
 
