@@ -18,7 +18,7 @@ __all__ = ["IntegrationError", "check_signature", "declared_range", "require_pac
 def declared_range(distribution: str) -> str:
     """Return the version range that this package's extras declare for a framework, such as ">=1.16".
 
-    It is empty if they declare none, or if this package runs from its source without being installed.
+    It is empty if they declare none, or if this package isn't installed.
     """
     try:
         lines = requires("gspo_kernels") or []
@@ -29,15 +29,9 @@ def declared_range(distribution: str) -> str:
 
 
 def require_package(distribution: str) -> None:
-    """Raise an error unless a package is installed in a version that this package's extras allow.
+    """Raise IntegrationError unless a package is installed, by its name for pip, and new enough.
 
-    The range has no upper bound: `check_signature` finds out whether a newer version fits.
-
-    Args:
-        distribution: its name as pip knows it, for example "transformers".
-
-    Raises:
-        IntegrationError: the package is not installed, or its version is older.
+    This package's extras have no upper bound: `check_signature` finds out whether a newer version fits.
     """
     specifier = declared_range(distribution)
     needed = f"this adapter needs {distribution}{specifier}"
@@ -55,17 +49,13 @@ def require_package(distribution: str) -> None:
 
 
 def check_signature(distribution: str, path: str, theirs: Any, ours: Callable[..., Any] | str) -> None:
-    """Raise an error unless a framework's function has the parameters that an adapter knows.
+    """Raise IntegrationError unless a framework's function has the parameters that an adapter knows.
 
     Args:
-        distribution: the framework as pip knows it.
-        path: the function's name, for the message.
+        distribution, path: the framework as pip knows it, and the function's name, for the message.
         theirs: the function; None if the framework has none of this name.
         ours: the function that replaces it and must take every call of it; or the names of its first
             parameters, separated by spaces, if the adapter calls it.
-
-    Raises:
-        IntegrationError: the framework has no such function, or its parameters are different ones.
     """
     found = None if theirs is None else _parameters(theirs)
     if isinstance(ours, str):

@@ -22,41 +22,33 @@ from gspo_kernels.objectives.base import Objective
 ROUNDING = 16
 """Equal advantages of a sequence may differ by this many roundings of the largest one."""
 
+SEQUENCE_RANGE = 0.01
+"""The widest clip range for ratios of sequences. A wider one is meant for tokens, and hardly ever clips."""
 
-def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, ...]) -> Objective:
-    """Return ``objective`` if a hook can serve it.
 
-    Args:
-        objective: an instance.
-        hook: the hook's name, for the message.
-        divides_by: what the hook can divide by over the whole batch: "sequences", "tokens".
+def check_objective(objective: Objective, hook: str) -> Objective:
+    """Return ``objective`` if a framework can serve it; ``hook`` is the framework's name, for messages.
 
     Raises:
         TypeError: ``objective`` is not an instance of an objective.
-        IntegrationError: the objective needs values that the hook doesn't pass, looks at more than a
-            micro-batch, or divides by something that the hook doesn't count.
+        IntegrationError: the objective needs values that the framework doesn't pass, looks at more than a
+            micro-batch, or divides by something that the framework doesn't count.
     """
     checks.objective(objective, Objective)
     name = type(objective).__name__
-    if objective.needs:
-        needs = " and ".join(objective.needs)
-        raise IntegrationError(f"objective: {name} needs {needs}, which {hook} does not pass to a loss")
-    if objective.advantages_are != "advantages":
-        raise IntegrationError(
-            f"objective: {name} takes {objective.advantages_are} in the place of advantages, which {hook} "
-            "does not pass to a loss"
-        )
+    needs = " and ".join(objective.needs)
+    if needs or objective.advantages_are != "advantages":
+        needs = f"needs {needs}" if needs else f"takes {objective.advantages_are} in the place of advantages"
+        raise IntegrationError(f"objective: {name} {needs}, which {hook} does not pass to a loss")
     if objective.coefficient_scope in ("group", "batch"):
         raise IntegrationError(
             f"objective: {name} looks at a whole {objective.coefficient_scope}, but {hook} calls a loss with "
             "one micro-batch at a time"
         )
-    counted, _ = objective.outer_divisor()
-    if counted not in divides_by:
+    if objective.aggregation == "prompt_mean":
         raise IntegrationError(
-            f"objective: aggregation={objective.aggregation!r} divides by "
-            f"{'nothing' if counted == 'one' else 'the number of ' + counted}, but {hook} divides by the "
-            f"number of {' or '.join(divides_by)} in the whole batch"
+            f"objective: aggregation='prompt_mean' divides by the number of prompts, but {hook} divides by "
+            "the number of sequences or tokens in the whole batch"
         )
     return objective
 
@@ -89,9 +81,6 @@ Reader = Callable[[Any], Any]
 Readers = dict[str, Reader]
 """For each option of an objective, a function that reads it from a config."""
 
-SEQUENCE_RANGE = 0.01
-"""The widest clip range for ratios of sequences. A wider one is meant for tokens, and hardly ever clips."""
-
 
 def named_objectives() -> dict[str, type[Objective]]:
     """Return all objectives, named like their file with a prefix: ``gk_gspo``, ``gk_dr_grpo``, ..."""
@@ -103,15 +92,19 @@ def shared_options(
     low: Reader, high: Reader, tau_positive: Reader, tau_negative: Reader
 ) -> dict[type[Objective], Readers]:
     """Return readers for objectives that clip a ratio at 1 - ``low`` and 1 + ``high``, or gate it softly."""
-    clip: Readers = {"clip_low": low, "clip_high": high}
-    by_sign: Readers = {"positive_low": low, "positive_high": high}
-    by_sign |= {"negative_low": low, "negative_high": high}
+    clip, gate = (
+        {"clip_low": low, "clip_high": high},
+        {"tau_positive": tau_positive, "tau_negative": tau_negative},
+    )
+    by_sign = {
+        f"{sign}_{end}": read
+        for sign in ("positive", "negative")
+        for end, read in (("low", low), ("high", high))
+    }
     clipped = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
-    gate: Readers = {"tau_positive": tau_positive, "tau_negative": tau_negative}
     return {
         **dict.fromkeys(clipped, clip),
-        objectives.SAPO: gate,
-        objectives.SSPO: gate,
+        **dict.fromkeys((objectives.SAPO, objectives.SSPO), gate),
         objectives.ABCGRPO: by_sign,
         objectives.GMPO: {"log_clip_low": low, "log_clip_high": high},
     }
@@ -136,17 +129,10 @@ def from_config(
     range_names: tuple[str, str],
     **more: Any,
 ) -> Objective:
-    """Create an objective with the options that ``table`` has for its class and for its base classes.
+    """Create an objective with ``more`` options, and those that ``table`` has for its class and base classes.
 
-    Warn if an objective of sequence ratios gets a clip range that is meant for token ratios.
-
-    Args:
-        name: the loss's name, for messages.
-        objective: the class of the objective.
-        table: by objective, how its options are read from the config.
-        config: the framework's config.
-        range_names: the framework's names for the clip range below and above 1.
-        more: options that do not come from the config.
+    Warn if an objective of sequence ratios gets a clip range that is meant for token ratios. ``name`` is the
+    loss's name for messages, and ``range_names`` are the framework's of the clip range below and above 1.
 
     Raises:
         IntegrationError: the objective refuses an option; the message has the values of all options.
@@ -154,7 +140,7 @@ def from_config(
     readers: Readers = {}
     for cls in reversed(objective.__mro__):
         readers.update(table.get(cls, {}))
-    options = {option: reader(config) for option, reader in readers.items()}
+    options = {**more, **{option: reader(config) for option, reader in readers.items()}}
     defaults: Any = objective  # a dataclass: defaults are attributes of the class
     if "clip_high" in options and defaults.clip_high <= SEQUENCE_RANGE:
         widest = max(options["clip_low"], options["clip_high"])
@@ -164,7 +150,6 @@ def from_config(
                 f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
                 f"{low}={defaults.clip_low}, {high}={defaults.clip_high}"
             )
-    options = {**more, **options}
     try:
         return objective(**options)
     except (TypeError, ValueError) as error:

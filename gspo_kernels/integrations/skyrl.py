@@ -83,10 +83,12 @@ class SkyRLPolicyLoss:
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss, a sum over the micro-batch, and metrics.
+        """Return the loss, a sum over the micro-batch, and metrics as floats, under SkyRL's names.
+
+        Only ``log_probs`` receives a gradient.
 
         Args:
-            log_probs, old_log_probs: [B, T]. Only ``log_probs`` receives a gradient.
+            log_probs, old_log_probs: [B, T].
             advantages: [B, T], scaled by SkyRL's ``loss_reduction``; they may differ within a sequence only
                 where the objective takes one per token.
             config: SkyRL's AlgorithmConfig: clip ranges (``OPTIONS``), ``loss_reduction`` for a warning,
@@ -94,10 +96,6 @@ class SkyRLPolicyLoss:
             loss_mask: [B, T], bool or 0/1; None: all tokens count.
             rollout_logprobs: [B, T] or None: log-probs of the engine that sampled. SkyRL's own correction
                 turns them into weights and a mask, which multiply the loss, never the ratio.
-
-        Returns:
-            The loss, and floats: ``clip_ratio`` of tokens, SkyRL's metrics of the correction, ``ratio_mean``,
-            ``ratio_min``, ``ratio_max`` and ``active_fraction``.
 
         Raises:
             IntegrationError: a config that can't be served; the message says why.
@@ -138,7 +136,7 @@ def _summing(objective: Objective) -> Objective:
     """Return the objective as a plain sum; raise IntegrationError if it isn't proportional to advantages."""
     checks.objective(objective, Objective)
     summed: Any = dataclasses.replace(objective, aggregation="sum", aggregation_constant=None)
-    hooks.check_objective(summed, "SkyRL", divides_by=("one",))
+    hooks.check_objective(summed, "SkyRL")
     if not summed.zero_advantage_is_inactive:
         raise IntegrationError(
             f"objective: {type(summed).__name__} is not proportional to its advantages, but SkyRL's carry "

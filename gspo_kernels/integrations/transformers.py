@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -21,12 +22,12 @@ from torch import Tensor, nn
 from gspo_kernels.arguments.lengths import prefetch
 from gspo_kernels.core import checks
 from gspo_kernels.core.exact import exact
+from gspo_kernels.core.layout import queued, segment_ids
 from gspo_kernels.core.operators import checked_values
 from gspo_kernels.core.types import LoRAHead
 from gspo_kernels.distributed.groups import Parallel
-from gspo_kernels.integrations import fused_arguments, fused_packing
 from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.fused_arguments import FUSED, LOW_PRECISION, signature
+from gspo_kernels.integrations.hooks import warn_once
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.models.calls import subclass
@@ -40,9 +41,20 @@ from gspo_kernels.models.lm_head import (
     replaced_product,
     weight_of,
 )
-from gspo_kernels.models.rope import own_frequencies, varying_ropes
+from gspo_kernels.models.rope import VaryingRope, own_frequencies, varying_ropes
+from gspo_kernels.models.rows import Row, Tokens, check_rows_of, plain_row
 
 __all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
+
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+_OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
+SCORING = {*inspect.signature(linear_token_logprobs).parameters, "cu_seqlens"} - _OF_THE_HEAD - {"parallel"}
+_POLICY = {*inspect.signature(fused_linear_policy_loss).parameters, "router_aux_loss_coef"} - _OF_THE_HEAD
+FUSED = frozenset(SCORING | _POLICY | {"return_logprobs", "boxed"})
+"""Arguments that only a fused call has."""
+
+signature = functools.lru_cache(inspect.signature)
 
 
 @functools.cache
@@ -91,26 +103,22 @@ def __getattr__(name: str) -> Any:
 def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     """Let ``model(..., labels=, advantages=, ...)`` return the policy loss without logits; return the model.
 
-    This changes the instance (the causal LM inside PEFT, DDP and torch.compile wrappers), and goes with it
-    into copies and pickles. A second call sets ``fp32_head``. Calls without the arguments below run the
-    model's own forward.
+    This changes the instance (the causal LM inside PEFT, DDP and torch.compile wrappers), also in copies and
+    pickles. A second call sets ``fp32_head``. Calls without the arguments below run the model's own forward.
 
-    A call with ``return_logprobs=True`` scores: it takes the options of ``linear_token_logprobs`` and
-    ``cu_seqlens``, and returns differentiable ``logprobs`` (and ``entropy`` with ``return_entropy=True``).
-    A call with ``advantages=`` (None for objectives without) is a policy call. It needs ``old_logprobs=`` too
-    (None: on-policy). It takes every term and option of ``fused_linear_policy_loss``, and
-    ``router_aux_loss_coef``, a weight of the MoE auxiliary loss that replaces the model's own.
+    ``return_logprobs=True`` returns differentiable ``logprobs`` (and ``entropy`` with
+    ``return_entropy=True``), with the options of ``linear_token_logprobs`` and ``cu_seqlens``.
+    ``advantages=`` and ``old_logprobs=`` (each may be None) return the loss, with the terms and options of
+    ``fused_linear_policy_loss`` and ``router_aux_loss_coef``, a weight of the MoE auxiliary loss that
+    replaces the model's own.
 
-    Both calls need exactly one of ``labels`` and ``shift_labels``, int64 or int32, [B, T] like ``input_ids``
-    (with ``cu_seqlens`` [1, N]): ``shift_labels[t]`` is the token that position t predicts; ``labels[t]`` is
-    the token at position t, and is shifted here. All values per token (``old_logprobs``, ``ref_logprobs``,
-    the returned ``logprobs``, ...) have the labels' shape. In both cases their entry t belongs to the token
-    that position t predicts. ``loss_mask`` goes with ``shift_labels`` only: in ``labels`` mark tokens by
-    ``ignore_index``.
+    Both need exactly one of ``labels`` and ``shift_labels``, int64 or int32, [B, T] like ``input_ids`` (with
+    ``cu_seqlens`` [1, N]): ``shift_labels[t]`` is the token that position t predicts; ``labels[t]`` is the
+    token at position t, and is shifted here. All values per token have the labels' shape, and their entry t
+    belongs to the token that position t predicts. ``loss_mask`` goes with ``shift_labels`` only.
 
-    A packed batch is one row [1, N] with ``cu_seqlens`` and no 2-D ``attention_mask``. Its ``position_ids``
-    restart with every sequence, so transformers keeps the sequences apart; if missing, they are made here.
-    Models with M-RoPE take them for each axis, too: [3, B, T], or [3, 1, N] with ``cu_seqlens``.
+    A packed batch is one row [1, N] with ``cu_seqlens``, no 2-D ``attention_mask``, and ``position_ids`` that
+    restart with every sequence (computed by default; M-RoPE: [3, 1, N]).
 
     Args:
         model: a transformers causal language model, adapters allowed (on the lm_head itself one
@@ -155,22 +163,13 @@ def unfuse_lm_head(model: Any) -> Any:
 
 @dataclass
 class _State:
-    """The state of a fused model.
+    """The state of a fused model."""
 
-    Attributes:
-        active: whether ``unfuse_lm_head`` has not been called.
-        fp32_head: see ``fuse_lm_head``.
-        forwards: those that have been set on the instance, in the order in which they were found.
-        compared: the head, transform and forward that were last compared with the model's own logits, and
-            what they made of the made-up ones.
-        packing_checked: the forward and attention that were last seen to keep packed sequences apart.
-    """
-
-    active: bool = True
+    active: bool = True  # unfuse_lm_head has not been called
     fp32_head: bool = False
-    forwards: list[Any] = field(default_factory=list)
-    compared: Any = (None, None)
-    packing_checked: Any = None
+    forwards: list[Any] = field(default_factory=list)  # those set on the instance, in order
+    compared: Any = (None, None)  # head, transform and forward that were last compared, and their test logits
+    packing_checked: Any = None  # forward and attention that were last seen to keep packed sequences apart
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "compared": (None, None), "packing_checked": None}
@@ -301,6 +300,9 @@ def _check_names(model: Any, forward: Any) -> None:
 
 def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``forward``, which is the model's own; in a fused call, the loss replaces the head's product."""
+    if (box := kwargs.pop("boxed", None)) is not None:
+        box.output = _call(model, forward, args, kwargs | box.arguments)
+        return box.output
     options = {name: kwargs[name] for name in kwargs if name in FUSED}
     kwargs = {name: value for name, value in kwargs.items() if name != "return_logprobs"}
     scoring = checks.flag("return_logprobs", options.pop("return_logprobs", False))
@@ -311,25 +313,28 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         raise IntegrationError("model: unfuse_lm_head has been called on it; call fuse_lm_head again")
     for name in options:
         del kwargs[name]
-    of_class = type(model).forward
-    kwargs = fused_arguments.named(of_class, args, kwargs)
-    fused_arguments.check_options(options, scoring)
+    kwargs = _own_arguments(type(model).forward, args, kwargs)
+    _check_options(options, scoring)
     aux_weight = options.pop("router_aux_loss_coef", None)
     parallel = options.get("parallel", Parallel())
     Parallel.check(parallel, "a fused call", ("cp_group",), options.get("batch_invariant"))
     shared = parallel.cp_group is not None  # other ranks have tokens of the same sequences
-    labels = fused_arguments.take_labels(options, kwargs, shared)
-    fused_arguments.complete(of_class, kwargs, shared)
+    labels = _take_labels(options, kwargs, shared)
+    if shared and kwargs.get("position_ids") is None:
+        raise IntegrationError(
+            "position_ids: got None, expected each token's position in its sequence, of which this rank has "
+            "only a part (cp_group)"
+        )
     ropes, cu_seqlens = varying_ropes(model), options.get("cu_seqlens")
-    fused_packing.check_frequencies(model, ropes, labels, cu_seqlens, shared)
+    _check_frequencies(model, ropes, labels, cu_seqlens, shared)
     if cu_seqlens is None:
-        fused_packing.check_one_per_row(model, kwargs)
+        _check_one_per_row(model, kwargs)
     else:
-        labels = fused_packing.lay_out_packed(model, labels, options, kwargs, shared)
+        labels = _lay_out_packed(model, labels, options, kwargs, shared)
         told_apart = shared or kwargs.get("attention_mask") is not None or "cu_seq_lens_q" in kwargs
         by = forward, model.config.get_text_config()._attn_implementation
         if not told_apart and state.packing_checked != by:
-            fused_packing.check_packing(model, forward, labels.device)
+            _check_packing(model, forward, labels.device)
             state.packing_checked = by
     with own_frequencies(ropes):
         call = functools.partial(forward, **kwargs)
@@ -345,6 +350,214 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return _output_class()(aux_loss=aux_loss, **values)
 
 
+# The arguments of a fused call.
+
+
+def _own_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the model's own forward by name, with named outputs and without a cache.
+
+    ``forward`` is the function of the model's class.
+    """
+    accepted = signature(forward).parameters
+    names = [each.name for each in accepted.values() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    if len(args) > len(names):
+        raise TypeError(f"forward: got {len(args)} arguments by position, expected at most {len(names)}")
+    if twice := kwargs.keys() & {*names[: len(args)]}:
+        raise TypeError(f"{min(twice)}: got it by position and by name, expected it once")
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    anything = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
+    for name, value in (("use_cache", False), ("return_dict", True)):
+        if kwargs.get(name) is None and (anything or name in accepted):
+            kwargs[name] = value
+    if kwargs.get("return_dict") is False:
+        raise IntegrationError("return_dict: got False, expected True: a fused call returns named outputs")
+    keep = kwargs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise IntegrationError("logits_to_keep: a fused call scores all positions; mark others in the labels")
+    return kwargs
+
+
+def _check_options(options: dict[str, Any], scoring: bool) -> None:
+    """Raise IntegrationError for options that don't fit the call, and for rounded tensors."""
+    if scoring and options.keys() - SCORING:
+        raise IntegrationError(
+            f"{min(options.keys() - SCORING)}: goes with a policy call (advantages=), not with "
+            "return_logprobs=True"
+        )
+    for name in () if scoring else ("advantages", "old_logprobs"):
+        if name not in options:
+            raise IntegrationError(
+                f"{name}: missing, while {min(options)!r} is passed; a policy call needs advantages= (None "
+                "where the objective takes none) and old_logprobs= (None for on-policy), scoring needs "
+                "return_logprobs=True"
+            )
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and name != "loss_mask":
+            raise IntegrationError(
+                f"{name}: arrives as {value.dtype}, too coarse for a policy ratio; pass fp32, and if a "
+                "wrapper rounds it (FSDP2: MixedPrecisionPolicy with output_dtype or cast_forward_inputs) "
+                "turn that off"
+            )
+
+
+def _take_labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Tensor:
+    """Return the token that each position predicts: [B, T], or [1, N] with ``cu_seqlens``."""
+    passed = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}  # PEFT passes None
+    passed = {name: value for name, value in passed.items() if value is not None}
+    if len(passed) != 1:
+        raise IntegrationError(
+            "labels, shift_labels: expected exactly one of them: labels[t] is the token at "
+            "position t, shift_labels[t] the one that position t predicts"
+        )
+    ((name, value),) = passed.items()
+    cu_seqlens = options.get("cu_seqlens")
+    labels = checks.tensor(name, value, None, "[B, T] like input_ids", None, checks.INTEGERS)
+    if labels.ndim != 2 or (cu_seqlens is not None and labels.shape[0] != 1):
+        expected = "[B, T] like input_ids" if cu_seqlens is None else "[1, N] with cu_seqlens"
+        raise IntegrationError(f"{name}: got shape {tuple(labels.shape)}, expected {expected}")
+    if cu_seqlens is not None:
+        checks.layout(name, labels.squeeze(0), cu_seqlens)
+    if name == "shift_labels":
+        return labels
+    if shared:
+        raise IntegrationError("labels: the next token may be on another rank of cp_group; pass shift_labels")
+    if options.get("loss_mask") is not None:
+        raise IntegrationError(
+            "loss_mask: belongs to the tokens that positions predict, and labels do not; mark tokens that do "
+            "not count by ignore_index in labels, or pass shift_labels"
+        )
+    ignore_index = options.get("ignore_index", -100)
+    shifted = labels.roll(-1, dims=1)
+    shifted[:, -1:] = ignore_index
+    if cu_seqlens is not None and labels.shape[1]:
+        # an empty first sequence gives index -1, the last position of the row, which is ignored anyway
+        shifted[0, queued(cu_seqlens, labels.device)[1:].long() - 1] = ignore_index
+    return shifted
+
+
+# Packed rows: several sequences in one row [1, N], with ``cu_seqlens`` and positions.
+
+
+def _check_one_per_row(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise IntegrationError if positions of a call without ``cu_seqlens`` say that its rows are packed."""
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None:
+        return
+    counted = _text_positions(model, positions)
+    if counted is None:  # rows and columns of images count back, too; only sequences begin at 0 on all axes
+        counted = positions.amax(0).clamp(max=1)
+    if checked_values(positions.device) and bool((counted.diff() < 0).any()):
+        raise IntegrationError(
+            "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
+            "one row [1, N]"
+        )
+
+
+def _check_frequencies(
+    model: Any, ropes: Sequence[VaryingRope], labels: Tensor, cu_seqlens: Tensor | None, shared: bool
+) -> None:
+    """Refuse packed sequences that would change each other's RoPE frequencies; warn of padded ones."""
+    rope = min(ropes, key=lambda rope: rope.limit, default=None)
+    if rope is None or (labels.shape[1] <= rope.limit and not shared):
+        return
+    reason = (
+        f"the RoPE of {type(model).__name__} ({rope.kind}) takes its frequencies from the largest position "
+        f"of a call, others beyond {rope.limit} tokens"
+    )
+    if shared:
+        raise IntegrationError(f"parallel: {reason}, and each rank of cp_group sees other positions")
+    if cu_seqlens is not None and cu_seqlens.shape[0] > 2:
+        raise IntegrationError(
+            f"cu_seqlens: {reason}, so packed sequences change each other; pass one sequence per call, or at "
+            f"most {rope.limit} tokens"
+        )
+    if labels.shape[0] > 1:
+        warn_once(f"{reason}: log-probs depend on padding and on longer rows; pass rows of one length")
+
+
+def _lay_out_packed(
+    model: Any, labels: Tensor, options: dict[str, Any], kwargs: dict[str, Any], shared: bool
+) -> Tensor:
+    """Check and complete a packed call; labels and per-token terms [1, N] become [N].
+
+    If ranks share sequences, the caller must keep them apart. Scoring, where no advantages are passed, takes
+    no ``cu_seqlens``, so a temperature per sequence becomes one per token.
+    """
+    cu_seqlens, temperature = queued(options["cu_seqlens"], labels.device), options.get("temperature")
+    if "position_ids" not in signature(type(model).forward).parameters:
+        raise IntegrationError(
+            f"cu_seqlens: {type(model).__name__} takes no position_ids, so it can't keep packed sequences "
+            "apart; pass padded rows"
+        )
+    mask = kwargs.get("attention_mask")
+    if (mask is not None and mask.ndim == 2) or kwargs["use_cache"]:
+        raise IntegrationError(
+            "cu_seqlens: with a 2-D attention_mask or use_cache=True packed sequences attend to each other; "
+            "pass neither"
+        )
+    N, axes = labels.shape[1], _rope_axes(model)
+    segments, positions = segment_ids(cu_seqlens, N), kwargs.get("position_ids")
+    places = (torch.arange(N, device=labels.device) - cu_seqlens.long()[segments]).unsqueeze(0)
+    positions = places if positions is None else positions
+    shapes = [tuple(labels.shape), *((n, *labels.shape) for n in (axes, axes + 1) if axes)]
+    if tuple(positions.shape) not in shapes:
+        raise IntegrationError(
+            f"position_ids: got shape {tuple(positions.shape)}, expected {' or '.join(map(str, shapes))}"
+        )
+    counted = _text_positions(model, positions)
+    if counted is not None and not shared and checked_values(labels.device):
+        inside = segments.diff().unsqueeze(0) == 0
+        if not torch.equal(counted.diff() == 1, inside):
+            raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
+    if axes and positions.shape[0] != axes + 1:
+        # transformers keeps sequences apart by the places of their tokens, before the positions on each axis
+        counted = places if counted is None else counted
+        positions = torch.cat([counted.unsqueeze(0), positions.expand(axes, -1, -1)])
+    kwargs["position_ids"] = positions
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.shape == labels.shape:
+            options[name] = value.squeeze(0)
+    if "advantages" not in options:
+        del options["cu_seqlens"]
+        if isinstance(temperature, Tensor):
+            shape = (cu_seqlens.shape[0] - 1,)
+            checks.floats("temperature", temperature, shape, "one per sequence", labels.device)
+            options["temperature"] = temperature[segments]
+    return labels.squeeze(0)
+
+
+def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
+    """Run a few tokens packed and one by one; raise IntegrationError if their hidden states differ."""
+    axes = _rope_axes(model)
+
+    def row_of_a_packed_call(model: Any, prompts: Tokens, completions: Tokens) -> Row:
+        row = plain_row(model, prompts, completions)
+        if axes:
+            row.inputs["position_ids"] = row.inputs["position_ids"].repeat(axes + 1, 1, 1)
+        return row
+
+    try:
+        check_rows_of(model, row_of_a_packed_call, call=forward, device=device)
+    except IntegrationError as error:
+        raise IntegrationError(f"cu_seqlens: {error}; pass padded rows, or a 4-D attention_mask") from None
+
+
+def _rope_axes(model: Any) -> int:
+    """Return the number of axes of a model's M-RoPE (Qwen-VL: time, row, column), or 0 for other models."""
+    sections = (vars(module).get("mrope_section") for module in model.modules())
+    return next((len(each) for each in sections if each), 0)
+
+
+def _text_positions(model: Any, positions: Tensor) -> Tensor | None:
+    """Return the positions that count tokens, [B, T]; None for M-RoPE's [axes, B, T], which have none.
+
+    transformers takes [1 + axes, B, T] too, where those that count tokens come first.
+    """
+    if positions.ndim < 3:
+        return positions
+    return positions[0] if positions.shape[0] == _rope_axes(model) + 1 else None
+
+
 # The loss in the place of the head's product.
 
 
@@ -356,13 +569,9 @@ def _run_with_loss(
     The first call compares the head with the product with its weight, and what the forward makes of made-up
     logits with the transform that the loss applies. Calls on CPUs compare these logits again.
 
-    Args:
-        model, forward, state: the model, its forward with arguments, and its state.
-        labels: [B, T], or [N] for a packed call.
-        options: of ``fused_linear_policy_loss``; without advantages of ``linear_token_logprobs``.
-
-    Returns:
-        The outputs of ``forward``, and by name those of loss, logprobs, entropy and metrics that it computed.
+    Labels are [B, T], or [N] for a packed call. Options are those of ``fused_linear_policy_loss``, or without
+    advantages those of ``linear_token_logprobs``. Returns the outputs of ``forward``, and by name those of
+    loss, logprobs, entropy and metrics that the head computed.
     """
     original, scoring = head_module(model), "advantages" not in options
     lm_head = described(model, original)
@@ -430,16 +639,37 @@ def _run_with_loss(
             )
         state.compared = seen, logits.detach()
     for name, hooked in zip(names, calls[0], strict=True):
-        computed[name] = unrounded(computed[name], hooked)
+        computed[name] = _unrounded(computed[name], hooked)
     return outputs, computed
 
 
-def unrounded(value: Tensor, returned: Tensor) -> Tensor:
+class _Box:
+    """A box for arguments and the output of a fused call, into which FSDP does not look."""
+
+    def __init__(self, arguments: dict[str, Any]):
+        self.arguments = arguments
+        self.output: Any = None
+
+
+def unrounded_call(model: Any, arguments: dict[str, Any], **inputs: Any) -> Any:
+    """Return the output of a fused call with ``arguments`` under any mixed precision of FSDP.
+
+    FSDP rounds every tensor that enters or leaves the outermost forward, at any depth of tuples, dicts and
+    dataclasses. A ratio of log-probs does not survive that.
+    """
+    box = _Box(arguments)
+    returned = model(**inputs, boxed=box)
+    for name in ("loss", "logprobs", "entropy", "aux_loss"):
+        if (value := getattr(box.output, name)) is not None:
+            setattr(box.output, name, _unrounded(value, getattr(returned, name)))
+    return box.output
+
+
+def _unrounded(value: Tensor, returned: Tensor) -> Tensor:
     """Return ``value`` with the gradient of ``returned``, which is ``value`` after a wrapper has rounded it.
 
-    FSDP2's MixedPrecisionPolicy rounds what a module returns to ``output_dtype``, and hooks on the rounded
-    tensors gather the weights for the backward. accelerate sets this dtype, for the lm_head too, and no ratio
-    of log-probs would survive the rounding.
+    FSDP2's MixedPrecisionPolicy rounds what a module returns to ``output_dtype``, which accelerate sets for
+    the lm_head too, and hooks on the rounded tensors gather the weights for the backward.
     """
     return returned if returned.dtype == value.dtype else value.detach() + (returned - returned.detach())
 
@@ -452,9 +682,6 @@ def _gathered(head: Any, hidden: Any, weight: Any, bias: Any) -> tuple[Any, Any,
     """Return DTensors as a whole, so that all ranks compute the same loss; their gradients are replicated.
 
     A weight [V, H] and bias [V] (or None) that ranks split by rows stay split, for a loss of each shard.
-
-    Raises:
-        IntegrationError: the weight is still a shard of data parallelism.
     """
     if mesh := getattr(weight, "device_mesh", None):
         from torch.distributed.fsdp import FSDPModule

@@ -13,7 +13,7 @@ import math
 import warnings
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -32,8 +32,7 @@ require_package("trl")
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
-from gspo_kernels.integrations.transformers import fuse_lm_head, unrounded  # noqa: E402
-from gspo_kernels.models.lm_head import causal_lm_of  # noqa: E402
+from gspo_kernels.integrations.transformers import fuse_lm_head, unrounded_call  # noqa: E402
 
 _AGGREGATION = {
     "grpo": "sequence_mean",
@@ -54,7 +53,7 @@ for _name, _parameters in {
 }.items():
     check_signature("trl", f"GRPOTrainer.{_name}", getattr(GRPOTrainer, _name, None), _parameters)
 _SCORING = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
-# GRPOConfig's name of each option of an objective
+# GRPOConfig's names of our options
 _OPTION = {
     "clip_low": "epsilon",
     "clip_high": "epsilon_high",
@@ -67,10 +66,11 @@ _OPTION = {
     "k_negative": "vespo_k_neg",
     "lambda_negative": "vespo_lambda_neg",
     "aggregation_constant": "max_completion_length",
+    "kl_beta": "beta",
+    "kl_ratio_weighted": "use_bias_correction_kl",
 }
-
-
-_FORMULA = {"loss_type", "importance_sampling_level", *_OPTION.values()} - {"max_completion_length"}
+_FORMULA = {"loss_type", "importance_sampling_level", *_OPTION.values()}
+_FORMULA -= {"max_completion_length", "beta", "use_bias_correction_kl"}
 """GRPOConfig's options that describe nothing but the objective."""
 
 
@@ -161,18 +161,19 @@ def objective_of(args: Any) -> Objective:
                 **shared,
             )
         # a ratio is never below 1 - 1 = 0, so a wider lower range changes nothing
-        clip: dict[str, Any] = {
-            "clip_low": min(args.epsilon, 1.0),
-            "clip_high": high,
-            "dual_clip": args.delta,
-        }
-        return (GSPO if at_sequence else GRPO)(**clip, **shared)
+        low, kind_of = min(args.epsilon, 1.0), GSPO if at_sequence else GRPO
+        return kind_of(low, high, dual_clip=args.delta, **shared)
     except (TypeError, ValueError) as error:
-        option, _, reason = str(error).partition(": ")
-        for ours, theirs in _OPTION.items():
-            reason = reason.replace(ours, theirs)
-        named = f"{_OPTION.get(option, option)}: {reason.strip()}"
-        raise IntegrationError(f"{named} (loss_type={kind!r}, importance_sampling_level={level!r})") from None
+        given = f"(loss_type={kind!r}, importance_sampling_level={level!r})"
+        raise IntegrationError(f"{_renamed(error)} {given}") from None
+
+
+def _renamed(error: Exception) -> str:
+    """Return an error's message with GRPOConfig's names of our options."""
+    option, colon, reason = str(error).partition(": ")
+    for ours, theirs in _OPTION.items():
+        reason = reason.replace(ours, theirs)
+    return f"{_OPTION.get(option, option)}{colon}{reason}"
 
 
 def _epsilon_high(args: Any) -> float:
@@ -201,7 +202,7 @@ def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]
                 stacklevel=3,
             )
     else:
-        check_objective(objective, "TRL", divides_by=("sequences", "tokens", "one"))
+        check_objective(objective, "TRL")
         defaults = {each.name: each.default for each in dataclasses.fields(GRPOConfig)}
         for name in sorted(_FORMULA):
             if (value := getattr(args, name)) != defaults[name]:
@@ -225,9 +226,7 @@ def _check(args: GRPOConfig, objective: Objective | None, memory: dict[str, Any]
             token[None], token, token.long() - 1, -token, token[0], objective=objective, **terms, **memory
         )
     except (TypeError, ValueError) as error:
-        names = {"kl_beta": "beta", "kl_ratio_weighted": "use_bias_correction_kl"}
-        option, colon, reason = str(error).partition(": ")
-        raise type(error)(f"{names.get(option, option)}{colon}{reason}") from None
+        raise type(error)(_renamed(error)) from None
     return objective
 
 
@@ -239,44 +238,6 @@ class _Step:
     inputs: dict[str, Any]
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
-
-
-class _Box:
-    """A box for arguments of a model's forward and for its output, into which FSDP does not look.
-
-    FSDP's mixed precision rounds every tensor that enters or leaves the outermost forward, at any depth of
-    tuples, dicts and dataclasses. A ratio of log-probs does not survive that; a box keeps it.
-    """
-
-    def __init__(self, arguments: dict[str, Any]):
-        self.arguments = arguments
-        self.output: Any = None
-
-    @classmethod
-    def call(cls, model: Any, arguments: dict[str, Any], **inputs: Any) -> Any:
-        """Return the fused forward's output in its own dtype, with the gradient of the wrappers' output."""
-        box = cls(arguments)
-        returned = model(**inputs, boxed=box)
-
-        for name in ("loss", "logprobs", "entropy", "aux_loss"):
-            if (value := getattr(box.output, name)) is not None:
-                setattr(box.output, name, unrounded(value, getattr(returned, name)))
-        return box.output
-
-
-def _take_boxes(model: Any) -> None:
-    """Let the forward of a fused causal LM take arguments from a ``_Box`` and store its output there."""
-    if "_gspo_unboxed" in model.__dict__:
-        return
-
-    def forward(self: Any, *args: Any, boxed: _Box | None = None, **inputs: Any) -> Any:
-        if boxed is None:
-            return self._gspo_unboxed(*args, **inputs)
-        boxed.output = self._gspo_unboxed(*args, **inputs, **boxed.arguments)
-        return boxed.output
-
-    model._gspo_unboxed = model.forward
-    model.forward = MethodType(forward, model)
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -327,10 +288,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 )
         for each in (self.model, self.ref_model):
             if each is not None:
-                fused = fuse_lm_head(
-                    self.accelerator.unwrap_model(each), fp32_head=self.args.cast_lm_head_to_fp32
-                )
-                _take_boxes(causal_lm_of(fused))
+                inner = self.accelerator.unwrap_model(each)
+                fuse_lm_head(inner, fp32_head=self.args.cast_lm_head_to_fp32)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute our loss; TRL's own code gets detached log-probs for its metrics and entropy control."""
@@ -409,7 +368,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             for name, value in terms.items():
                 per_token = isinstance(value, Tensor) and value.ndim == 2
                 fused[name] = F.pad(value, (prompt - 1, 1)) if per_token else value
-            output = _Box.call(model, fused, input_ids=input_ids, shift_labels=shifted, **inputs)
+            output = unrounded_call(model, fused, input_ids=input_ids, shift_labels=shifted, **inputs)
             return SimpleNamespace(
                 log_probs=output.logprobs[:, :-1],
                 entropy=None if output.entropy is None else output.entropy[:, :-1],

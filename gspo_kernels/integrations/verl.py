@@ -39,14 +39,11 @@ AGGREGATIONS = {
 """This package's ``aggregation`` for each ``loss_agg_mode`` of verl."""
 
 
-def _low(config: Any) -> float:
-    return float(hooks.read(config, "clip_ratio_low", getattr(config, "clip_ratio", None)))
+def _bound(config: Any, name: str) -> float:
+    return float(hooks.read(config, name, getattr(config, "clip_ratio", None)))
 
 
-def _high(config: Any) -> float:
-    return float(hooks.read(config, "clip_ratio_high", getattr(config, "clip_ratio", None)))
-
-
+_low, _high = partial(_bound, name="clip_ratio_low"), partial(_bound, name="clip_ratio_high")
 _dual = partial(hooks.read, path="clip_ratio_c", default=3.0)
 
 OPTIONS: dict[type[Objective], hooks.Readers] = {
@@ -96,21 +93,19 @@ class VerlPolicyLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss and the metrics of a micro-batch.
+        """Return the loss and the metrics of a micro-batch, as floats under verl's names.
+
+        The loss is divided by the count of the whole batch and multiplied by dp_size, because FSDP averages
+        over ranks. Only ``log_prob`` receives a gradient.
 
         Args:
-            old_log_prob, log_prob, advantages: [B, T]; advantages may differ within a sequence only where the
-                objective takes one per token. Only ``log_prob`` receives a gradient.
+            old_log_prob, log_prob, advantages, rollout_is_weights: [B, T]; advantages may differ within a
+                sequence only where the objective takes one per token. Weights multiply the loss, never the
+                ratio.
             response_mask: [B, T], bool or 0/1.
-            loss_agg_mode: one of verl's five. Without ``follow_config`` another mode than the objective's
-                leads to a warning.
+            loss_agg_mode: one of verl's five; warns if the objective's differs.
             config: verl's ActorConfig: clip ranges (``OPTIONS``), and ``global_batch_info`` with dp_size,
                 batch_num_tokens, global_batch_size and loss_scale_factor for the divisor.
-            rollout_is_weights: [B, T] or None: weights that multiply the loss, never the ratio.
-
-        Returns:
-            The loss, divided by the count of the whole batch and times dp_size (because FSDP averages over
-            ranks), and floats under verl's names.
 
         Raises:
             IntegrationError: an objective, mode or config that can't be served; the message says why.
@@ -119,7 +114,7 @@ class VerlPolicyLoss:
             raise IntegrationError("config: got None, expected the actor's config")
         info = getattr(config, "global_batch_info", None) or {}
         objective = self._objective(loss_agg_mode, config, info, response_mask)
-        _check(objective)
+        hooks.check_objective(objective, "verl")
         terms: dict[str, Any] = {
             "old_logprobs": old_log_prob,
             "advantages": hooks.fitting_advantages(objective, advantages, response_mask),
@@ -163,9 +158,6 @@ class VerlPolicyLoss:
         return hooks.from_config(self.name, self.objective, OPTIONS, config, range_names, **more)
 
 
-_check = partial(hooks.check_objective, hook="verl", divides_by=("sequences", "tokens", "one"))
-
-
 def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
     """Return the outer divisor over all ranks, divided by dp_size: FSDP's mean divides by dp_size again."""
     ranks = info.get("dp_size") or 1
@@ -197,26 +189,21 @@ def register(name: str, objective: Objective) -> VerlPolicyLoss:
 
     Args:
         name: for ``actor.policy_loss.loss_mode``.
-        objective: an instance, used unchanged, with its ``aggregation``. verl provides the log-probs,
-            advantages, mask and weights, and the divisor over the whole batch.
+        objective: an instance, used unchanged, with its ``aggregation``.
 
     Raises:
         TypeError: ``objective`` is not an instance of an objective.
         IntegrationError: verl is missing or too old, calls losses in another way, or can't serve the
             objective.
     """
-    _check(objective)
+    hooks.check_objective(objective, "verl")
     loss = VerlPolicyLoss(name, objective)
     _algorithms().register_policy_loss(name)(loss)
     return loss
 
 
 def _algorithms() -> Any:
-    """Return verl's module of losses.
-
-    Raises:
-        IntegrationError: verl is missing or too old, or passes other arguments to a loss.
-    """
+    """Return verl's module of losses; raise IntegrationError if it is too old or calls them differently."""
     require_package("verl")
     algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
     theirs = getattr(algorithms, "compute_policy_loss_vanilla", None)

@@ -38,16 +38,15 @@ def to_predictions(
 ) -> Tensor:
     """Move the value of token t + 1 to position t, which predicts that token, within each sequence.
 
-    ``labels = to_predictions(input_ids, ..., fill=-100)`` makes the labels of the losses. Masks of tokens
-    (``fill=0``) and log-probs aligned with tokens are moved in the same way. A sequence's last position gets
-    ``fill``. The value of its first token is dropped, because no position predicts that token.
+    ``labels = to_predictions(input_ids, ..., fill=-100)`` makes the labels of the losses; masks of tokens
+    (``fill=0``) and log-probs of tokens are moved in the same way. The first token's value is dropped.
 
     Args:
         tokens: [B, T, ...], or [N, ...] with ``cu_seqlens``.
         cu_seqlens: [B + 1]: no value moves into another sequence.
         attention_mask: [B, T], bool or 0/1, for padded batches: padding on either side gets ``fill``, also
             left of the first token. None: there is no padding on the left.
-        fill: the value of positions that predict no token.
+        fill: the value of positions that predict no token, such as a sequence's last one.
     """
     shape = "[B, T, ...]" if cu_seqlens is None else "[N, ...] with cu_seqlens"
     dim = 1 if cu_seqlens is None else 0
@@ -75,15 +74,10 @@ def to_predictions(
 
 
 class RankTokens(NamedTuple):
-    """The part of packed sequences that a rank has.
+    """The part of packed sequences that a rank has."""
 
-    Attributes:
-        positions: int64 [n], places in the packed row.
-        cu_seqlens: int32 [B + 1], offsets of the sequences among the rank's tokens.
-    """
-
-    positions: Tensor
-    cu_seqlens: Tensor
+    positions: Tensor  # int64 [n], places in the packed row
+    cu_seqlens: Tensor  # int32 [B + 1], offsets of the sequences among the rank's tokens
 
 
 def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "zigzag") -> RankTokens:

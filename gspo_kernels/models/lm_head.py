@@ -18,28 +18,20 @@ from gspo_kernels.core.types import LoRAHead
 from gspo_kernels.models import IntegrationError
 from gspo_kernels.models.calls import replaced_calls, view_of
 
+# names of the only child in modules that wrap a model: DDP, torch.compile, FSDP1, checkpointing
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names of the only child in modules that wrap a model: DDP, torch.compile, FSDP1, checkpointing."""
-
+# packages whose hooks on a head gather, move, split or count tensors, and change no logits
 _TRUSTED = ("torch.distributed.", "torch.utils.", "deepspeed.", "accelerate.", "transformers.")
-"""Packages whose hooks on a head gather, move, split or count tensors, and change no logits."""
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """A language model's head, as arguments of functions such as ``fused_linear_policy_loss``.
+    """A language model's head, as arguments of functions such as ``fused_linear_policy_loss``."""
 
-    Attributes:
-        weight: [V, H], the parameter itself (a DTensor where it is sharded); with PEFT's LoRA a ``LoRAHead``.
-        bias: [V] or None.
-        logit_scale: factor on the raw logits.
-        softcap: bound of the tanh soft-capping, or None.
-    """
-
-    weight: Tensor | LoRAHead
-    bias: Tensor | None
-    logit_scale: float
-    softcap: float | None
+    weight: Tensor | LoRAHead  # [V, H], the parameter itself (a DTensor where it is sharded)
+    bias: Tensor | None  # [V]
+    logit_scale: float  # factor on the raw logits
+    softcap: float | None  # bound of the tanh soft-capping
 
     @property
     def matrix(self) -> Tensor:
@@ -63,9 +55,8 @@ def lm_head_of(model: Any) -> LMHead:
     ``logits_scaling`` (Granite) divides them. The model may be inside adapters and data-parallel wrappers.
 
     Raises:
-        IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, it is
-            quantized, or its module computes more than the product with its weight; or the model has PEFT's
-            prompt learning.
+        IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, or its
+            module computes more than the product with its weight; or the model has PEFT's prompt learning.
     """
     model = causal_lm_of(model)
     return described(model, head_module(model))
@@ -73,7 +64,15 @@ def lm_head_of(model: Any) -> LMHead:
 
 def described(model: Any, head: Any) -> LMHead:
     """Return a causal language model's head, given its module from ``head_module``."""
-    scale, softcap = _logit_transform(model.config.get_text_config())
+    config, scale = model.config.get_text_config(), 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            scale = float(getattr(config, name))
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is not None and config.model_type != "minicpm3":  # MiniCPM3 divides hidden states by it
+        scale *= float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    softcap = float(softcap) if softcap else None
     return LMHead(weight_of(head), getattr(head, "bias", None), scale, softcap)
 
 
@@ -241,12 +240,10 @@ def replaced_product(
 ) -> Iterator[list[Any]]:
     """Let the head compute ``product(head, hidden)``, and give the model's forward ``stand_in`` of it.
 
-    This holds for calls in the context's thread alone. The module's own hooks run. Hooks that gather its
-    weight (FSDP2, ZeRO-3, accelerate's offload) also get the result of ``product``, and attach to its
-    gradient. ``product`` gets a copy of the module that shares its parameters; hooks may put a weight there.
-
-    Yields:
-        A list with one entry for each call of the head: the product's result, as changed by the hooks.
+    This holds for calls in the context's thread alone. Hooks that gather the weight (FSDP2, ZeRO-3,
+    accelerate's offload) get the result of ``product`` as well, and attach to its gradient. ``product`` gets
+    a copy of the module that shares its parameters; hooks may put a weight there. The context's value is the
+    list of results, as changed by the hooks, one for each call of the head.
     """
     outputs: list[Any] = []
 
@@ -272,16 +269,3 @@ def replaced_product(
 
     with replaced_calls({head: call}):
         yield outputs
-
-
-def _logit_transform(config: Any) -> tuple[float, float | None]:
-    """Return (factor, softcap or None), read under the names that model families use in their configs."""
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            scale = float(getattr(config, name))
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is not None and config.model_type != "minicpm3":  # MiniCPM3 divides hidden states by it
-        scale *= float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
-    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-    return scale, float(softcap) if softcap else None

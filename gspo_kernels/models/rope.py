@@ -66,10 +66,8 @@ def varying_ropes(model: Any) -> list[VaryingRope]:
 def own_frequencies(ropes: Sequence[VaryingRope], lengths: Tensor | None = None) -> Iterator[None]:
     """Rotate each token, in calls of a model in this context, as in a call with its sequence alone.
 
-    Args:
-        ropes: the model's ``varying_ropes``.
-        lengths: integers like the calls' ``position_ids``, [B, T]: how long the sequence of each token is.
-            None: the frequencies of a call depend on its largest position, and on no earlier call.
+    ``ropes`` are the model's ``varying_ropes``. ``lengths`` [B, T] says how long the sequence of each token
+    is; None: the frequencies of a call depend on its largest position, and on no earlier call.
     """
     modules = {rope.module for rope in ropes}
     with replaced_calls({module: partial(_rotated_alone, ropes, lengths, module) for module in modules}):

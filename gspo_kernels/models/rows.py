@@ -1,9 +1,8 @@
-"""Rows of several sequences: batches by tokens, packed rows, shared prefixes, attention masks.
+"""Rows of several sequences without padding: batches by tokens, packed rows, shared prefixes, masks.
 
-Sequences of any length lie in one row without padding, and each attends to itself only. With shared prefixes
-(Prefix Grouper, arXiv 2506.05433, does this for prompts) the row is a tree, in which a prefix of several
-sequences is once. A token attends to the earlier tokens of its sequence and has its position in it. Hidden
-states and gradients equal those of the sequences alone, up to rounding; other models are refused.
+A token attends to the earlier tokens of its sequence and has its position in it. With shared prefixes (as in
+Prefix Grouper, arXiv 2506.05433, for prompts) the row is a tree: a prefix of several sequences is in it once.
+Hidden states and gradients equal those of the sequences alone, up to rounding; other models are refused.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | No
     """Cut sequences into batches of at most ``budget`` tokens with nearly equal numbers of tokens.
 
     Sequences are placed longest first, each into the batch with the fewest tokens (Graham 1969). A sequence
-    longer than the budget goes alone. A batch is an ascending list of indices into ``lengths``. The batch
-    with the most tokens comes first, so that processes that go through their batches in step wait little.
-    ``count`` is the number of batches, for processes whose collectives must match; some batches may be empty.
-    By default it is the smallest number that keeps the budget.
+    longer than the budget goes alone. A batch is an ascending list of indices into ``lengths``; the one with
+    the most tokens comes first, for processes that go through their batches in step. ``count`` is the number
+    of batches, some of which may be empty; by default the smallest number that keeps the budget.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     least = -(-sum(min(length, budget) for length in lengths) // budget)
@@ -142,10 +140,9 @@ def _segments(before: Sequence[int]) -> list[Segment]:
 
 
 def hidden_states(model: Any, prompts: Tokens, completions: Tokens, layout: Any = packed_row) -> Tensor:
-    """Run the backbone once over a `packed_row` or a `tree_row`; return what predicts the completions.
+    """Run a model once over a `packed_row` or a `tree_row`; return what predicts the completions, [N, H].
 
-    The result is [N, H], for the N tokens of the completions, one after the other. The model may be plain,
-    have a PEFT adapter, or be wrapped (DDP): its ``__call__`` runs.
+    The model may have a PEFT adapter, or be wrapped (DDP): its ``__call__`` runs.
     """
     inputs, lengths, predicting = layout(model, prompts, completions)
     return last_hidden_states(model, inputs, lengths)[0, predicting]
@@ -157,11 +154,10 @@ def last_hidden_states(
     """Call the whole model and return the input of its head, [1, T, H], which computes nothing itself.
 
     ``lengths`` [1, T] says how long the sequence of each token is; None: the row is one sequence. ``call`` is
-    what is called in the model's place, a forward of its own.
+    called in the model's place.
     """
-    captured = replaced_product(
-        head_module(causal_lm_of(model)), lambda head, hidden: hidden, lambda hidden: hidden
-    )
+    head = head_module(causal_lm_of(model))
+    captured = replaced_product(head, lambda head, hidden: hidden, lambda hidden: hidden)
     with own_frequencies(varying_ropes(model), lengths), captured as calls:
         (call or model)(**inputs, use_cache=False)
     (hidden,) = calls
@@ -180,7 +176,7 @@ def check_rows_of(
 
     Attention that leaks changes hidden states by about their own size, rounding by some multiples of eps. The
     positions of the last sequence end where the context does: this shows what frequencies of RoPE beyond a
-    length do to shorter sequences in the row. All processes use the same few tokens, and no dropout.
+    length do to shorter sequences in the row. The tokens are fixed, and there is no dropout.
 
     ``layout`` lays sequences out in a row, as `packed_row` does. ``call``: see `last_hidden_states`.
     ``device`` is that of the tokens; None: the model's.
@@ -246,12 +242,12 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device |
 
 def offsets_on(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return ``cu_seqlens`` of sequences of these lengths."""
-    ends = [0, *itertools.accumulate(lengths)]
-    return queued(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
+    return queued(ends, device)
 
 
-# Attention: transformers recognizes packed sequences by position_ids that restart, but not in every model and
-# not where sequences share a prompt. So this file builds the mask.
+# transformers recognizes packed sequences by position_ids that restart, but not in every model and not where
+# sequences share a prompt. Their mask is built here.
 
 
 def attention_of(model: Any) -> str:
@@ -287,8 +283,7 @@ def attention_mask(model: Any, segments: Sequence[Segment], device: torch.device
 class RowMask(Tensor):
     """An attention mask without storage, [1, 1, T, T]: SDPA with this mask runs segment by segment.
 
-    The cost is that of the sequences, not quadratic in the row, and PyTorch may use its flash kernel. The
-    mask is an ordinary argument, so the model needs no change; torch's CausalBias works in the same way.
+    The cost is not quadratic in the row, and PyTorch may use its flash kernel, as with torch's CausalBias.
     """
 
     segments: Sequence[Segment]

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from gspo_kernels.integrations import errors
-from gspo_kernels.integrations.backends import replacing, skyrl, torchtitan, verl
-from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
+from gspo_kernels.integrations.backends import shared, skyrl, torchtitan, verl
+from gspo_kernels.integrations.backends.shared import NotServedError, Replacements
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
 from tests.forks import in_processes
@@ -25,7 +25,7 @@ SHAPE, VOCABULARY, WIDTH = (3, 7), 61, 16
 @pytest.fixture
 def lines(caplog):
     """Return a function for the log lines of this test; each line is logged once per process."""
-    replacing._log.cache_clear()
+    shared._log.cache_clear()
     with caplog.at_level(logging.WARNING, logger="gspo_kernels"):
         yield lambda: {each.getMessage() for each in caplog.records if each.name == "gspo_kernels"}
 

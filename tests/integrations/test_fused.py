@@ -195,51 +195,6 @@ def test_calls_without_our_arguments_are_the_model_s():
     assert vars(model).keys() == vars(tiny()).keys()
 
 
-def test_copies_and_an_earlier_forward():
-    model = tiny()
-    inputs, labels = batch()
-    own, calls = model.forward, []
-    call = {**inputs, "labels": labels, "return_logprobs": True}
-
-    def counted(*args, **kwargs):
-        calls.append(kwargs)
-        return own(*args, **kwargs)
-
-    model.forward = counted
-    scores = fuse_lm_head(model)(**call).logprobs
-    assert len(calls) == 1
-    assert unfuse_lm_head(model).forward is counted
-    del model.forward
-    copied = copy.deepcopy(fuse_lm_head(model))
-    with torch.no_grad():
-        copied.lm_head.weight.zero_()
-    uniform = copied(**call).logprobs[shifted(labels) != IGNORED]
-    torch.testing.assert_close(uniform, torch.full_like(uniform, -torch.tensor(96.0).log()))
-    assert torch.equal(model(**call).logprobs, scores)
-
-
-@pytest.mark.parametrize("fused", ["before", "after"])
-def test_accelerate_may_unwrap_the_model(fused):
-    """``keep_fp32_wrapper=False`` follows ``__wrapped__``, and binds what it has found to the model again."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator, model = accelerate.Accelerator(cpu=True, mixed_precision="bf16"), tiny()
-    if fused == "before":
-        accelerator.prepare(fuse_lm_head(model))
-    else:
-        fuse_lm_head(accelerator.prepare(model))
-    inputs, labels = batch()
-    ids, advantages = inputs.pop("input_ids"), torch.tensor([1.0, -0.5, 2.0, 0.7])
-    for each in (model, copy.deepcopy(model)):
-        assert accelerator.unwrap_model(each, keep_fp32_wrapper=False) is each
-        for again in (each, fuse_lm_head(each)):
-            out = again(ids, **inputs, labels=labels, old_logprobs=None, advantages=advantages)
-            assert out.logits is None
-            torch.testing.assert_close(out.loss, -advantages.mean())  # on-policy
-        assert again(ids, **inputs).logits is not None
-    assert type(unfuse_lm_head(model)) is type(tiny())
-
-
 def test_logits_are_never_built():
     model = tiny(vocab_size=4096)
     ids = torch.randint(3, 4096, (4, 64), generator=torch.Generator().manual_seed(shifted_seed(0)))

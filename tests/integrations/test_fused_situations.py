@@ -113,10 +113,10 @@ def with_forward_of_the_class(model):
     return model
 
 
-def prepared(model, unwrap=False):
+def prepared(model, copied=lambda model: model):
     accelerator = make_accelerator("bf16")
-    model = accelerator.prepare(model)
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=False) if unwrap else model
+    model = copied(accelerator.prepare(model))
+    return accelerator.unwrap_model(model, keep_fp32_wrapper=False)
 
 
 def with_lora(model, **options):
@@ -311,9 +311,10 @@ SITUATIONS = {
     "accelerate's hooks, removed": lambda m: with_accelerate_hooks(m, remove=True),
     "accelerate's hooks, then fused": lambda m: fuse_lm_head(with_accelerate_hooks(unfuse_lm_head(m))),
     "a head that hooks gather": with_gathered_head,
-    "prepared and unwrapped": lambda m: prepared(m, unwrap=True),
-    "another forward, prepared, unwrapped": lambda m: prepared(with_forward(m), unwrap=True),
-    "prepared, fused, unwrapped": lambda m: fuse_lm_head(prepared(unfuse_lm_head(m), unwrap=True)),
+    "prepared and unwrapped": prepared,
+    "prepared, copied, unwrapped": lambda m: prepared(m, copy.deepcopy),
+    "another forward, prepared, unwrapped": lambda m: prepared(with_forward(m)),
+    "prepared, fused, unwrapped": lambda m: fuse_lm_head(prepared(unfuse_lm_head(m))),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import gspo_kernels as gk
 from gspo_kernels.integrations import errors, skyrl
-from gspo_kernels.integrations.backends.replacing import Replacements
+from gspo_kernels.integrations.backends.shared import Replacements
 from gspo_kernels.integrations.errors import IntegrationError
 
 

@@ -10,8 +10,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from gspo_kernels.integrations.backends.replacing import Replacements
-from gspo_kernels.integrations.backends.scoring import entropy_of, scores
+from gspo_kernels.integrations.backends.shared import Replacements, entropy_of, scores
 
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:

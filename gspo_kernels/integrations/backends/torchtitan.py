@@ -10,8 +10,13 @@ import importlib
 
 from torch import Tensor
 
-from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
-from gspo_kernels.integrations.backends.scoring import IGNORED, refuse_other_tensors, scores
+from gspo_kernels.integrations.backends.shared import (
+    IGNORED,
+    NotServedError,
+    Replacements,
+    refuse_other_tensors,
+    scores,
+)
 
 
 def _refuse_shards(logits: Tensor, labels: Tensor) -> None:

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
-from gspo_kernels.integrations.backends.scoring import IGNORED, entropy_of, head_of, linear_scores, scores
+from gspo_kernels.integrations.backends.shared import (
+    IGNORED,
+    NotServedError,
+    Replacements,
+    entropy_of,
+    head_of,
+    linear_scores,
+    scores,
+)
 
 
 def _selective_log_softmax(

@@ -11,8 +11,13 @@ from typing import Any
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
-from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
+from gspo_kernels.integrations.backends.shared import (
+    NotServedError,
+    Replacements,
+    entropy_of,
+    linear_scores,
+    scores,
+)
 
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
