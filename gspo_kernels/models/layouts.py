@@ -30,11 +30,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def to_predictions(
-    tokens: Tensor,
-    *,
-    cu_seqlens: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    fill: float,
+    tokens: Tensor, *, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None, fill: float
 ) -> Tensor:
     """Move the value of token t + 1 to position t, which predicts that token, within each sequence.
 

@@ -155,10 +155,7 @@ def test_trls_head_from_hidden_states(lines):
         assert all(torch.equal(one, other) for one, other in zip(*refused, strict=True))
     assert "apply" not in vars(ChunkedLogProbFunction)
     path = "trl.kernels.chunked_logprob.ChunkedLogProbFunction.apply"
-    assert lines() == {
-        f"{path} runs in gspo_kernels",
-        f"{path} stays as it is where is_top1 is asked for",
-    }
+    assert lines() == {f"{path} runs in gspo_kernels", f"{path} stays as it is where is_top1 is asked for"}
 
 
 @pytest.mark.parametrize("options", [
@@ -198,9 +195,7 @@ def test_trls_divergence_from_hidden_states(lines, options):
                 assert one.dtype == other.dtype
                 scale = other.abs().max().item() if other.ndim else abs(other.item())
                 torch.testing.assert_close(one, other, rtol=near, atol=near * max(scale, 1e-6))
-    assert lines() == {
-        "trl.trainer.distillation_trainer._chunked_divergence_loss runs in gspo_kernels",
-    }
+    assert lines() == {"trl.trainer.distillation_trainer._chunked_divergence_loss runs in gspo_kernels"}
 
 
 def test_a_run_of_trl_ends_where_its_own_does(lines, tmp_path):

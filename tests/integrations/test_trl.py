@@ -28,12 +28,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 from gspo_kernels.integrations.trl import FusedGRPOTrainer
@@ -395,10 +390,7 @@ def test_in_bf16_equal_weights_have_a_ratio_of_1(model_path, tmp_path):
         ({"use_liger_kernel": True}, "use_liger_kernel: got True"),
         ({"loss_type": "ppo"}, "loss_type: got 'ppo', expected one of 'grpo', 'sapo'"),
         (GSPO | {"importance_sampling_level": "turn"}, "importance_sampling_level: got 'turn'"),
-        (
-            GRPO | {"epsilon_high": 0.3, "delta": 1.2},
-            r"delta: got 1.2, .* above 1 \+ epsilon_high = 1.3",
-        ),
+        (GRPO | {"epsilon_high": 0.3, "delta": 1.2}, r"delta: got 1.2, .* above 1 \+ epsilon_high = 1.3"),
         (token("cispo") | {"epsilon_high": 0.0}, "epsilon_high: got 0.0, expected a positive number"),
         ({"epsilon": -0.1}, "epsilon: got -0.1, expected a finite number of at least 0"),
         ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg: got 0.0"),

@@ -105,9 +105,7 @@ def test_rows_equal_each_sequence_alone(family, layout):
     model, row = build(family), LAYOUTS[layout]
     check_rows_of(model, row)
     assert_as_exact(
-        model,
-        lambda m: hidden_states(m, prompts, completions, row),
-        lambda m: alone(m, prompts, completions),
+        model, lambda m: hidden_states(m, prompts, completions, row), lambda m: alone(m, prompts, completions)
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from examples.frameworks import openrlhf, prime_rl, slime
+from tests import oracle
 from tests.cases import generator, offsets
 from tests.forks import in_processes
 from tests.objectives.sample_batches import ADVANTAGES, make_batch
@@ -79,37 +80,16 @@ def problem() -> Problem:
     return Problem(*given, old - 0.2 + noise[1])
 
 
-def formula(
-    given, *, kind="clip", level="token", mean="tokens", low=0.1, high=0.15, dual=None, weights=1.0, beta=0.0,
-    estimator="k3", entropy=0.0, shares=1.0, count=None,
-):  # fmt: skip
-    """Return the loss of the whole batch and its gradient.
-
-    ``shares`` are factors of sequences, ``count`` their number. The vocabulary has two tokens.
-    """
-    logprobs, lengths = given.logprobs.clone().requires_grad_(), given.mask.sum(1).clamp(min=1)
-    advantages = given.advantages.unsqueeze(1)
-    log_ratio = torch.where(given.mask, logprobs - given.old, 0.0)
-    if level == "sequence":
-        log_ratio = (log_ratio.sum(1) / lengths).unsqueeze(1).expand(given.mask.shape)
-    ratio = log_ratio.exp()
-    bounded = ratio.clamp(1 - low, 1 + high)
-    if kind == "cispo":
-        loss = -bounded.detach() * advantages * logprobs
-    elif kind == "sapo":
-        tau = torch.where(advantages > 0, 1.0, 1.05 + 0 * advantages)
-        loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    else:
-        loss = -torch.minimum(ratio * advantages, bounded * advantages)
-        if dual is not None:
-            loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
-    away, other = given.reference - logprobs, torch.log1p(-logprobs.exp())
-    kl = {"k1": -away, "k2": away**2 / 2, "k3": away.exp() - 1 - away}[estimator]
-    bonus = logprobs.exp() * logprobs + other.exp() * other
-    loss = torch.where(given.mask, weights * loss + beta * kl + entropy * bonus, 0.0) * shares
-    by_sequence = loss.sum(1) if mean == "tokens" else loss.sum(1) / lengths
-    counted = given.mask.sum() if mean == "tokens" else given.mask.any(1).sum()
-    total = by_sequence.sum() / (count or counted)
+def formula(given, *, kind=gk.GRPO, mean="token_mean", dual_clip=None, **terms):
+    """Return the loss of the whole batch and its gradient. The vocabulary has two tokens."""
+    bounds = {gk.CISPO: (0.9, 1.15), gk.SAPO: ()}.get(kind, (0.1, 0.15))
+    options = {} if dual_clip is None else {"dual_clip": dual_clip}
+    logprobs = given.logprobs.clone().requires_grad_()
+    other = torch.log1p(-logprobs.exp())
+    terms["entropy"] = -(logprobs.exp() * logprobs + other.exp() * other)
+    terms["ref_logprobs"] = given.reference
+    objective = kind(*bounds, aggregation=mean, **options)
+    total = oracle.policy_loss(logprobs, given.old, given.advantages, given.mask, objective, **terms)
     return total.detach(), torch.autograd.grad(total, logprobs)[0]
 
 
@@ -342,7 +322,8 @@ def slime_step(given, splits, options):
 
 # ------------------------------------------------------ what holds for all of them
 
-SEQUENCE, SEQUENCE_MEAN = {"level": "sequence", "mean": "sequences"}, {"mean": "sequences"}
+SEQUENCE_MEAN = {"mean": "sequence_mean"}
+SEQUENCE = {"kind": gk.GSPO, **SEQUENCE_MEAN}
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2,
        "truncated_importance_sampling_ratio_min": 0.9}  # fmt: skip
 
@@ -357,7 +338,7 @@ def ratios(given):
 
 
 def clamped(given):
-    return {"weights": ratios(given).clamp(0.9, 1.2)}
+    return {"rollout_weights": ratios(given).clamp(0.9, 1.2)}
 
 
 def kept(given, of_sequence=False):
@@ -365,30 +346,29 @@ def kept(given, of_sequence=False):
     if of_sequence:
         lengths = given.mask.sum(1, keepdim=True).clamp(min=1)
         judged = (torch.where(given.mask, ratio.log(), 0.0).sum(1, keepdim=True) / lengths).exp()
-    return {"weights": torch.where((judged >= 0.9) & (judged <= 1.2), ratio, 0.0)}
+    return {"rollout_weights": torch.where((judged >= 0.9) & (judged <= 1.2), ratio, 0.0)}
 
 
 def shares(given):
     """The terms of a slime step: four rollouts, of which one has two sequences."""
-    own = given.mask.sum(1).double() / rollout_totals(given).clamp(min=1)
-    return {"mean": "sequences", "shares": own.unsqueeze(1), "count": 4}
+    return {"lengths": rollout_totals(given), "normalizer": 4, **SEQUENCE_MEAN}
 
 
 CASES = {
     "areal": (areal_step, ({"packed": True}, {"packed": False}), [
-        ({"importance_sampling_level": "sequence"}, {"level": "sequence"}),
+        ({"importance_sampling_level": "sequence"}, {"kind": gk.GSPO}),
         ({"importance_sampling_level": "sequence", "aggregation": "sequence_mean"}, SEQUENCE),
-        ({"c_clip": 1.5}, {"dual": 1.5}),
-        ({"use_cispo_loss": True}, {"kind": "cispo"}),
-        ({"use_sapo_loss": True}, lambda given: {"kind": "sapo", "old": given.rollout}),
+        ({"c_clip": 1.5}, {"dual_clip": 1.5}),
+        ({"use_cispo_loss": True}, {"kind": gk.CISPO}),
+        ({"use_sapo_loss": True}, lambda given: {"kind": gk.SAPO, "old": given.rollout}),
         (reject("clamp"), clamped),
         (reject("mask"), kept),
     ]),
     "nemo-rl": (nemo_step, ({},), [
         ({"sequence_level_importance_ratios": True, "token_level_loss": False}, SEQUENCE),
-        ({"ratio_clip_c": 1.5, "token_level_loss": False}, {"dual": 1.5, **SEQUENCE_MEAN}),
-        ({"use_cispo": True}, {"kind": "cispo"}),
-        ({"reference_policy_kl_penalty": 0.1}, {"beta": 0.1}),
+        ({"ratio_clip_c": 1.5, "token_level_loss": False}, {"dual_clip": 1.5, **SEQUENCE_MEAN}),
+        ({"use_cispo": True}, {"kind": gk.CISPO}),
+        ({"reference_policy_kl_penalty": 0.1}, {"kl_beta": 0.1}),
         ({"force_on_policy_ratio": True}, lambda given: {"old": given.logprobs}),
         (TIS | {"truncated_importance_sampling_type": "tis"}, clamped),
         (TIS | {"truncated_importance_sampling_type": "icepop"}, kept),
@@ -398,7 +378,7 @@ CASES = {
         ({"policy_loss_type": "gspo"}, SEQUENCE),
         ({"policy_loss_type": "gspo", "is_correction_level": "token"},
          lambda given: {"old": given.rollout, **SEQUENCE}),
-        ({"dual_clip": 1.5, "token_level_loss": False}, {"dual": 1.5, **SEQUENCE_MEAN}),
+        ({"dual_clip": 1.5, "token_level_loss": False}, {"dual_clip": 1.5, **SEQUENCE_MEAN}),
         ({"is_correction_level": "token", "is_correction_mode": "clip",
           "is_correction_threshold": [0.9, 1.2]}, clamped),
         ({"is_correction_level": "token", "is_correction_threshold": [0.9, 1.2]}, kept),
@@ -406,19 +386,21 @@ CASES = {
          lambda given: kept(given, True)),
     ]),
     "prime-rl": (prime_step, ({},), [
-        ({"objective": "GSPO"}, {"level": "sequence"}),
-        ({"dual_clip": 1.5}, {"dual": 1.5}),
+        ({"objective": "GSPO"}, {"kind": gk.GSPO}),
+        ({"dual_clip": 1.5}, {"dual_clip": 1.5}),
     ]),
     "slime": (slime_step, ({},), [
-        ({"advantage_estimator": "gspo", "rollout_temperature": 0.7}, lambda g: {**SEQUENCE, **shares(g)}),
-        ({"advantage_estimator": "cispo", "calculate_per_token_loss": True}, {"kind": "cispo"}),
+        ({"advantage_estimator": "gspo", "rollout_temperature": 0.7},
+         lambda g: {"rollout_weights": g.mask.sum(1) / rollout_totals(g).clamp(min=1), "normalizer": 4,
+                    **SEQUENCE}),
+        ({"advantage_estimator": "cispo", "calculate_per_token_loss": True}, {"kind": gk.CISPO}),
         ({"eps_clip_c": 1.5, "use_rollout_logprobs": True},
-         lambda g: {"dual": 1.5, "old": g.rollout, **shares(g)}),
+         lambda g: {"dual_clip": 1.5, "old": g.rollout, **shares(g)}),
         ({"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2", "entropy_coef": 0.05},
-         lambda g: {"beta": 0.1, "estimator": "k2", "entropy": 0.05, **shares(g)}),
+         lambda g: {"kl_beta": 0.1, "kl_estimator": "k2", "entropy_coef": 0.05, **shares(g)}),
         ({"use_kl_loss": True, "kl_loss_coef": 0.1, "calculate_per_token_loss": True},
-         {"beta": 0.1, "estimator": "k1"}),
-        ({"use_tis": True}, lambda g: {"weights": ratios(g).clamp(0.9, 1.1), **shares(g)}),
+         {"kl_beta": 0.1, "kl_estimator": "k1"}),
+        ({"use_tis": True}, lambda g: {"rollout_weights": ratios(g).clamp(0.9, 1.1), **shares(g)}),
     ]),
 }  # fmt: skip
 """For each framework its step, options of that, and (options of the framework, terms of the formula)."""
@@ -492,7 +474,7 @@ def test_areal_advantages_old_log_probs_and_metrics():
     options |= {"importance_sampling_level": "sequence"}
     LOGGED.clear()
     got = areal.grpo_loss_fn(row, row, data | {"prox_logp": None}, **options)
-    assert_same(got, formula(given, level="sequence")[0])
+    assert_same(got, formula(given, kind=gk.GSPO)[0])
     assert {"ratio/min", "clip_fraction/tokens", "entropy", "vocab_norm_logits"} <= LOGGED.keys()
     assert "vocab_min_logits" not in LOGGED and all(type(value) is float for value in LOGGED.values())
     with raises("teacher_logp: "):
@@ -538,7 +520,7 @@ def test_nemo_rl_filtered_tokens_are_masked():
     for options, terms in CASES["nemo-rl"][2][:3]:
         loss_fn = nemo_rl.ClippedPGLossFn(Namespace(**NEMO | options))
         got, _ = loss_fn(logprobs, nemo_data(given) | {"curr_logprobs_keep_mask": keep}, *totals)
-        want, _ = formula(kept, count=totals[1] if loss_fn.by_token else totals[0], **terms)
+        want, _ = formula(kept, normalizer=totals[1] if loss_fn.by_token else totals[0], **terms)
         assert_same(got, want)
 
 
@@ -568,7 +550,7 @@ WEIGHTS = torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
 def test_prime_rl_weights_scale_the_loss_and_the_kl():
     given = problem()
     got = prime_step(given, PARTS, {"kl_beta": 0.1}, weights=WEIGHTS, reference=True)
-    assert_same(got, formula(given, weights=WEIGHTS, beta=0.1 * WEIGHTS))
+    assert_same(got, formula(given, rollout_weights=WEIGHTS, kl_beta=0.1 * WEIGHTS))
 
 
 def test_prime_rl_ipo_and_score_centering():
