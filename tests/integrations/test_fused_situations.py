@@ -125,6 +125,13 @@ def with_lora(model, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
+def with_disabled_adapter(model):
+    model = with_lora(model, modules_to_save=["lm_head"])
+    nn.init.normal_(model.get_output_embeddings().weight)
+    model.base_model.disable_adapter_layers()
+    return model
+
+
 def with_head(model, head=None):
     head = nn.Linear(32, 96, bias=False) if head is None else head
     model.lm_head = head
@@ -280,6 +287,7 @@ SITUATIONS = {
     "LoRA on the head": lambda m: with_lora(m, target_modules=["lm_head"]),
     "LoRA with a saved head": lambda m: with_lora(m, modules_to_save=["lm_head"]),
     "LoRA with trained tokens": lambda m: with_lora(m, trainable_token_indices={"lm_head": [4, 5]}),
+    "LoRA with a saved head, disabled": with_disabled_adapter,
     "LoRA, fused": lambda m: fuse_lm_head(with_lora(unfuse_lm_head(m))),
     "LoRA, merged": lambda m: with_lora(m, target_modules=["lm_head"]).merge_and_unload(),
     "LoRA, compiled": lambda m: with_lora(compiled(m)),
@@ -407,13 +415,13 @@ def on_head(change):
     return lambda model: (change(model.lm_head), model)[1]
 
 
-def scaled(model):
-    """Change a scale that the model keeps outside its config."""
+def scaled(model, change=lambda logits: logits * 2):
+    """Change the logits after the head, as the config does not say."""
     own = type(model).forward
 
     def forward(*args, **kwargs):
         output = own(*args, **kwargs)
-        output.logits = output.logits * 2
+        output.logits = change(output.logits)
         return output
 
     model.forward = types.MethodType(forward, model)
@@ -460,6 +468,7 @@ REFUSED = {
         "a hook",
     ),
     "logits of another scale": (scaled, "changes logits after the lm_head"),
+    "bounded logits": (lambda m: scaled(m, torch.tanh), "changes logits after the lm_head"),
     "checkpoint wrapper": (lambda m: with_head(m, checkpoint_wrapper(m.lm_head)), "CheckpointWrapper, whose"),
 }
 
