@@ -51,7 +51,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 _OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
 SCORING = {*inspect.signature(linear_token_logprobs).parameters, "cu_seqlens"} - _OF_THE_HEAD - {"parallel"}
 _POLICY = {*inspect.signature(fused_linear_policy_loss).parameters, "router_aux_loss_coef"} - _OF_THE_HEAD
-FUSED = frozenset(SCORING | _POLICY | {"return_logprobs", "boxed"})
+FUSED = frozenset(SCORING | _POLICY | {"return_logprobs", "_gspo_box"})
 """Arguments that only a fused call has."""
 
 signature = functools.lru_cache(inspect.signature)
@@ -300,7 +300,7 @@ def _check_names(model: Any, forward: Any) -> None:
 
 def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``forward``, which is the model's own; in a fused call, the loss replaces the head's product."""
-    if (box := kwargs.pop("boxed", None)) is not None:
+    if (box := kwargs.pop("_gspo_box", None)) is not None:
         box.output = _call(model, forward, args, kwargs | box.arguments)
         return box.output
     options = {name: kwargs[name] for name in kwargs if name in FUSED}
@@ -658,7 +658,7 @@ def unrounded_call(model: Any, arguments: dict[str, Any], **inputs: Any) -> Any:
     dataclasses. A ratio of log-probs does not survive that.
     """
     box = _Box(arguments)
-    returned = model(**inputs, boxed=box)
+    returned = model(**inputs, _gspo_box=box)
     for name in ("loss", "logprobs", "entropy", "aux_loss"):
         if (value := getattr(box.output, name)) is not None:
             setattr(box.output, name, _unrounded(value, getattr(returned, name)))
