@@ -125,9 +125,11 @@ def with_lora(model, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
-def with_disabled_adapter(model):
-    model = with_lora(model, modules_to_save=["lm_head"])
-    nn.init.normal_(model.get_output_embeddings().weight)
+def with_disabled_adapter(model, **options):
+    model = with_lora(model, **options)
+    for name, parameter in model.named_parameters():
+        if "default" in name:  # the adapter's
+            nn.init.normal_(parameter)
     model.base_model.disable_adapter_layers()
     return model
 
@@ -287,7 +289,8 @@ SITUATIONS = {
     "LoRA on the head": lambda m: with_lora(m, target_modules=["lm_head"]),
     "LoRA with a saved head": lambda m: with_lora(m, modules_to_save=["lm_head"]),
     "LoRA with trained tokens": lambda m: with_lora(m, trainable_token_indices={"lm_head": [4, 5]}),
-    "LoRA with a saved head, disabled": with_disabled_adapter,
+    "LoRA on the head, disabled": lambda m: with_disabled_adapter(m, target_modules=["lm_head"]),
+    "LoRA with a saved head, disabled": lambda m: with_disabled_adapter(m, modules_to_save=["lm_head"]),
     "LoRA, fused": lambda m: fuse_lm_head(with_lora(unfuse_lm_head(m))),
     "LoRA, merged": lambda m: with_lora(m, target_modules=["lm_head"]).merge_and_unload(),
     "LoRA, compiled": lambda m: with_lora(compiled(m)),
