@@ -395,6 +395,12 @@ def within_saved(model, change):
     return model
 
 
+def within_original(model, change):
+    model = with_disabled_adapter(model, modules_to_save=["lm_head"])
+    change(model.get_output_embeddings().original_module)
+    return model
+
+
 class Returning(nn.Linear):
     def __call__(self, hidden):
         return self.weight @ hidden[0, 0]
@@ -465,6 +471,7 @@ REFUSED = {
     ),
     "on meta": (on_head(lambda h: h.to("meta")), r"shape \(96, 32\) on meta inside the forward"),
     "class within LoRA": (lambda m: within_lora(m, fake_quantized), "FakeQuantized, whose forward"),
+    "class of a saved head, disabled": (lambda m: within_original(m, fake_quantized), "FakeQuantized, whose"),
     "hook within LoRA": (lambda m: within_lora(m, with_hook), "a hook"),
     "hook before a saved head": (
         lambda m: within_saved(m, lambda h: h.register_forward_pre_hook(lambda module, args: None)),
