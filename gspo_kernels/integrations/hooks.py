@@ -36,19 +36,24 @@ def check_objective(objective: Objective, hook: str) -> Objective:
     """
     checks.objective(objective, Objective)
     name = type(objective).__name__
-    needs = " and ".join(objective.needs)
-    if needs or objective.advantages_are != "advantages":
-        needs = f"needs {needs}" if needs else f"takes {objective.advantages_are} in the place of advantages"
-        raise IntegrationError(f"objective: {name} {needs}, which {hook} does not pass to a loss")
+    if objective.needs:
+        needs = " and ".join(objective.needs)
+        raise IntegrationError(f"objective: {name} needs {needs}, which {hook} does not pass to a loss")
+    if objective.advantages_are != "advantages":
+        raise IntegrationError(
+            f"objective: {name} takes {objective.advantages_are} in the place of advantages, which {hook} "
+            "does not pass to a loss"
+        )
     if objective.coefficient_scope in ("group", "batch"):
         raise IntegrationError(
             f"objective: {name} looks at a whole {objective.coefficient_scope}, but {hook} calls a loss with "
             "one micro-batch at a time"
         )
-    if objective.aggregation == "prompt_mean":
+    counted, _ = objective.outer_divisor()
+    if counted not in ("sequences", "tokens", "one"):
         raise IntegrationError(
-            f"objective: aggregation='prompt_mean' divides by the number of prompts, but {hook} divides by "
-            "the number of sequences or tokens in the whole batch"
+            f"objective: aggregation={objective.aggregation!r} divides by the number of {counted}, but "
+            f"{hook} divides by the number of sequences or tokens in the whole batch"
         )
     return objective
 
@@ -92,15 +97,10 @@ def shared_options(
     low: Reader, high: Reader, tau_positive: Reader, tau_negative: Reader
 ) -> dict[type[Objective], Readers]:
     """Return readers for objectives that clip a ratio at 1 - ``low`` and 1 + ``high``, or gate it softly."""
-    clip, gate = (
-        {"clip_low": low, "clip_high": high},
-        {"tau_positive": tau_positive, "tau_negative": tau_negative},
-    )
-    by_sign = {
-        f"{sign}_{end}": read
-        for sign in ("positive", "negative")
-        for end, read in (("low", low), ("high", high))
-    }
+    clip: Readers = {"clip_low": low, "clip_high": high}
+    gate: Readers = {"tau_positive": tau_positive, "tau_negative": tau_negative}
+    by_sign: Readers = {"positive_low": low, "positive_high": high}
+    by_sign |= {"negative_low": low, "negative_high": high}
     clipped = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
     return {
         **dict.fromkeys(clipped, clip),

@@ -30,7 +30,11 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def to_predictions(
-    tokens: Tensor, *, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None, fill: float
+    tokens: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    fill: float,
 ) -> Tensor:
     """Move the value of token t + 1 to position t, which predicts that token, within each sequence.
 
@@ -70,10 +74,15 @@ def to_predictions(
 
 
 class RankTokens(NamedTuple):
-    """The part of packed sequences that a rank has."""
+    """The part of packed sequences that a rank has.
 
-    positions: Tensor  # int64 [n], places in the packed row
-    cu_seqlens: Tensor  # int32 [B + 1], offsets of the sequences among the rank's tokens
+    Attributes:
+        positions: int64 [n], places in the packed row.
+        cu_seqlens: int32 [B + 1], offsets of the sequences among the rank's tokens.
+    """
+
+    positions: Tensor
+    cu_seqlens: Tensor
 
 
 def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "zigzag") -> RankTokens:

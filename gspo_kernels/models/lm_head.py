@@ -26,12 +26,19 @@ _TRUSTED = ("torch.distributed.", "torch.utils.", "deepspeed.", "accelerate.", "
 
 @dataclass(frozen=True)
 class LMHead:
-    """A language model's head, as arguments of functions such as ``fused_linear_policy_loss``."""
+    """A language model's head, as arguments of functions such as ``fused_linear_policy_loss``.
 
-    weight: Tensor | LoRAHead  # [V, H], the parameter itself (a DTensor where it is sharded)
-    bias: Tensor | None  # [V]
-    logit_scale: float  # factor on the raw logits
-    softcap: float | None  # bound of the tanh soft-capping
+    Attributes:
+        weight: [V, H], the parameter itself (a DTensor where it is sharded); with PEFT's LoRA a ``LoRAHead``.
+        bias: [V] or None.
+        logit_scale: factor on the raw logits.
+        softcap: bound of the tanh soft-capping, or None.
+    """
+
+    weight: Tensor | LoRAHead
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
 
     @property
     def matrix(self) -> Tensor:
@@ -55,8 +62,9 @@ def lm_head_of(model: Any) -> LMHead:
     ``logits_scaling`` (Granite) divides them. The model may be inside adapters and data-parallel wrappers.
 
     Raises:
-        IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, or its
-            module computes more than the product with its weight; or the model has PEFT's prompt learning.
+        IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, it is
+            quantized, or its module computes more than the product with its weight; or the model has PEFT's
+            prompt learning.
     """
     model = causal_lm_of(model)
     return described(model, head_module(model))
