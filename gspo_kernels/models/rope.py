@@ -49,7 +49,8 @@ def varying_ropes(model: Any) -> list[VaryingRope]:
     """Return the rotary embeddings of a model whose frequencies depend on lengths; most models have none."""
     ropes = []
     for module in causal_lm_of(model).modules():
-        kinds = vars(module).get("rope_type")
+        if (kinds := vars(module).get("rope_type")) is None:
+            continue
         for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
             layers = {} if layer_type is None else {"layer_type": layer_type}
             if kind == "longrope":
