@@ -6,6 +6,7 @@ The expected log-probs are those of the model's own logits, in the same situatio
 import copy
 import functools
 import io
+import multiprocessing
 import pickle
 import sys
 import threading
@@ -587,6 +588,25 @@ def test_plain_calls_compile_into_one_graph():
     fuse_lm_head(model)(IDS, **SCORE)
     got = compiled(model, fullgraph=True)(IDS, use_cache=False).logits
     torch.testing.assert_close(got, want)
+
+
+def work(model, queue):
+    try:
+        queue.put(model(IDS, **SCORE).logprobs.detach().numpy())
+    except Exception as error:
+        queue.put(repr(error))
+
+
+def test_a_spawned_process_keeps_the_loss():
+    model = fuse_lm_head(tiny())
+    want = model(IDS, **SCORE).logprobs.detach()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(pickle.loads(pickle.dumps(model)), queue))
+    process.start()
+    got = queue.get(timeout=120)
+    process.join()
+    torch.testing.assert_close(torch.as_tensor(got), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [None, "dynamic", "longrope"])
