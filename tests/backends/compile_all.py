@@ -5,8 +5,6 @@ arguments, and Triton's own binder turns these into the specialization that a la
 for. Run it without TRITON_INTERPRET.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -15,7 +13,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,38 +41,53 @@ from gspo_kernels.core.types import (
     stats_dtype,
 )
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-BLOCKS = {"sm_80": 1, "sm_90": 16, "sm_100": 16, "sm_120": 8, "gfx942": 1}
-"""How many blocks of threads may share a program on a target, with a Triton that compiles clusters."""
-SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FORM = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 BENT = LogitTransform(0.5, 30.0, 0.7)
 WARM = LogitTransform(1.0, 0.0, 0.7)
-PER_ROW = BENT._replace(row_temperature=torch.ones(2, 3))
+ALIGNED, ODD = (2, 3, 4096), (2, 3, 1009)
+"""Shapes of logits whose rows are or are not pieces of 16 bytes."""
 
 
-Call = tuple[Any, int, Any, tuple[Any, ...], dict[str, Any]]
-"""A recorded launch: kernel, programs, tile, arguments, and constants."""
+class Target(NamedTuple):
+    """A GPU, the shared memory of a block of threads, and how many blocks may share a program."""
+
+    gpu: GPUTarget
+    shared: int
+    blocks: int
 
 
-def record(target: str, blocks: int = 0) -> list[Call]:
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 166912, 1),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 232448, 16),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 232448, 16),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 101376, 8),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536, 1),
+}
+
+
+class Call(NamedTuple):
+    """A recorded launch."""
+
+    kernel: Any
+    programs: int
+    tile: Any
+    args: tuple
+    constants: dict
+
+
+def record(target, blocks=0):
     """Let launchers run as on a target, and return the list that takes their launches from now on. Up to
     ``blocks`` blocks of threads hold a row; with 0 no rows are held.
     """
-    calls: list[Call] = []
+    calls = []
 
-    def launch(kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any) -> None:
-        calls.append((kernel, programs, tile, args, constants))
+    def launch(kernel, programs, device, tile, *args, **constants):
+        calls.append(Call(kernel, programs, tile, args, constants))
 
     for module in filter(inspect.ismodule, vars(kernels).values()):
-        module.platform = lambda: TARGETS[target].backend
+        module.platform = lambda: TARGETS[target].gpu.backend
         if module is not launching:
             module.launch = launch
     launching.without_spills.cache_clear()
@@ -85,120 +98,116 @@ def record(target: str, blocks: int = 0) -> list[Call]:
     return calls
 
 
-def specialization(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
+def specialization(call, gpu):
     """Return the cache key of a call's launch, and the source and the options of its compilation."""
-    kernel, _, tile, args, constants = call
-    keywords = constants | tile.options()
-    backend = make_backend(target)
+    kernel, keywords = call.kernel, call.constants | call.tile.options()
+    backend = make_backend(gpu)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, special, rest = binder(*args, **keywords)
+    bound, special, rest = binder(*call.args, **keywords)
     options, *source = kernel._pack_args(backend, keywords, bound, special, rest)
     return str(special) + str(rest), ASTSource(kernel, *source), options
 
 
-def described(call: Call) -> dict[str, Any]:
+def described(call):
     """Return a call's kernel, dtypes of the tensors that it got, and constants, as JSON takes them."""
-    kernel, _, _, args, constants = call
-    named = zip(kernel.signature.parameters, args, strict=False)
+    named = zip(call.kernel.signature.parameters, call.args, strict=False)
     tensors = {name: getattr(arg, "base", arg) for name, arg in named}
     dtypes = {name: str(it.dtype) for name, it in tensors.items() if isinstance(it, torch.Tensor)}
-    found = {"kernel": kernel.fn.__name__, "dtypes": dtypes}
-    for name, value in constants.items():
+    found = {"kernel": call.kernel.fn.__name__, "dtypes": dtypes}
+    for name, value in call.constants.items():
         # of equal names the first counts: a pair of rows has two tuples of constants
         found = (value._asdict() if hasattr(value, "_asdict") else {name: value}) | found
     return {name: str(value) if isinstance(value, tl.dtype) else value for name, value in found.items()}
 
 
-def call_all(
-    B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransform, optional: bool = True
-) -> None:
-    """Call every launcher over rows without optional arguments and, if ``optional``, also with them."""
-    logits = torch.empty(B, T, V, dtype=dtype)
-    labels, floats = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T)
+# --- calls of the launchers
 
-    def backward(grad_entropy: Any, scale: Any, out: torch.Tensor) -> None:
-        kernels.logprobs_backward(rows, stats, RowGradients(floats, grad_entropy, scale), out)
 
-    def both(out: torch.Tensor) -> None:
-        kernels.logprobs_and_grad(rows, floats, out)
-
-    rows = LogitRows(logits, labels, transform, -100)
+def rows(dtype, transform=PLAIN, shape=ALIGNED, optional=False):
+    """Log-probs and gradients; with ``optional`` also with an entropy, and of fp32 also in 16 bits."""
+    logits, floats = torch.empty(shape, dtype=dtype), torch.zeros(shape[:2])
+    given = LogitRows(logits, floats.long(), transform, -100)
     for entropy in (False, True)[: 1 + optional]:
-        stats = kernels.logprobs_forward(rows, entropy)
-        backward(floats if entropy else None, torch.ones(()), logits)
-    both(logits)
-    if dtype == torch.float32:
-        for narrow in (torch.bfloat16, torch.float16):
-            out = torch.empty(B, T, V, dtype=narrow)
-            backward(None, None, out)
-            both(out)
-        out = logits.view(torch.bfloat16)[..., :V]
-        backward(None, None, out)
-        backward(floats, None, out)
-        both(out)
-    without: dict[str, Any] = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
-    ends = T * torch.arange(B + 1, dtype=torch.int32)
-    with_all = dict(zip(without, (torch.zeros(B), torch.zeros(B), torch.zeros(()), ends), strict=True))
-    for options, shape in ((without, (B, T)), (with_all, (1, B * T)))[: 1 + optional]:
-        packed = options is with_all
-        form = FORM._replace(count_tokens=True, divisor="tokens") if packed else FORM
-        shaped = LogitRows(logits.view(*shape, V), labels.view(shape), transform, -100)
-        operands = RatioOperands(floats.view(shape), torch.zeros(B), **options)
-        mask = torch.ones(shape, dtype=torch.bool)
-        kernels.sequence_ratio_forward(shaped, mask if packed else None, operands, form)
-        numbers = floats.to(stats_dtype(dtype)).view(shape)
-        # the two layouts together have each level and each estimator
-        for level, estimator in (
-            (("sequence", "k2"), ("token", "k1")) if packed else (("sequence", ""), ("token", "k3"))
-        ):
-            beta = None if estimator == "k1" else torch.zeros(())
-            advantages = numbers if level == "token" and packed else torch.zeros(B)
-            operands = RatioOperands(
-                numbers if packed else None, advantages,
-                **options | {"weights": advantages if packed else None},
-            )  # fmt: skip
-            kl = KLPenalty(numbers, beta, estimator) if estimator else None
-            mask = torch.ones(shape, dtype=torch.bool)
+        stats = kernels.logprobs_forward(given, entropy)
+        grads = RowGradients(floats, floats if entropy else None, torch.ones(()))
+        kernels.logprobs_backward(given, stats, grads, logits)
+    kernels.logprobs_and_grad(given, floats, logits)
+    if dtype == FP32 and optional:
+        for out in (torch.empty(shape, dtype=FP16), logits.view(BF16)[..., : shape[2]]):
+            kernels.logprobs_backward(given, stats, RowGradients(floats, None, None), out)
+            kernels.logprobs_and_grad(given, floats, out)
+        kernels.logprobs_backward(given, stats, RowGradients(floats, floats, None), out)
+
+
+def held_rows():
+    """Log-probs and gradients of rows that may stay on the chip."""
+    per_row = WARM._replace(row_temperature=torch.ones(2, 3))
+    for V, dtype, transform in ((151936, BF16, PLAIN), (151936, FP32, WARM), (10240, FP16, per_row)):
+        logits, floats = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3)
+        out = logits.view(BF16)[..., :V] if dtype == FP32 else logits
+        kernels.logprobs_and_grad(LogitRows(logits, floats.long(), transform, -100), floats, out)
+        if dtype == FP32:
+            kernels.logprobs_and_rows(LogitRows(logits, floats.long(), PLAIN, -100), out)
+
+
+def rows_of_shards(dtype):
+    """The backward of rows whose label may be another rank's."""
+    logits, floats = torch.empty(ALIGNED, dtype=dtype), torch.zeros(2, 3)
+    stats = RowStats(floats, floats.double(), floats)
+    for entropy in (None, floats):
+        given = LogitRows(logits, floats.long(), PLAIN, -100)
+        kernels.logprobs_backward(given, stats, RowGradients(floats, entropy), logits, sharded=True)
+
+
+def ratios(dtype, transform=PLAIN, shape=ALIGNED, optional=False):
+    """Ratios from logits and from log-probs; with ``optional`` also packed, with all terms. Together the two
+    have each level and each estimator.
+    """
+    B, T, V = shape
+    for packed in (False, True)[: 1 + optional]:
+        tokens, sequences, one = (1, B * T) if packed else (B, T), torch.zeros(B), torch.zeros(())
+        logits, numbers = torch.empty(*tokens, V, dtype=dtype), torch.zeros(tokens, dtype=stats_dtype(dtype))
+        labels, mask = numbers.long(), torch.ones(tokens, dtype=torch.bool)
+        form, more = FORM, dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
+        estimators = {"sequence": None, "token": "k3"}
+        if packed:
+            form = FORM._replace(count_tokens=True, divisor="tokens")
+            ends = T * torch.arange(B + 1, dtype=torch.int32)
+            more = {"weights": sequences, "lengths": sequences, "normalizer": one, "cu_seqlens": ends}
+            estimators = {"sequence": "k2", "token": "k1"}
+        given = LogitRows(logits, labels, transform, -100)
+        operands = RatioOperands(numbers.float(), sequences, **more)
+        kernels.sequence_ratio_forward(given, mask if packed else None, operands, form)
+        kernels.merge_mask(mask, labels, -100)
+        for level, estimator in estimators.items():
+            advantages = numbers if level == "token" and packed else sequences
+            more["weights"] = advantages if packed else None
+            operands = RatioOperands(numbers if packed else None, advantages, **more)
+            kl = KLPenalty(numbers, None if estimator == "k1" else one, estimator) if estimator else None
             kernels.ratio_step(numbers, mask, operands, form._replace(level=level), kl)
-            kernels.merge_mask(mask, labels.view(shape), -100)
-            kernels.lengths(labels.view(shape), -100, operands.cu_seqlens, operands.advantages)
+            kernels.lengths(labels, -100, operands.cu_seqlens, advantages)
 
 
-def compare(
-    dtype: torch.dtype, transform: LogitTransform, beta: float, V: int = 4096, write: str = "in place"
-) -> None:
-    """Call the launcher of divergences; ``write`` selects the memory of the gradient."""
-    logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
-    floats = torch.zeros(2, 3)
-    pair = RowPair(logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100)
-    out = {"in place": logits, "narrower": logits.view(torch.bfloat16)[..., :V], "nowhere": None}[write]
-    grad = None if out is None else floats
-    kernels.divergence(pair, None, grad, out)
+def divergences(dtype, transform, beta, shape=ALIGNED, write="in place"):
+    """Divergences; ``write`` selects the memory of the gradient."""
+    logits, floats = torch.empty(shape, dtype=dtype), torch.zeros(2, 3)
+    pair = RowPair(logits, logits.clone(), floats.long(), transform, transform, beta, ignore_index=-100)
+    out = {"in place": logits, "narrower": logits.view(BF16)[..., : shape[2]], "nowhere": None}[write]
+    kernels.divergence(pair, None, None if out is None else floats, out)
     if out is not None:
         floats = floats.to(stats_dtype(dtype))
         known = PairStats(floats.double(), floats.double(), floats, floats)
         kernels.divergence(pair, known, floats, out)
 
 
-def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:
-    """Call the backward of rows whose label may be another rank's."""
-    logits, labels = torch.empty(B, T, V, dtype=dtype), torch.zeros(B, T, dtype=torch.int64)
-    floats = torch.zeros(B, T, dtype=stats_dtype(dtype))
-    stats = RowStats(floats, floats.double(), floats)
-    for entropy in (None, floats):
-        rows = LogitRows(logits, labels, PLAIN, -100)
-        kernels.logprobs_backward(rows, stats, RowGradients(floats, entropy), logits, sharded=True)
-
-
-def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
-    """Call the launchers around the gradient products, with every optional argument or none."""
+def around_products(dtype, width, everything):
+    """What comes before and after the gradient products, with every optional argument or none."""
     n, stats = 5, stats_dtype(dtype)
     floats, most = torch.zeros(n, dtype=stats), torch.finfo(stats).max * 2.0**-24
     hidden, values = torch.empty(n, width, dtype=dtype), torch.empty(n, width, dtype=stats)
     one, active = torch.ones((), dtype=stats), torch.ones(n, dtype=torch.bool)
     where = torch.zeros(n, dtype=torch.int64)
-    given = (floats, active, one, where) if everything else (None,) * 3 + (slice(0, n),)
-    factors, active, unit, where = given
+    factors, active, unit, where = (floats, active, one, where) if everything else (*[None] * 3, slice(0, n))
     kernels.product_operand(hidden, floats, factors, active, unit, most, dtype)
     kernels.sum_unit(floats, factors, unit, most, stats)
     for scales, whole_last in ((floats, False), (None, everything)):
@@ -206,71 +215,101 @@ def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
     kernels.scale_rows_(hidden, floats, one)
 
 
-def multiply(n: int, H: int, V: int, dtype: torch.dtype) -> None:
-    """Call the launcher of fixed products for a chunk's three products."""
-    hidden, weight, rows = (torch.empty(shape, dtype=dtype) for shape in ((n, H), (V, H), (n, V)))
-    out = torch.empty(n, V)
-    products.batch_invariant_mm(hidden, weight.t(), out, bias=torch.empty(V))
-    products.batch_invariant_mm(hidden, weight.t(), out.to(dtype))
-    products.batch_invariant_mm(rows, weight, torch.empty(n, H))
-    ends = torch.tensor([*range(128, n, 128), n])
-    for accumulate in (False, True):
-        products.batch_invariant_mm(rows.t(), hidden, torch.empty(V, H), accumulate=accumulate, ends=ends)
-
-
-def project(transform: LogitTransform, everything: bool) -> None:
-    """Call the launchers of the product with exponentials: with bias and entropy, and the gradient of the
-    entropy, or without them.
+def fixed_products(dtype, size=4096, everything=False):
+    """The fixed products for the logits of a chunk and for a sum of dWeight, which needs most registers; if
+    ``everything``, also for rounded logits and for dHidden.
     """
+    n, H, V = 300, size, size
+    hidden, weight, grads = (torch.empty(shape, dtype=dtype) for shape in ((n, H), (V, H), (n, V)))
+    out, ends = torch.empty(n, V), torch.tensor([*range(128, n, 128), n])
+    products.batch_invariant_mm(hidden, weight.t(), out, bias=torch.empty(V))
+    if everything:
+        products.batch_invariant_mm(hidden, weight.t(), out.to(dtype))
+        products.batch_invariant_mm(grads, weight, torch.empty(n, H))
+    products.batch_invariant_mm(grads.t(), hidden, torch.empty(V, H), accumulate=True, ends=ends)
+
+
+def products_with_exponentials(transform, everything):
+    """The product with exponentials: with bias and entropy, and the gradient of the entropy, or without."""
     n, V, H = 300, 4096, 1024
-    hidden, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((n, H), (V, H), (n, V)))
+    hidden, weight, out = (torch.empty(shape, dtype=BF16) for shape in ((n, H), (V, H), (n, V)))
     labels, floats = torch.zeros(1, n, dtype=torch.int64), torch.zeros(n)
-    bias = torch.empty(V, dtype=torch.bfloat16) if everything else None
-    head = exponentials.exponentials(hidden, weight, bias, labels, transform, -100, out, entropy=everything)
-    coefficients = None if everything else floats
-    known = exponentials.KnownRows(
-        hidden, weight, bias, labels, transform, -100, head.stats, coefficients, floats == 0
-    )
+    bias = torch.empty(V, dtype=BF16) if everything else None
+    given = hidden, weight, bias, labels, transform, -100
+    head = exponentials.exponentials(*given, out, entropy=everything)
+    known = exponentials.KnownRows(*given, head.stats, None if everything else floats, floats == 0)
     known.exponentials(out, 0)
     if everything:
         exponentials.entropy_rows_(out, labels, transform, -100, head, floats, floats)
 
 
-def hold() -> None:
-    """Call the launchers of log-probs and gradients of rows that may stay on the chip."""
-    for V, dtype, transform in (
-        (151936, torch.bfloat16, PLAIN),
-        (151936, torch.float32, WARM),
-        (10240, torch.float16, WARM._replace(row_temperature=torch.ones(2, 3))),
-    ):
-        logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
-        out = logits.view(torch.bfloat16)[..., :V] if dtype == torch.float32 else logits
-        kernels.logprobs_and_grad(LogitRows(logits, labels, transform, -100), torch.zeros(2, 3), out)
-    logits, labels = torch.empty(2, 3, 151936), torch.zeros(2, 3, dtype=torch.int64)
-    narrow = logits.view(torch.bfloat16)[..., :151936]
-    kernels.logprobs_and_rows(LogitRows(logits, labels, PLAIN, -100), narrow)
+def calls_for(target):
+    """Return calls of kernels as bf16 training launches them: of those whose code depends on the GPU, and for
+    one GPU of each kind of all. On Hopper also with optional arguments, other dtypes, transforms, sampling
+    masks, shards and unaligned rows.
+    """
+    hopper = target == "sm_90"
+    clusters = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+    held = record(target, TARGETS[target].blocks if clusters else 1)
+    held_rows()
+    calls = record(target)
+    fixed_products(BF16, everything=hopper)
+    fixed_products(FP32)  # shows whether fp32 is rounded to TF32
+    if target in ("sm_90", "sm_100"):
+        products_with_exponentials(PLAIN, False)
+    if target in ("sm_80", "sm_90", "gfx942"):
+        rows(BF16, optional=hopper)
+        ratios(BF16, optional=hopper)
+        kernels.scale_(torch.empty(3, dtype=BF16), torch.ones(()))
+        divergences(BF16, PLAIN, 0.5)
+        around_products(BF16, 4096, False)
+    if hopper:
+        products_with_exponentials(BENT._replace(row_temperature=torch.ones(1, 300)), True)
+        kept = [torch.empty(2, 3, -(-V // 32), dtype=torch.int32) for V in (4096, 1009)]
+        per_row = BENT._replace(row_temperature=torch.ones(2, 3), kept=kept[1])
+        rows(FP32, optional=True)
+        rows(FP64)
+        rows(BF16, BENT._replace(kept=kept[0]))
+        rows(FP16, per_row, ODD)
+        rows_of_shards(BF16)
+        for dtype in (FP32, FP64):
+            ratios(dtype)
+        ratios(BF16, BENT._replace(kept=kept[0]))
+        divergences(BF16, BENT, 0.0)
+        divergences(FP64, PLAIN, 1.0)
+        divergences(FP16, WARM, 0.5, ODD)
+        divergences(FP32, PLAIN, 1.0, write="nowhere")
+        divergences(FP32, PLAIN, 0.5, write="narrower")
+        around_products(FP16, 1009, True)
+        around_products(FP64, 1009, False)
+        fixed_products(FP16, 1009)
+    return held + calls
 
 
 SHAPES = {
-    "rows": [(2, 3, 4096), (1, 1, 4096), (16, 1, 4096), (1, 16, 4096), (3, 17, 4096)],
-    "aligned": [(2, 3, 4096), (2, 3, 32000), (2, 3, 16), (2, 3, 151936)],
-    "odd": [(2, 3, 1009), (16, 16, 1009), (2, 3, 4097), (1, 1, 1), (5, 7, 50257)],
+    "rows": [ALIGNED, (1, 1, 4096), (16, 1, 4096), (1, 16, 4096), (3, 17, 4096)],
+    "aligned": [ALIGNED, (2, 3, 32000), (2, 3, 16), (2, 3, 151936)],
+    "odd": [ODD, (16, 16, 1009), (2, 3, 4097), (1, 1, 1), (5, 7, 50257)],
 }
 """Shapes of logits for which nothing is compiled again."""
 
 
-def keys(shape: tuple[int, int, int]) -> dict[str, list[str]]:
+def keys(shape):
     """Return the specializations of each kernel in calls over logits of a shape, in two transforms."""
-    calls = record("sm_90")
+    calls, found = record("sm_90"), {}
     for transform in (BENT, LogitTransform(2.0, 16.0, 1.0)):
-        call_all(*shape, torch.bfloat16, transform)
-    found: dict[str, set[str]] = {}
+        rows(BF16, transform, shape, optional=True)
+        ratios(BF16, transform, shape, optional=True)
     for call in calls:
-        found.setdefault(call[0].fn.__name__, set()).add(specialization(call, TARGETS["sm_90"])[0])
+        key = specialization(call, TARGETS["sm_90"].gpu)[0]
+        found.setdefault(call.kernel.fn.__name__, set()).add(key)
     return {name: sorted(each) for name, each in found.items()}
 
 
-def resources(kernel: Any) -> dict[str, int]:
+# --- machine code
+
+
+def resources(kernel):
     """Return registers, and bytes of stack and local memory (used only by spills)."""
     if "cubin" in kernel.asm:
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -285,16 +324,16 @@ def resources(kernel: Any) -> dict[str, int]:
     return {key: int(re.findall(rf"\.{name}: +(\d+)", found)[0]) for key, name in names.items()}
 
 
-def accesses(code: str) -> dict[str, Any]:
+def accesses(code):
     """Return how many loads and stores of global memory in PTX move how many bits, and the barriers."""
-    found: dict[str, Any] = {}
+    found = {}
     for word in ("ld", "st"):
         words = re.findall(rf"\b{word}\.\S*global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", code)
         found[word] = Counter(int(count or 1) * int(bits) for count, bits in words)
     return found | {"barriers": len(re.findall(r"\bbar(?:rier)?\.sync", code))}
 
 
-def loops(ptx: str) -> list[dict[str, Any]]:
+def loops(ptx):
     """Return the accesses of the innermost loops that access global memory, in order."""
     lines, labels, ends = ptx.splitlines(), {}, {}
     for place, line in enumerate(lines):
@@ -310,49 +349,42 @@ def loops(ptx: str) -> list[dict[str, Any]]:
     return [loop for loop in found if loop["ld"] or loop["st"]]
 
 
-def order_of_cluster(kernel: Any) -> list[str]:
-    """Return the accesses to global and shared memory and the barriers of a cluster, in the PTX's order."""
-    return re.findall(r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))", kernel.asm["ptx"])
+# Words of NVIDIA's and AMD's assembly: barriers, accesses to global memory and what orders them; of a cluster
+# also accesses to shared memory; and instructions that multiply matrices.
+ORDER = {
+    "ptx": r"\b(?:bar|barrier|fence|membar)\.\S+|\b(?:ld|st|atom|red)\.\S*global\S*",
+    "amdgcn": r"\bs_barrier\b|\bs_waitcnt vmcnt\(0\)|\bbuffer_(?:wbl2|inv) .*|\bglobal_(?:load|st|atom)\w*",
+}
+CLUSTER = {"ptx": r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))"}
+MATRICES = {"ptx": r"\b(?:wg|tcgen05\.)?mma\.\S+", "amdgcn": r"\bv_mfma_\S+"}
 
 
-def order_of_memory(kernel: Any) -> list[str]:
-    """Return barriers, accesses to global memory and what orders them, in the order of the assembly."""
-    if "ptx" in kernel.asm:
-        words = r"\b(?:bar|barrier|fence|membar)\.\S+|\b(?:ld|st|atom|red)\.\S*global\S*"
-        return re.findall(words, kernel.asm["ptx"])
-    words = r"\bs_barrier\b|\bs_waitcnt vmcnt\(0\)|\bbuffer_(?:wbl2|inv) .*|\bglobal_(?:load|store|atomic)\w*"
-    return re.findall(words, kernel.asm["amdgcn"])
-
-
-def matrix_instructions(kernel: Any) -> list[str]:
-    """Return the instructions of the PTX or AMD assembly that multiply matrices."""
-    if "ptx" in kernel.asm:
-        return sorted(set(re.findall(r"\b(?:wg|tcgen05\.)?mma\.\S+", kernel.asm["ptx"])))
-    return sorted(set(re.findall(r"\bv_mfma_\S+", kernel.asm["amdgcn"])))
-
-
-def compile_calls(calls: list[Call], target: str) -> list[dict[str, Any]]:
+def compile_calls(calls, target):
     """Compile calls for a target, each specialization once, and return a report of the machine code."""
-    report = []
-    asked = {(call[0].fn.__name__, specialization(call, TARGETS[target])[0]): call for call in calls}
+    report, (gpu, shared, _) = [], TARGETS[target]
+    asked = {(call.kernel.fn.__name__, specialization(call, gpu)[0]): call for call in calls}
     for call in asked.values():
-        _, source, options = specialization(call, TARGETS[target])
-        kernel = triton.compile(source, target=TARGETS[target], options=options.__dict__)
-        entry = described(call) | {"target": target, "warps": call[2].warps, "blocks": call[2].blocks}
-        entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
-        entry |= resources(kernel)
+        _, source, options = specialization(call, gpu)
+        kernel = triton.compile(source, target=gpu, options=options.__dict__)
+        language = "ptx" if "ptx" in kernel.asm else "amdgcn"
+        code = kernel.asm[language]
+        entry = described(call) | {"target": target, "warps": call.tile.warps}
+        entry |= {"fits": kernel.metadata.shared <= shared} | resources(kernel)
         if entry["kernel"].startswith(("ratio_step", "sequence_ratio")):
-            entry["order"] = order_of_memory(kernel)
+            entry["order"] = re.findall(ORDER[language], code)
         if entry["kernel"] == "fixed_product_kernel":
-            entry["matrix_instructions"] = matrix_instructions(kernel)
-        if entry["blocks"] > 1:
-            entry["cluster"] = order_of_cluster(kernel)
-        if "ptx" in kernel.asm:
-            entry |= {"all": accesses(kernel.asm["ptx"]), "loops": loops(kernel.asm["ptx"])}
+            entry["matrix_instructions"] = sorted(set(re.findall(MATRICES[language], code)))
+        if call.tile.blocks > 1:
+            entry["cluster"] = re.findall(CLUSTER[language], code)
+        if language == "ptx":
+            entry |= {"all": accesses(code), "loops": loops(code)}
         else:
-            entry["wide_loads"] = len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", kernel.asm["amdgcn"]))
+            entry["wide_loads"] = len(re.findall(r"\b(?:global|buffer)_load_dwordx4\b", code))
         report.append(entry)
     return report
+
+
+# --- launches
 
 
 class Driver:
@@ -360,28 +392,24 @@ class Driver:
 
     get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda device: 7)
-    get_current_target = staticmethod(lambda: TARGETS["sm_90"])
+    get_current_target = staticmethod(lambda: TARGETS["sm_90"].gpu)
 
 
-def _identity(argument: Any) -> Any:
-    return argument if isinstance(argument, int | float) else id(argument)
-
-
-def launched(calls: list[Call]) -> tuple[list[bool], int, int]:
+def launched(calls):
     """Return whether ``launch``, called twice, hands the same arguments to the same compiled kernel as
     Triton's own launch, for each call on Hopper; the number of compiled kernels, and of Triton's launches.
     """
-    seen: list[Any] = []
-    served: list[Any] = []
-    hashes: set[str] = set()
-    run, same = JITFunction.run, []
+    seen, served, hashes, same, run = [], [], set(), [], JITFunction.run
 
-    def prepare(kernel: Any) -> None:
+    def handed(argument):
+        return argument if isinstance(argument, int | float) else id(argument)
+
+    def prepare(kernel):
         kernel.module, kernel.function = 0, id(kernel)
         # what follows the first nine arguments, of the driver and of hooks, is the kernel's
-        kernel._run = lambda *args: seen.append((kernel.hash, args[:3], list(map(_identity, args[9:]))))
+        kernel._run = lambda *args: seen.append((kernel.hash, args[:3], list(map(handed, args[9:]))))
 
-    def counted(*arguments: Any, **keywords: Any) -> Any:
+    def counted(*arguments, **keywords):
         served.append(arguments)
         return run(*arguments, **keywords)
 
@@ -400,50 +428,7 @@ def launched(calls: list[Call]) -> tuple[list[bool], int, int]:
     return same, len(hashes), len(served)
 
 
-def calls_for(target: str) -> list[Call]:
-    """Return calls of every kernel as bf16 training launches it; on Hopper also with optional arguments,
-    other dtypes, transforms, sampling masks, shards and unaligned rows.
-    """
-    everything = target == "sm_90"
-    bf16, fp32, fp64, fp16 = torch.bfloat16, torch.float32, torch.float64, torch.float16
-    clusters = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
-    held = record(target, BLOCKS[target] if clusters else 1)
-    hold()
-    # the first shows whether fp32 is rounded to TF32; the last accumulates, and needs most registers
-    products_of_fp32 = record(target)
-    multiply(300, 4096, 4096, fp32)
-    calls = record(target)
-    call_all(2, 3, 4096, bf16, PLAIN, optional=everything)
-    kernels.scale_(torch.empty(3, dtype=bf16), torch.ones(()))
-    compare(bf16, PLAIN, 0.5)
-    around_products(bf16, 4096, False)
-    multiply(300, 4096, 4096, bf16)
-    if target in ("sm_90", "sm_100"):
-        project(PLAIN, False)
-        project(BENT._replace(row_temperature=torch.ones(1, 300)), True)
-    if everything:
-        call_all(2, 3, 4096, fp32, PLAIN)
-        call_all(2, 3, 4096, fp64, PLAIN, optional=False)
-        for V, dtype, transform in ((4096, bf16, BENT), (1009, fp16, PER_ROW)):
-            kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
-            call_all(2, 3, V, dtype, transform._replace(kept=kept), optional=False)
-        compare(bf16, BENT, 0.0)
-        compare(fp64, PLAIN, 1.0)
-        compare(fp16, WARM, 0.5, V=1009)
-        compare(fp32, PLAIN, 1.0)
-        compare(fp32, PLAIN, 1.0, write="nowhere")
-        compare(fp32, PLAIN, 0.5, write="narrower")
-        backward_of_shards(2, 3, 4096, bf16)
-        around_products(fp16, 1009, True)
-        around_products(fp64, 1009, False)
-        multiply(300, 1009, 1009, fp16)
-        labels = torch.zeros(2, 3, dtype=torch.int64)
-        kernels.logprobs_forward(LogitRows(torch.empty(2, 3, 1009, dtype=fp16), labels, PLAIN, -100), False)
-        calls += products_of_fp32[-1:]
-    return [*calls, products_of_fp32[0], *held]
-
-
-def main() -> None:
+def main():
     """Print the report, which is about Hopper's launches last: these are patched."""
     report = [entry for target in TARGETS for entry in compile_calls(calls_for(target), target)]
     shapes = {kind: [keys(shape) for shape in some] for kind, some in SHAPES.items()}
