@@ -20,7 +20,7 @@ from tests.cases import generator
 MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A chunk holds half of the tokens.
-TOKENS, VOCABULARY, WIDTH = 440, 151936, 128
+TOKENS, VOCABULARY, WIDTH = 440, 151936, 64
 CHUNK = 220 * VOCABULARY * 4
 # Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
 ALLOWANCE = 32 * MIB
