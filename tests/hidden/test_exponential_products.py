@@ -135,7 +135,7 @@ def test_log_probs_and_their_gradient_equal_the_oracle(here, terms):
 @pytest.mark.parametrize("entry", ["linear_token_logprobs", "fused_linear_policy_loss"])
 @pytest.mark.parametrize("line", test_infinities.MAKERS)
 def test_rows_with_infinities_are_as_documented(here, line, entry):
-    for maker in test_infinities.MAKERS[line] if "NaN" in line else test_infinities.MAKERS[line][:1]:
+    for maker in test_infinities.MAKERS[line][::3]:
         row = test_infinities.make_row(*maker, 37, BF16)
         test_infinities.assert_row_of_a_product(line, row, entry, BF16, "triton")
 
@@ -171,33 +171,24 @@ def test_ratios_of_equal_weights_are_exactly_1(here):
     assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1
 
 
-@pytest.mark.parametrize(("schedule", "rows"), [("aligned", 0), ("aligned", 16), ("two_pass", 16)])
-def test_peak_memory_is_what_the_plan_says(schedule, rows, monkeypatch):
-    """Rows take two bytes for each logit. 0: one chunk."""
+@pytest.mark.parametrize("schedule", ["aligned", "two_pass", "frozen"])
+def test_peak_memory_is_what_the_plan_says(schedule, monkeypatch):
+    """Rows take two bytes for each logit. With a frozen head, each chunk of a quarter of the rows is projected
+    once, and its exponentials are multiplied once.
+    """
     monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
     hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
-    leaves, budget = [hidden.requires_grad_(), weight.requires_grad_()], 2 * 2048 * (rows or 64)
-    options = {"schedule": schedule, "skip_inactive": "none", "max_chunk_bytes": budget}
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(schedule != "frozen")]
+    options = {"schedule": schedule, "skip_inactive": "none", "max_chunk_bytes": 2 * 2048 * 16}
     gpu = FakeGpu(monkeypatch)
     with gpu:
         plan = gk.explain_schedule(*leaves, labels, None, advantages, **options)
         gk.fused_linear_policy_loss(*leaves, labels, None, advantages, **options).loss.backward()
-    assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
-
-
-def test_a_frozen_head_needs_two_matmuls(monkeypatch):
-    """Each chunk is projected once, and its exponentials are multiplied once."""
-    monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)
-    hidden, weight, labels, advantages = drawn(T=16, V=2048, H=128)
-    gpu = FakeGpu(monkeypatch)
-    with gpu:
-        out = gk.fused_linear_policy_loss(
-            hidden.requires_grad_(), weight, labels, None, advantages,
-            schedule="frozen", skip_inactive="none", max_chunk_bytes=2 * 2048 * 16,
-        )  # fmt: skip
-        out.loss.backward()
-    assert "exponentials_kernel" in gpu.kernels and len(gpu.products) == 4 and hidden.grad.any()
-    assert gpu.peak < 2 * 2048 * 16 + weight.nbytes / 8
+    assert "exponentials_kernel" in gpu.kernels and hidden.grad.any()
+    if schedule == "frozen":
+        assert len(gpu.products) == 4 and gpu.peak < options["max_chunk_bytes"] + weight.nbytes / 8
+    else:
+        assert gpu.peak == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("size", [1.0, 40.0])

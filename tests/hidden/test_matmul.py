@@ -52,9 +52,6 @@ def test_rounded_logits_with_and_without_onednn(library, monkeypatch, dtype, kno
     assert torch.equal(rounded, torch.addmm(bias, hidden, weight.t()) if known else wide.to(dtype))
 
 
-# --- the rule
-
-
 # --- scores: they write no logits, and have the bits of scores that do
 
 B, T, H = 3, 20, 33
