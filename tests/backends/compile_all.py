@@ -433,9 +433,11 @@ def main():
     report = [entry for target in TARGETS for entry in compile_calls(calls_for(target), target)]
     shapes = {kind: [keys(shape) for shape in some] for kind, some in SHAPES.items()}
     launches = launched(calls_for("sm_90"))
-    print(
-        json.dumps({"triton": triton.__version__, "compiled": report, "keys": shapes, "launches": launches})
-    )
+    modules = filter(inspect.ismodule, vars(kernels).values())
+    members = [member for module in modules for member in vars(module).items()]
+    found = {name for name, it in members if isinstance(it, JITFunction) and hasattr(it, "pointers")}
+    named = {"triton": triton.__version__, "kernels": sorted(found), "compiled": report}
+    print(json.dumps(named | {"keys": shapes, "launches": launches}))
 
 
 if __name__ == "__main__":

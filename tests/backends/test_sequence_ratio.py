@@ -235,7 +235,8 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
     tokens = torch.stack([INFINITE, torch.full_like(INFINITE, -1.5)], 2)
     kinds = [(2.0, "k1", 0.5), (-2.0, "k1", 0.0), (-2.0, "k2", 0.5), (0.0, "k3", 0.5)]
     # each token with two of the kinds, in turn
-    for one, (advantage, estimator, beta) in zip([*tokens.split(1)] * 2, itertools.cycle(kinds), strict=False):
+    pairs = zip([*tokens.split(1)] * 2, itertools.cycle(kinds), strict=False)
+    for one, (advantage, estimator, beta) in pairs:
         values = dict(zip(("logprobs", "old_logprobs", "ref_logprobs"), one.unbind(1), strict=True))
         values |= {"advantages": torch.tensor([advantage]), "objective": objective}
         values |= {"kl_beta": torch.full((1, 2), beta), "kl_estimator": estimator}

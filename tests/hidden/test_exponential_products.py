@@ -173,7 +173,7 @@ def test_ratios_of_equal_weights_are_exactly_1(here):
 
 @pytest.mark.parametrize("schedule", ["aligned", "two_pass", "frozen"])
 def test_peak_memory_is_what_the_plan_says(schedule, monkeypatch):
-    """Rows take two bytes for each logit. With a frozen head, each chunk of a quarter of the rows is projected
+    """Rows take two bytes for each logit. With a frozen head, each chunk, a quarter of the rows, is projected
     once, and its exponentials are multiplied once.
     """
     monkeypatch.setattr(exponentials, "unavailable_on", lambda device: None)

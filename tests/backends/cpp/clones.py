@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-CLONES = ("x86-64", "x86-64-v3", "x86-64-v4")
 
 
 def tree(destination: Path) -> Path:
@@ -44,16 +43,6 @@ def build(clone: str, folder: Path) -> Path:
     )
     (built,) = (root / "gspo_kernels").glob("_C*.so")
     return built
-
-
-def runs_here(clone: str) -> bool:
-    """Return whether the loader would pick this clone or a later one, by the flags that GCC asks for."""
-    needed = {"x86-64": set(), "x86-64-v3": {"avx2", "fma", "bmi2"}}
-    needed["x86-64-v4"] = needed["x86-64-v3"] | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    return needed[clone] <= flags
 
 
 if __name__ == "__main__":
