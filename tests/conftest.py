@@ -109,8 +109,15 @@ def pytest_ignore_collect(collection_path, config):
     return True if left_out else None
 
 
+LONG = ("triton_compile", "fused_situations", "mismatch", "runs", "fake_gpu", "docs", "parallel", "processes")
+"""Files that take longest. They come first, so that no process of pytest-xdist ends long after the others."""
+
+
 def pytest_collection_modifyitems(items):
-    """Mark the first example of every test outside of NOT_QUICK as quick, unless it is slow."""
+    """Sort long files to the front. Mark the first example of every test outside of NOT_QUICK as quick,
+    unless it is slow.
+    """
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
     seen = set()
     for item in items:
         test = item.nodeid.split("[")[0]
