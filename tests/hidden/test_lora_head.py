@@ -1,6 +1,7 @@
 """LoRA on the lm_head: results equal those of base and adapter as one weight, also through PEFT."""
 
 import contextlib
+import functools
 from dataclasses import replace
 
 import pytest
@@ -26,13 +27,19 @@ CASES = [(*case, *dtypes) for case in SCHEDULES for dtypes in ((F64, F64), (BF16
 CASES += [("auto", GSPO, "plain", *dtypes) for dtypes in ((F32, F32), (F16, F16), (F16, F32), (BF16, BF16))]
 
 
+@functools.cache
+def case_of(terms, dtype, adapter):
+    """Return a case whose adapter, if its dtype is wider, has values that 16 bits can't hold."""
+    case = make_case("linear", "padded", terms, adapter=RANK, vocabulary=V, width=H, dtype=dtype)
+    if adapter == dtype:
+        return case
+    return replace(case, inputs=case.inputs | {x: 1.001 * case.inputs[x].to(adapter) for x in ("A", "B")})
+
+
 @pytest.mark.parametrize(("schedule", "objective", "terms", "dtype", "adapter"), CASES)
 def test_every_schedule_equals_one_weight(schedule, objective, terms, dtype, adapter, backend):
     """Log-probs and loss are as exact as fp32's also where the weight or the adapter has 16 bits."""
-    case = make_case("linear", "padded", terms, adapter=RANK, vocabulary=V, width=H, dtype=dtype)
-    if adapter != dtype:
-        # values that 16 bits can't hold
-        case = replace(case, inputs=case.inputs | {x: 1.001 * case.inputs[x].to(adapter) for x in ("A", "B")})
+    case = case_of(terms, dtype, adapter)
     rows = 4 if schedule in ("deferred", "two_pass", "known") else 64
     options = {"schedule": schedule, "max_chunk_bytes": rows * V * 8}
     got = run(case, "fused_linear_policy_loss", objective, backend, **options)

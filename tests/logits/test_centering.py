@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.objectives.base import Objective
 from tests.accuracy import assert_draws_as_exact
 from tests.cases import device_of, generator, scores_of
 
@@ -46,9 +47,16 @@ OBJECTIVES = [
     gk.PrimeIPO(eps=0.02, max_ratio=1.5),
     gk.CISPO(0.6, 1.2, aggregation="prompt_mean"),
 ]  # fmt: skip
-by_objective = pytest.mark.parametrize(
-    "objective", OBJECTIVES, ids=lambda o: f"{type(o).__name__}-{o.aggregation}"
-)
+
+
+def by_backend(name, values, common):
+    """Parametrize with all values on C++, and on other backends, which only compute log-probs, with one."""
+    pairs = [("cpp", value) for value in values] + [(other, common) for other in ("reference", "triton")]
+    return pytest.mark.parametrize(("backend", name), pairs, indirect=["backend"], ids=described)
+
+
+def described(value):
+    return f"{type(value).__name__}-{value.aggregation}" if isinstance(value, Objective) else str(value)
 
 
 def weight_of_tail(objective, A, p, q):
@@ -195,7 +203,7 @@ def check(objective, backend, *, K=5, dtype=torch.float32, options=None, **kind)
     assert_draws_as_exact(draws, dtype, compared=1 if backend == "triton" else None)
 
 
-@by_objective
+@by_backend("objective", OBJECTIVES, OBJECTIVES[1])
 def test_equals_its_formula(objective, backend):
     check(objective, backend)
     check(objective, backend, packed=True, options={"given": True})
@@ -225,7 +233,7 @@ FAR = [(6.0, 6.0), (20.0, 6.0), (33.0, 33.0), (66.0, 6.0), (66.0, 66.0)]
 
 
 @pytest.mark.parametrize("K", [2, 20])
-@pytest.mark.parametrize("far", FAR, ids=str)
+@by_backend("far", FAR, FAR[3])
 def test_ids_that_hold_nearly_all_mass(far, K, backend):
     """Tails down to 1e-27: alpha is the sampler's tail, or rounding in its place, over the policy's."""
     objectives = gk.GPG(), gk.CISPO(0.5, 2.0)
@@ -262,7 +270,7 @@ BY_TOKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("objective", BY_TOKEN, ids=lambda o: type(o).__name__)
+@by_backend("objective", BY_TOKEN, BY_TOKEN[1])
 @pytest.mark.parametrize("support", ["whole", "mask", "tail"])
 def test_the_mean_score_under_the_sampler_is_zero(objective, support, backend):
     """With all ids, with all of a sampling mask, and with K ids and others in the proportions of p."""
@@ -343,7 +351,7 @@ def test_a_head_with_an_adapter():
         torch.testing.assert_close(each, results[0], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("ignore_index", [-1, 3, 66])
+@by_backend("ignore_index", [-1, 3, 66], 3)
 def test_any_ignore_index(ignore_index, backend):
     problem = Problem(OBJECTIVES[1])
     labels, terms, tokens = problem.arguments(device_of(backend))
