@@ -103,10 +103,9 @@ def gradients(model):
     return found
 
 
-@pytest.mark.parametrize("path", ["transformers", "trainer"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["adapter", "disabled"])
-def test_losses_equal_pefts(enabled, path):
-    from gspo_kernels.integrations.transformers import fuse_lm_head
+def test_losses_equal_pefts(enabled):
+    """In the trainer; tests/integrations compare a fused model."""
     from gspo_kernels.trainer.model import Policy
 
     model = adapted_model().eval()
@@ -122,15 +121,9 @@ def test_losses_equal_pefts(enabled, path):
         if enabled:
             expected.backward()
             wanted = gradients(model)
-        if path == "trainer":
-            terms = {"old_logprobs": old.flatten(), "advantages": advantages, "objective": objective}
-            terms["cu_seqlens"] = torch.tensor([0, 5, 10], dtype=torch.int32)
-            loss = Policy(model, temperature=1.0)([prompt, prompt], completions, terms).loss
-        else:
-            labels = torch.nn.functional.pad(rows[:, 4:], (3, 1), value=-100)
-            terms = {"old_logprobs": torch.nn.functional.pad(old, (3, 1)), "objective": objective}
-            fused = fuse_lm_head(model)
-            loss = fused(input_ids=rows, shift_labels=labels, advantages=advantages, **terms).loss
+        terms = {"old_logprobs": old.flatten(), "advantages": advantages, "objective": objective}
+        terms["cu_seqlens"] = torch.tensor([0, 5, 10], dtype=torch.int32)
+        loss = Policy(model, temperature=1.0)([prompt, prompt], completions, terms).loss
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
         if not enabled:
             return
