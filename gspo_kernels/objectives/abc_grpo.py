@@ -39,7 +39,6 @@ class ABCGRPO(Objective):
         require_numbers(positive_high=self.positive_high, negative_high=self.negative_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         log_ratio = batch.log_ratio
         positive_low, positive_high, _ = log_bounds(self.positive_low, self.positive_high, None)
         negative_low, negative_high, _ = log_bounds(self.negative_low, self.negative_high, None)

@@ -29,8 +29,6 @@ class AGRO(Objective):
     level = "sequence"
     advantages_are = "rewards"
     needs = ("ref_logprobs", "group_ids")
-    zero_advantage_is_inactive = False
-    ratio_only = False
     needs_token_order = False
 
     def __post_init__(self) -> None:
@@ -38,7 +36,6 @@ class AGRO(Objective):
         require_numbers(beta=self.beta)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per sequence."""
         assert batch.advantages is not None
         groups = Groups.of(batch)
         regularized = batch.advantages - self.beta * batch.layout.sum(reference_log_ratio(batch))

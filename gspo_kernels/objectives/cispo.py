@@ -42,7 +42,6 @@ class CISPO(Objective):
         checks.number("max_ratio", self.max_ratio, positive=True, minimum=self.min_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         low = math.log(self.min_ratio) if self.min_ratio else -math.inf
         high = math.log(self.max_ratio)
         weight = finite.exp(batch.log_ratio.clamp(low, high))

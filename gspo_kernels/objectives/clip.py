@@ -82,7 +82,6 @@ class ClippedRatio(Objective):
             refuse_multipliers(self.clip_low, self.clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         log_ratio, advantages = batch.log_ratio_of(self.ratio_level), batch.token_advantages()
         loss, low, high = ppo_clip(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)

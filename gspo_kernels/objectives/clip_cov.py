@@ -44,11 +44,7 @@ class ClipCov(Objective):
     clip_cov_ub: float = 5.0
     seed: int = 0
 
-    coefficient_scope = "batch"
     needs_token_order = False
-    # a token with a zero advantage contributes to the means
-    zero_advantage_is_inactive = False
-    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +55,6 @@ class ClipCov(Objective):
         checks.integer("seed", self.seed)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         advantages = batch.token_advantages()
         loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, None)
         covariance = token_covariance(batch)

@@ -37,8 +37,6 @@ class CPPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "sequence"
-    ratio_only = False
-    needs_token_order = True
     zero_advantage_is_inactive = True
 
     def __post_init__(self) -> None:
@@ -48,7 +46,6 @@ class CPPO(Objective):
         require_numbers(self.prefix_bound_low, prefix_bound_high=self.prefix_bound_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         log_ratio, mask = batch.log_ratio, batch.mask
         divergence = (batch.logprobs.detach().exp() - batch.old_logprobs.exp()).abs()
         position = running_sums(batch, mask.to(log_ratio.dtype)) - 1.0

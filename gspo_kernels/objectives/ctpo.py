@@ -31,7 +31,6 @@ class CTPO(Objective):
     log_dual_clip: float | None = None
 
     coefficient_scope = "sequence"
-    needs_token_order = True
     zero_advantage_is_inactive = True
     ratio_only = True
 
@@ -43,7 +42,6 @@ class CTPO(Objective):
             require_numbers(self.log_clip_high, log_dual_clip=self.log_dual_clip)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         width = running_sums(batch, batch.mask.to(batch.log_ratio.dtype)).clamp(min=1.0) ** self.power
         log_ratio = running_sums(batch, batch.log_ratio.clamp(-20.0, 20.0))
         log_ratio = log_ratio + finite.zero_with_gradient(batch.log_ratio)

@@ -59,7 +59,6 @@ class DHPO(Objective):
             require_numbers(0.0, 1.0, mix=self.mix)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         advantages = batch.token_advantages()
         sequence_ratio = batch.per_token(batch.sequence_log_ratio())
         tokens, *by_token = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, None)

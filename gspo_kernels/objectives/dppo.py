@@ -38,7 +38,6 @@ class DPPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
-    ratio_only = False
     needs_token_order = False
     zero_advantage_is_inactive = True
 
@@ -49,7 +48,6 @@ class DPPO(Objective):
         require_numbers(1.0, max_ratio=self.max_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         logp = batch.logprobs.detach()
         old, gains = batch.old_logprobs, batch.token_advantages() > 0
         if self.divergence == "tv":

@@ -25,7 +25,6 @@ class DRO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
-    zero_advantage_is_inactive = False
     needs_token_order = False
     ratio_only = True
 
@@ -34,7 +33,6 @@ class DRO(Objective):
         require_numbers(beta=self.beta)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         gradient = policy_gradient(batch, torch.ones_like(batch.logprobs), batch.log_ratio)
         pull = batch.weighted(finite.mul(0.5 * self.beta * batch.log_ratio, batch.log_ratio))
         return gradient._replace(loss=gradient.loss + pull)

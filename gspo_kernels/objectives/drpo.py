@@ -24,12 +24,10 @@ class DRPO(SPO):
     """
 
     coefficient_scope = "token"
-    ratio_only = False
     needs_token_order = False
     zero_advantage_is_inactive = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         log_ratio, old = batch.log_ratio.detach(), batch.old_logprobs
         # p_old = 0: p_old r is the current probability
         log_scaled = torch.where(old.isinf(), batch.logprobs.detach(), old + log_ratio)

@@ -32,9 +32,6 @@ class EGSW(GRPO):
     coefficient_scope = "group"
     needs = ("entropy", "group_ids")
     needs_token_order = False
-    # a sequence with a zero advantage contributes to the softmax
-    zero_advantage_is_inactive = False
-    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +39,6 @@ class EGSW(GRPO):
         checks.number("temperature", self.temperature, positive=True)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         assert batch.advantages is not None and batch.entropy is not None
         groups = Groups.of(batch)
         merit = batch.per_sequence(batch.advantages) + self.alpha * batch.per_sequence(batch.entropy)

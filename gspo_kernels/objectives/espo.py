@@ -33,8 +33,6 @@ class ESPO(GSPO):
     coefficient_scope = "sequence"
     needs = ("token_weights", "lengths", "ref_logprobs")
     needs_token_order = False
-    zero_advantage_is_inactive = False
-    ratio_only = False
     factorizes = True
 
     def __post_init__(self) -> None:
@@ -46,7 +44,6 @@ class ESPO(GSPO):
             )
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per sequence."""
         result = super().evaluate(batch)
         if self.elbo_kl_beta == 0:
             return result

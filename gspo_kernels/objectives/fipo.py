@@ -38,7 +38,6 @@ class FIPO(DAPO):
     safe_ratio: float = 10.0
 
     coefficient_scope = "sequence"
-    needs_token_order = True
     zero_advantage_is_inactive = True
     ratio_only = True
 
@@ -49,7 +48,6 @@ class FIPO(DAPO):
         require_numbers(1.0, safe_ratio=self.safe_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         plain, log_ratio = super().evaluate(batch), batch.log_ratio
         within = log_ratio <= math.log(self.dual_clip or math.inf)
         moved = torch.where(within, log_ratio.clamp(-20.0, 20.0), 0.0)

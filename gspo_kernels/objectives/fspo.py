@@ -39,7 +39,6 @@ class FSPO(Objective):
         require_numbers(log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per sequence."""
         assert batch.advantages is not None
         log_ratio, root = batch.layout.sum(batch.log_ratio), batch.lengths.sqrt()
         low, high = -self.log_clip_low * root, self.log_clip_high * root

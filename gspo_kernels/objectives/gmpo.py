@@ -36,7 +36,6 @@ class GMPO(Objective):
         require_numbers(log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per sequence."""
         log_ratio, advantages = batch.log_ratio, batch.token_advantages()
         low = (advantages < 0) & (log_ratio < -self.log_clip_low)
         high = (advantages > 0) & (log_ratio > self.log_clip_high)

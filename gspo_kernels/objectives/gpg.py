@@ -25,7 +25,6 @@ class GPG(Objective):
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         return policy_gradient(batch, torch.ones_like(batch.logprobs), batch.log_ratio)
 
     def ratio_weight(self) -> RatioWeight:

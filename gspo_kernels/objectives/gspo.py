@@ -33,7 +33,6 @@ class GSPO(ClippedRatio):
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per sequence."""
         assert batch.advantages is not None
         log_ratio = batch.sequence_log_ratio()
         loss, low, high = ppo_clip(log_ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)

@@ -28,9 +28,6 @@ class KLCov(Objective):
     kl_cov_ratio: float = 2e-4
     ppo_kl_coef: float = 1.0
 
-    coefficient_scope = "batch"
-    zero_advantage_is_inactive = False
-    ratio_only = False
     needs_token_order = False
 
     def __post_init__(self) -> None:
@@ -39,7 +36,6 @@ class KLCov(Objective):
         require_numbers(ppo_kl_coef=self.ppo_kl_coef)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         # finite, as sums over advantages of both signs would otherwise be NaN
         bounded = batch.log_ratio.detach().clamp(max=700.0) + finite.zero_with_gradient(batch.log_ratio)
         loss = -finite.mul(batch.token_advantages(), finite.exp(bounded))

@@ -22,12 +22,10 @@ class Linear(Objective):
     coefficient_scope = "nothing"
     needs = ("token_weights",)
     needs_advantages = False
-    zero_advantage_is_inactive = False
     needs_token_order = False
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         assert batch.token_weights is not None
         never = torch.zeros_like(batch.mask)
         loss = mul(batch.token_weights, batch.logprobs)

@@ -32,7 +32,6 @@ class M2PO(Objective):
     one_sided: bool = True
     aggregation: str = "token_mean"
 
-    coefficient_scope = "batch"
     needs_token_order = False
     zero_advantage_is_inactive = True
     ratio_only = True
@@ -45,7 +44,6 @@ class M2PO(Objective):
             self._declare(zero_advantage_is_inactive=False)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         log_ratio, squares = batch.log_ratio, batch.log_ratio.detach().square()
         region = batch.mask & (batch.token_advantages() * log_ratio > 0) if self.one_sided else batch.mask
         ordered = torch.where(region, squares, torch.inf).flatten().sort().values

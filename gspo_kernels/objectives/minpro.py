@@ -26,12 +26,10 @@ class MinPRO(CISPO):
     """
 
     coefficient_scope = "sequence"
-    needs_token_order = True
     zero_advantage_is_inactive = True
     ratio_only = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         log_ratio, before = batch.log_ratio.detach(), _smallest_before(batch)
         weight = torch.where(before == -math.inf, before, before + log_ratio)
         low = math.log(self.min_ratio) if self.min_ratio else -math.inf

@@ -34,7 +34,6 @@ class PrimeIPO(Objective):
     aggregation: str = "token_mean"
 
     coefficient_scope = "token"
-    ratio_only = False
     needs_token_order = False
     zero_advantage_is_inactive = True
 
@@ -46,7 +45,6 @@ class PrimeIPO(Objective):
             self._declare(zero_advantage_is_inactive=False)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         log_ratio, moved = batch.log_ratio, batch.logprobs.detach().exp() - batch.old_logprobs.exp()
         low, high = moved < -self.eps, moved > self.eps
         capped = log_ratio.detach().clamp(max=math.log(self.max_ratio))

@@ -33,7 +33,6 @@ class REAL(Objective):
     level = "sequence"
     advantages_are = "rewards"
     needs = ("group_ids",)
-    zero_advantage_is_inactive = False
     needs_token_order = False
     ratio_only = True
 

@@ -34,7 +34,6 @@ class SAPO(Objective):
         require_numbers(1e-6, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         tau = by_sign(batch, self.tau_positive, self.tau_negative)
         gate = torch.sigmoid(tau * (finite.exp(batch.log_ratio) - 1.0))
         return surrogate(batch, 4.0 / tau * gate, batch.log_ratio)

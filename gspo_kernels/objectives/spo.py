@@ -36,7 +36,6 @@ class SPO(Objective):
         checks.number("eps", self.eps, positive=True)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         ratio = finite.exp(batch.log_ratio.detach())
         return penalized_ratio(batch, self.eps, torch.ones_like(ratio), ratio)
 

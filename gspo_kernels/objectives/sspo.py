@@ -55,7 +55,6 @@ class SSPO(Objective):
         require_numbers(1e-6, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per sequence."""
         tau = by_sign(batch, self.tau_positive, self.tau_negative)
         log_gates = torch.where(batch.mask, LOG_GATES[self.gate](batch.log_ratio, tau), 0.0)
         weight = finite.exp(batch.layout.sum(log_gates) / batch.lengths)

@@ -39,7 +39,6 @@ class TOPR(Objective):
             self._declare(coefficient_scope="token", factorizes=False)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         by_sequence = self.ratio_level == "sequence"
         log_ratio = batch.per_token(batch.layout.sum(batch.log_ratio)) if by_sequence else batch.log_ratio
         gains = batch.token_advantages() > 0

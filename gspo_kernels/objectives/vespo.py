@@ -45,7 +45,6 @@ class VESPO(Objective):
         require_numbers(1e-4, lambda_positive=self.lambda_positive, lambda_negative=self.lambda_negative)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """Return one value per token."""
         total = batch.layout.sum(batch.log_ratio.clamp(-_LOG_MAX, _LOG_MAX))
         log_ratio = batch.per_token(total.clamp(_LOG_MIN, _LOG_MAX))
         # where A = 0 any phi gives 0
