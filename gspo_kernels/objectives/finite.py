@@ -30,45 +30,18 @@ class _Multiply(torch.autograd.Function):
         )
 
 
-class _Exp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
+class _WithSlope(torch.autograd.Function):
+    """A value whose derivative with respect to x is ``slope``."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return _product(grad, y)
-
-
-class _K3(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, d: Tensor) -> Tensor:
-        ctx.save_for_backward(d)
-        # exp(-d) dominates d, also where both are infinite
-        return torch.expm1(-d) + d.clamp(min=torch.finfo(d.dtype).min)
+    def forward(ctx: Any, x: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (d,) = ctx.saved_tensors
-        return _product(grad, -torch.expm1(-d))
-
-
-class _LogSumExp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        result = x.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(x, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, result = ctx.saved_tensors
-        infinite = (x == torch.inf).to(x.dtype)
-        shares = infinite / infinite.sum(-1, keepdim=True).clamp(min=1.0)
-        return _product(grad, torch.where(result == torch.inf, shares, (x - result).exp()))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return _product(grad, slope), None, None
 
 
 class _ZeroWithGradient(torch.autograd.Function):
@@ -96,19 +69,27 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
 
 def exp(x: Tensor) -> Tensor:
     """``exp(x)``; its gradient is 0 where the incoming gradient is 0."""
-    return _Exp.apply(x)
+    y = x.detach().exp()
+    return _WithSlope.apply(x, y, y)
 
 
 def k3(d: Tensor) -> Tensor:
     """``exp(-d) + d - 1``, without cancellation for small d; its gradient is 0 where d or grad is."""
-    return _K3.apply(d)
+    x = d.detach()
+    grown = torch.expm1(-x)
+    # exp(-d) dominates d, also where both are infinite
+    return _WithSlope.apply(d, grown + x.clamp(min=torch.finfo(x.dtype).min), -grown)
 
 
 def logsumexp(x: Tensor) -> Tensor:
     """``x.logsumexp(-1, keepdim=True)``; values of +inf share the gradient equally. Rows of -inf are not
     supported.
     """
-    return _LogSumExp.apply(x)
+    values = x.detach()
+    result = values.logsumexp(-1, keepdim=True)
+    infinite = (values == torch.inf).to(x.dtype)
+    shares = infinite / infinite.sum(-1, keepdim=True).clamp(min=1.0)
+    return _WithSlope.apply(x, result, torch.where(result == torch.inf, shares, (values - result).exp()))
 
 
 def zero_with_gradient(x: Tensor) -> Tensor:
