@@ -8,46 +8,24 @@ from __future__ import annotations
 
 import torch
 
-from gspo_kernels.backends.triton.batch_invariant_matmul import batch_invariant_mm
-from gspo_kernels.backends.triton.divergences import divergence
+# "as" tells type checkers that a name is public
+from gspo_kernels.backends.triton.batch_invariant_matmul import batch_invariant_mm as batch_invariant_mm
+from gspo_kernels.backends.triton.divergences import divergence as divergence
 from gspo_kernels.backends.triton.launch import INTERPRETED, platform, triton_version
-from gspo_kernels.backends.triton.logprobs import (
-    logprobs_and_grad,
-    logprobs_and_rows,
-    logprobs_backward,
-    logprobs_forward,
-    one_pass_pays,
-)
-from gspo_kernels.backends.triton.masks import lengths, merge_mask
-from gspo_kernels.backends.triton.ratios import ratio_step, sequence_ratio_forward
-from gspo_kernels.backends.triton.row_scaling import (
-    product_operand,
-    scale_,
-    scale_rows_,
-    store_hidden,
-    sum_unit,
-)
-
-__all__ = [
-    "batch_invariant_mm",
-    "divergence",
-    "lengths",
-    "logprobs_and_grad",
-    "logprobs_and_rows",
-    "logprobs_backward",
-    "logprobs_forward",
-    "merge_mask",
-    "one_pass_pays",
-    "product_operand",
-    "ratio_step",
-    "scale_",
-    "scale_rows_",
-    "sequence_ratio_forward",
-    "store_hidden",
-    "sum_unit",
-    "unavailable",
-]
-
+from gspo_kernels.backends.triton.logprobs import logprobs_and_grad as logprobs_and_grad
+from gspo_kernels.backends.triton.logprobs import logprobs_and_rows as logprobs_and_rows
+from gspo_kernels.backends.triton.logprobs import logprobs_backward as logprobs_backward
+from gspo_kernels.backends.triton.logprobs import logprobs_forward as logprobs_forward
+from gspo_kernels.backends.triton.logprobs import one_pass_pays as one_pass_pays
+from gspo_kernels.backends.triton.masks import lengths as lengths
+from gspo_kernels.backends.triton.masks import merge_mask as merge_mask
+from gspo_kernels.backends.triton.ratios import ratio_step as ratio_step
+from gspo_kernels.backends.triton.ratios import sequence_ratio_forward as sequence_ratio_forward
+from gspo_kernels.backends.triton.row_scaling import product_operand as product_operand
+from gspo_kernels.backends.triton.row_scaling import scale_ as scale_
+from gspo_kernels.backends.triton.row_scaling import scale_rows_ as scale_rows_
+from gspo_kernels.backends.triton.row_scaling import store_hidden as store_hidden
+from gspo_kernels.backends.triton.row_scaling import sum_unit as sum_unit
 
 _ORDERED_ON_AMD_FROM = (3, 9)
 """The oldest Triton for AMD GPUs: 3.6 and 3.7 omit a wait in code for gfx942; 3.8 was not tested."""
