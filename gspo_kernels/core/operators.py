@@ -35,52 +35,52 @@ _LEAVES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float
 
 
 class _Struct:
-    """Flattening of an argument to operands: one for a leaf, those of its fields for a named tuple."""
+    """Flattening of arguments, or of the fields of a named tuple, to operands.
 
-    def __init__(self, kind: Any):
-        self.kind = kind
-        self.fields: dict[str, _Struct] | None = None
-        if inspect.isclass(kind) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            self.fields = {name: _Struct(inner) for name, inner in typing.get_type_hints(kind).items()}
-        self.places = () if self.fields is None else _places(self.fields)
+    Args:
+        make: builds the arguments or the named tuple from its fields.
+        hints: the types of the fields.
+    """
 
-    def operands(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield name and schema type of each operand of an argument called ``name``."""
-        if self.fields is None:
-            yield name, _LEAVES[self.kind]
-            return
-        for field, inner in self.fields.items():
-            yield from inner.operands(f"{name}_{field}")
+    def __init__(self, make: Callable[[Any], Any], hints: dict[str, Any]):
+        self._make = make
+        self._fields: dict[str, str | _Struct] = {
+            name: _LEAVES.get(kind) or _Struct(kind._make, typing.get_type_hints(kind))
+            for name, kind in hints.items()
+        }
+        self._places: list[tuple[int, _Struct | None]] = [
+            (place, None if isinstance(field, str) else field)
+            for place, field in enumerate(self._fields.values())
+            if (field.startswith("Tensor") if isinstance(field, str) else bool(field._places))
+        ]
+
+    def operands(self, prefix: str = "") -> Iterator[tuple[str, str]]:
+        """Yield name and schema type of each operand."""
+        for name, field in self._fields.items():
+            if isinstance(field, str):
+                yield prefix + name, field
+            else:
+                yield from field.operands(f"{prefix}{name}_")
 
     def take(self, operands: Iterator[Any]) -> Any:
-        """Build the argument from the next operands."""
-        if self.fields is None:
-            return next(operands)
-        return self.kind(*[inner.take(operands) for inner in self.fields.values()])
+        """Build from the next operands."""
+        fields = self._fields.values()
+        return self._make(next(operands) if isinstance(x, str) else x.take(operands) for x in fields)
 
+    def collect_tensors(self, values: Any, tensors: list[Tensor]) -> list[Tensor]:
+        """Append the tensors among values of the fields to ``tensors``; return that list.
 
-def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
-    """Return the positions of arguments that are tensors or structs with tensors."""
-    leaves = (Tensor, Tensor | None)
-    return tuple((i, x) for i, x in enumerate(structs.values()) if x.places or x.kind in leaves)
-
-
-def _collect_tensors(
-    places: tuple[tuple[int, _Struct], ...], values: Any, tensors: list[Tensor]
-) -> list[Tensor]:
-    """Append the tensors among arguments and their structs to ``tensors``; return that list.
-
-    Arguments that can't be tensors are skipped, for the speed of small calls.
-    """
-    for place, struct in places:
-        value = values[place]
-        if value is None:
-            continue
-        if struct.places:
-            _collect_tensors(struct.places, value, tensors)
-        else:
-            tensors.append(value)
-    return tensors
+        Fields that can't be tensors are skipped, for the speed of small calls.
+        """
+        for place, struct in self._places:
+            value = values[place]
+            if value is None:
+                continue
+            if struct is None:
+                tensors.append(value)
+            else:
+                struct.collect_tensors(value, tensors)
+        return tensors
 
 
 def flat(values: Any) -> list[Any]:
@@ -120,18 +120,16 @@ class Operator:
         hints = typing.get_type_hints(implementation)
         result = hints.pop("return")
         self.name, self.__doc__ = implementation.__name__, implementation.__doc__
-        self._arguments = {name: _Struct(kind) for name, kind in hints.items()}
-        self._places = _places(self._arguments)
+        self.arguments = _Struct(tuple, hints)
         self._implementation = implementation
         self._mutates, self._multiplies = mutates is not None, multiplies
-        operands = [pair for name, struct in self._arguments.items() for pair in struct.operands(name)]
+        operands = self.arguments.operands()
         written = ", ".join(f"{'Tensor(a!)' if name == mutates else kind} {name}" for name, kind in operands)
-        outputs = _Struct(result)
-        self._result = None if outputs.fields is None else outputs
-        if self._result is None:
-            returned = "()" if result is type(None) else "Tensor"
-        else:
-            returned = f"({', '.join(kind for _, kind in outputs.operands(''))})"
+        self._result: _Struct | None = None
+        returned = "()" if result is type(None) else "Tensor"
+        if hasattr(result, "_make"):
+            self._result = _Struct(result._make, typing.get_type_hints(result))
+            returned = f"({', '.join(kind for _, kind in self._result.operands())})"
         _LIBRARY.define(f"{self.name}({written}) -> {returned}")
         _LIBRARY.impl(self.name, self._from_operands, "CompositeExplicitAutograd")
         self.default = getattr(getattr(torch.ops, NAMESPACE), self.name).default
@@ -144,13 +142,12 @@ class Operator:
             return self._with_structs(self._implementation, operands)
 
     def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        left = iter(operands)
-        result = function(*[struct.take(left) for struct in self._arguments.values()])
+        result = function(*self.arguments.take(iter(operands)))
         return result if self._result is None else tuple(flat(result))
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator with the arguments of the implementation."""
-        tensors = _collect_tensors(self._places, args, [])
+        tensors = self.arguments.collect_tensors(args, [])
         if can_bypass_dispatcher(tensors):
             isolation = _isolation(tensors, self._multiplies)
             if isolation is None:
@@ -167,10 +164,6 @@ class Operator:
             torch.autograd.graph.increment_version(args[0])
         return result if self._result is None else self._result.take(iter(result))
 
-    def tensors(self, *args: Any) -> list[Tensor]:
-        """Return the tensors among the arguments of a call, and in structs among these."""
-        return _collect_tensors(self._places, args, [])
-
     def save(self, ctx: Any, *args: Any) -> None:
         """Save the arguments of a call in an autograd context, for ``repeat``."""
         operands = flat(args)
@@ -181,8 +174,8 @@ class Operator:
     def repeat(self, ctx: Any) -> Any:
         """Repeat the call whose arguments were saved."""
         saved = zip(ctx.saved_tensors, ctx.constants, strict=True)
-        left = iter([constant if tensor is None else tensor for tensor, constant in saved])
-        return self(*[struct.take(left) for struct in self._arguments.values()])
+        operands = iter([constant if tensor is None else tensor for tensor, constant in saved])
+        return self(*self.arguments.take(operands))
 
     def register_fake(self, fake: F) -> F:
         """Use ``fake``, which takes the same arguments, for shapes and dtypes under tracing."""

@@ -82,8 +82,8 @@ def test_tensor_subclasses_are_noticed_inside_structs():
         pass
 
     def bypasses(old_logprobs):
-        terms = Terms(old_logprobs=old_logprobs)
-        return can_bypass_dispatcher(policy_step.tensors(plain, None, terms, "cpp", NO_RATIO, True))
+        operands = (plain, None, Terms(old_logprobs=old_logprobs), "cpp", NO_RATIO, True)
+        return can_bypass_dispatcher(policy_step.arguments.collect_tensors(operands, []))
 
     plain = torch.zeros(2, 3)
     assert bypasses(plain) and not bypasses(plain.as_subclass(Subclass))
