@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,115 +35,13 @@ from gspo_kernels.objectives.aggregation import token_shares
 SIDES = ("teacher", "student")
 
 
-class DivergenceArguments(NamedTuple):
-    """The arguments that select a divergence, as the caller passed them."""
-
-    beta: float = 0.5
-    top_k: int = 0
-    top_k_of: str = "teacher"
-    add_tail: bool = True
-
-    def normalize(self, vocabulary: int, ids: Tensor | None) -> DivergenceSpec:
-        """Check the arguments together with ``ids``; a vocabulary of 0 means an unknown size."""
-        beta = checks.number("beta", self.beta)
-        if not 0 <= beta <= 1:
-            raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
-        checks.choice("top_k_of", self.top_k_of, SIDES)
-        tail = checks.flag("add_tail", self.add_tail)
-        top_k = checks.integer("top_k", self.top_k)
-        if top_k < 0 or (vocabulary and top_k > vocabulary):
-            maximum = vocabulary or "V"
-            raise ValueError(f"top_k: got {top_k}, expected 0 to {maximum}, the size of the vocabulary")
-        if not top_k:
-            if self.top_k_of != "teacher":
-                raise ValueError(f"top_k_of: got {self.top_k_of!r}, expected 'teacher' without top_k")
-            if ids is None and not tail:
-                raise ValueError(
-                    "add_tail: got False, expected True: without top_k or ids all columns are compared"
-                )
-            return DivergenceSpec(beta, 0, False, tail)
-        if ids is not None:
-            raise ValueError(f"top_k: got {top_k}, expected 0 along with ids")
-        return DivergenceSpec(beta, top_k, self.top_k_of == "student", tail)
-
-
-class TeacherArguments(NamedTuple):
-    """The teacher's logit options, or its log-probs of some ids, as the caller passed them."""
-
-    teacher_temperature: float | Tensor | None = None
-    teacher_logit_scale: float = 1.0
-    teacher_softcap: float | None = None
-    ids: Tensor | None = None
-    teacher_logprobs: Tensor | None = None
-
-    def check_source(self, name: str, source: Tensor | None) -> None:
-        """Require a tensor ``source``, called ``name``, or ids with log-probs, but not both."""
-        of_ids = {"ids": self.ids, "teacher_logprobs": self.teacher_logprobs}
-        for label, value in of_ids.items():
-            if source is not None and value is not None:
-                raise ValueError(f"{label}: got a tensor, expected None with {name}")
-            if source is None and value is None:
-                raise ValueError(f"{name}: got None, expected a tensor, or ids with teacher_logprobs")
-        options = self._replace(ids=None, teacher_logprobs=None)
-        if source is None and options != TeacherArguments():
-            raise ValueError(
-                "teacher_temperature, teacher_logit_scale, teacher_softcap: not supported with "
-                "teacher_logprobs, which are already normalized"
-            )
-
-    def normalize(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        student: LogitOptions,
-        options: RowOptions,
-        cu_seqlens: Tensor | None,
-        dtype: torch.dtype,
-        width: int,
-    ) -> TeacherRows:
-        """Convert the teacher's inputs to rows, without its logits.
-
-        Args:
-            tokens: any tensor of the tokens' shape, in the caller's layout.
-            labels: [B, T]; ids and log-probs are ignored where these are ``ignore_index``.
-            student: the student's options as the caller passed them.
-            options: ``student``, normalized.
-            cu_seqlens: checked offsets, or None for padded tokens.
-            dtype: of the student's logits.
-            width: the number of logit columns of this process.
-        """
-        teacher_options = LogitOptions(
-            student.temperature if self.teacher_temperature is None else self.teacher_temperature,
-            self.teacher_logit_scale,
-            self.teacher_softcap,
-            backend=student.backend,
-        )
-        try:
-            of_teacher = teacher_options.normalize(tokens, cu_seqlens, dtype, width, Parallel())
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"teacher_{error}") from None
-        if self.ids is None:
-            return TeacherRows(None, None, None, of_teacher.transform)
-        device, packed = tokens.device, cu_seqlens is not None
-        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", device, checks.INTEGERS)
-        if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
-            raise ValueError(
-                f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
-            )
-        given, shape = self.teacher_logprobs, tuple(ids.shape)
-        logprobs = checks.floats("teacher_logprobs", given, shape, "the shape of ids", device).detach()
-        logprobs = as_rows(logprobs, packed)
-        ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed)
-        return TeacherRows(None, ids, logprobs, of_teacher.transform)
-
-
 class DistillationRows(NamedTuple):
     """The normalized arguments of both distillation losses.
 
     Attributes:
         labels: [B, T], ``ignore_index`` for tokens that don't count, otherwise arbitrary.
         options: of the student's logits.
-        teacher: the teacher's rows; ``teacher_logits`` are added later.
+        teacher: the teacher's rows; its logits are added later.
         spec: the divergence.
         shares: [B, T] fp64, d loss / d divergence of each token.
     """
@@ -159,11 +57,32 @@ class DistillationArguments(NamedTuple):
     """The arguments of both distillation losses, as the caller passed them."""
 
     student: LogitOptions
-    teacher: TeacherArguments
-    divergence: DivergenceArguments
+    teacher_temperature: float | Tensor | None
+    teacher_logit_scale: float
+    teacher_softcap: float | None
+    ids: Tensor | None
+    teacher_logprobs: Tensor | None
+    beta: float
+    top_k: int
+    top_k_of: str
+    add_tail: bool
     terms: Terms
     aggregation: str
     aggregation_constant: float | None
+
+    def check_source(self, name: str, source: Tensor | None) -> None:
+        """Require a tensor ``source``, called ``name``, or ids with log-probs, but not both."""
+        for label, value in (("ids", self.ids), ("teacher_logprobs", self.teacher_logprobs)):
+            if source is not None and value is not None:
+                raise ValueError(f"{label}: got a tensor, expected None with {name}")
+            if source is None and value is None:
+                raise ValueError(f"{name}: got None, expected a tensor, or ids with teacher_logprobs")
+        options = (self.teacher_temperature, self.teacher_logit_scale, self.teacher_softcap)
+        if source is None and options != (None, 1.0, None):
+            raise ValueError(
+                "teacher_temperature, teacher_logit_scale, teacher_softcap: not supported with "
+                "teacher_logprobs, which are already normalized"
+            )
 
     def normalize(
         self,
@@ -187,30 +106,67 @@ class DistillationArguments(NamedTuple):
             )
         checks.layout("loss_mask or the tokens", tokens, self.terms.cu_seqlens)
         terms, _ = normalize_terms(self.terms, tokens, objective)
-        cu_seqlens = terms.cu_seqlens
-        rows = as_rows(tokens, cu_seqlens is not None)
+        rows = as_rows(tokens, terms.cu_seqlens is not None)
         labels, terms = merge_mask(rows, terms, self.student.ignore_index)
-        options = self.student.normalize(tokens, cu_seqlens, dtype, width, parallel)
-        spec = self.divergence.normalize(columns_of(options.shard, width)[1], self.teacher.ids)
-        teacher = self.teacher.normalize(tokens, labels, self.student, options, cu_seqlens, dtype, width)
+        options = self.student.normalize(tokens, terms.cu_seqlens, dtype, width, parallel)
+        spec = self._divergence(columns_of(options.shard, width)[1])
+        teacher = self._teacher(tokens, labels, options, terms.cu_seqlens, dtype, width)
         return DistillationRows(labels, options, teacher, spec, token_shares(labels, terms))
 
+    def _divergence(self, vocabulary: int) -> DivergenceSpec:
+        """Return the divergence; a vocabulary of 0 means an unknown size."""
+        beta = checks.number("beta", self.beta)
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
+        checks.choice("top_k_of", self.top_k_of, SIDES)
+        tail = checks.flag("add_tail", self.add_tail)
+        top_k = checks.integer("top_k", self.top_k)
+        if top_k < 0 or (vocabulary and top_k > vocabulary):
+            maximum = vocabulary or "V"
+            raise ValueError(f"top_k: got {top_k}, expected 0 to {maximum}, the size of the vocabulary")
+        if top_k and self.ids is not None:
+            raise ValueError(f"top_k: got {top_k}, expected 0 along with ids")
+        if not top_k and self.top_k_of != "teacher":
+            raise ValueError(f"top_k_of: got {self.top_k_of!r}, expected 'teacher' without top_k")
+        if not top_k and self.ids is None and not tail:
+            raise ValueError(
+                "add_tail: got False, expected True: without top_k or ids all columns are compared"
+            )
+        return DivergenceSpec(beta, top_k, self.top_k_of == "student", tail)
 
-def _terms(
-    loss_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    token_weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: float | Tensor | None,
-) -> Terms:
-    """Return the terms of a sum over tokens, as the caller passed them."""
-    return Terms(
-        loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
-        token_weights=token_weights,
-        lengths=lengths,
-        normalizer=normalizer,
-    )
+    def _teacher(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        options: RowOptions,
+        cu_seqlens: Tensor | None,
+        dtype: torch.dtype,
+        width: int,
+    ) -> TeacherRows:
+        """Return the teacher's rows without its logits; ignored labels also mark ignored ids."""
+        temperature = self.teacher_temperature
+        teacher_options = self.student._replace(
+            temperature=self.student.temperature if temperature is None else temperature,
+            logit_scale=self.teacher_logit_scale,
+            softcap=self.teacher_softcap,
+        )
+        try:
+            transform = teacher_options.normalize(tokens, cu_seqlens, dtype, width, Parallel()).transform
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"teacher_{error}") from None
+        if self.ids is None:
+            return TeacherRows(None, None, None, transform)
+        device, packed = tokens.device, cu_seqlens is not None
+        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", device, checks.INTEGERS)
+        if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
+            raise ValueError(
+                f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
+            )
+        given, shape = self.teacher_logprobs, tuple(ids.shape)
+        logprobs = checks.floats("teacher_logprobs", given, shape, "the shape of ids", device).detach()
+        logprobs = as_rows(logprobs, packed)
+        ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed)
+        return TeacherRows(None, ids, logprobs, transform)
 
 
 @agree_across_ranks
@@ -282,52 +238,53 @@ def distillation_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend doesn't support the tensors' device.
     """
+    terms = Terms(
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        token_weights=token_weights,
+        lengths=lengths,
+        normalizer=normalizer,
+    )
     passed = DistillationArguments(
         LogitOptions(temperature, logit_scale, softcap, backend=backend),
-        TeacherArguments(teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs),
-        DivergenceArguments(beta, top_k, top_k_of, add_tail),
-        _terms(loss_mask, cu_seqlens, token_weights, lengths, normalizer),
+        teacher_temperature,
+        teacher_logit_scale,
+        teacher_softcap,
+        ids,
+        teacher_logprobs,
+        beta,
+        top_k,
+        top_k_of,
+        add_tail,
+        terms,
         aggregation,
         aggregation_constant,
     )
-    rows, call = _normalize_logits(logits, teacher_logits, passed, inplace_backward, parallel)
-    arguments = (rows, call.teacher, call.labels, call.spec, call.options)
-    # the range of fp16 gradients depends on the loss scale, which only the backward has
-    late = inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
-    if torch.is_grad_enabled() and rows.requires_grad and not late:
-        loss, each = KnownDivergenceFunction.apply(*arguments, call.shares)
-    else:
-        each = DivergenceFunction.apply(*arguments, inplace_backward)
-        loss = summed(each, call.shares)
-    return DistillationOutput(loss, from_rows(each.detach(), cu_seqlens is not None))
-
-
-def _normalize_logits(
-    logits: Tensor,
-    teacher_logits: Tensor | None,
-    passed: DistillationArguments,
-    inplace_backward: bool,
-    parallel: Parallel,
-) -> tuple[Tensor, DistillationRows]:
-    """Return the student's logits in rows, and all other arguments."""
     Parallel.check(parallel, "distillation_loss", ("tp_group", "vocab_range"))
     (logits, teacher_logits), parallel = local_tensors(
-        parallel, passed.terms, logits=logits, teacher_logits=teacher_logits
+        parallel, terms, logits=logits, teacher_logits=teacher_logits
     )
     tokens = zero_labels("logits", logits, "V")
     check_labels_match("logits", logits, tokens, "V")
-    passed.teacher.check_source("teacher_logits", teacher_logits)
+    passed.check_source("teacher_logits", teacher_logits)
     check_inplace(logits, inplace_backward)
     if teacher_logits is not None:
         shape = tuple(logits.shape)
         checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
     call = passed.normalize(tokens, logits.dtype, logits.shape[-1], parallel)
     refuse_backend(call.options.backend)
-    packed = passed.terms.cu_seqlens is not None
+    packed, teacher = cu_seqlens is not None, call.teacher
     if teacher_logits is not None:
-        teacher = call.teacher._replace(logits=as_rows(teacher_logits.detach(), packed))
-        call = call._replace(teacher=teacher)
-    return as_rows(logits, packed), call
+        teacher = teacher._replace(logits=as_rows(teacher_logits.detach(), packed))
+    arguments = (as_rows(logits, packed), teacher, call.labels, call.spec, call.options)
+    # the range of fp16 gradients depends on the loss scale, which only the backward has
+    late = inplace_backward or logits.dtype == torch.float16 or torch.compiler.is_compiling()
+    if torch.is_grad_enabled() and logits.requires_grad and not late:
+        loss, each = KnownDivergenceFunction.apply(*arguments, call.shares)
+    else:
+        each = DivergenceFunction.apply(*arguments, inplace_backward)
+        loss = summed(each, call.shares)
+    return DistillationOutput(loss, from_rows(each.detach(), packed))
 
 
 @agree_across_ranks
@@ -396,53 +353,60 @@ def fused_linear_distillation_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend doesn't support the tensors' device.
     """
+    terms = Terms(
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        token_weights=token_weights,
+        lengths=lengths,
+        normalizer=normalizer,
+    )
     passed = DistillationArguments(
         LogitOptions(temperature, logit_scale, softcap, backend=backend),
-        TeacherArguments(teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs),
-        DivergenceArguments(beta, top_k, top_k_of, add_tail),
-        _terms(loss_mask, cu_seqlens, token_weights, lengths, normalizer),
+        teacher_temperature,
+        teacher_logit_scale,
+        teacher_softcap,
+        ids,
+        teacher_logprobs,
+        beta,
+        top_k,
+        top_k_of,
+        add_tail,
+        terms,
         aggregation,
         aggregation_constant,
     )
     products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
-    operands, teachers_head, call = _normalize_hidden(
-        (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), passed, products, parallel
+    usable, invariant = ("tp_group", "vocab_range", "reduce_hidden_grad"), products.batch_invariant
+    Parallel.check(parallel, "fused_linear_distillation_loss", usable, invariant)
+    local, parallel = local_tensors(
+        parallel,
+        terms,
+        invariant,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        teacher_hidden=teacher_hidden,
+        teacher_weight=teacher_weight,
+        teacher_bias=teacher_bias,
     )
-    rest = (call.teacher, call.spec, call.shares, torch.compiler.is_compiling())
-    loss, each = LinearDistillationFunction.apply(*operands, *teachers_head, *rest)
-    return DistillationOutput(loss, from_rows(each.detach(), cu_seqlens is not None))
-
-
-def _normalize_hidden(
-    student: tuple[Tensor, Tensor | LoRAHead, Tensor | None],
-    teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
-    passed: DistillationArguments,
-    products: HeadOptions,
-    parallel: Parallel,
-) -> tuple[LinearOperands, tuple[Tensor | None, Tensor | None, Tensor | None], DistillationRows]:
-    """Return the student's operands, the teacher's hidden states, weight and bias, and other arguments."""
-    name, invariant = "fused_linear_distillation_loss", products.batch_invariant
-    sides: dict[str, Any] = dict(zip(("hidden", "weight", "bias"), student, strict=True))
-    sides |= dict(zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teacher, strict=True))
-    Parallel.check(parallel, name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
-    local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
-    hidden, weight, bias, their_hidden, their_weight, their_bias = local
-    chunking = products.normalize(passed.terms.loss_mask is not None, parallel)
+    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = local
+    chunking = products.normalize(loss_mask is not None, parallel)
     if chunking.scattered:
         raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
     tokens = zero_labels("hidden", hidden, "H")
     hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
-    passed.teacher.check_source("teacher_hidden", their_hidden)
-    their_rows, their_weight, their_bias = check_teachers_head(
-        their_hidden, their_weight, their_bias, tokens, weight.shape[0], chunking
+    passed.check_source("teacher_hidden", teacher_hidden)
+    vocabulary, packed = weight.shape[0], cu_seqlens is not None
+    teacher_hidden, *teacher_head = check_teachers_head(
+        teacher_hidden, teacher_weight, teacher_bias, tokens, vocabulary, chunking
     )
-    call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel)
+    call = passed.normalize(tokens, hidden.dtype, vocabulary, parallel)
     if not tokens.is_cpu:
-        mask, offsets = passed.terms.loss_mask, passed.terms.cu_seqlens
         head = weight if base is None else base
-        chunking = from_host(chunking, mask, offsets, tokens, head, parallel)
-    packed = passed.terms.cu_seqlens is not None
-    their_rows = None if their_rows is None else as_rows(their_rows, packed)
+        chunking = from_host(chunking, loss_mask, cu_seqlens, tokens, head, parallel)
     hidden = as_rows(hidden, packed)
+    teacher_hidden = None if teacher_hidden is None else as_rows(teacher_hidden, packed)
     operands = LinearOperands(hidden, weight, bias, call.labels, call.options, chunking, base)
-    return operands, (their_rows, their_weight, their_bias), call
+    rest = (call.teacher, call.spec, call.shares, torch.compiler.is_compiling())
+    loss, each = LinearDistillationFunction.apply(*operands, teacher_hidden, *teacher_head, *rest)
+    return DistillationOutput(loss, from_rows(each.detach(), packed))
