@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from gspo_kernels.backends.protocol import HiddenKernels, RatioBackend, RowBackend
+from gspo_kernels.backends.protocol import Backend, HiddenKernels, RatioBackend
 from gspo_kernels.core.batch_invariance import in_force
 from gspo_kernels.core.torch_internals import constant_when_traced
 
@@ -18,7 +18,7 @@ class _Row(NamedTuple):
     """A backend, with modules relative to this package.
 
     Attributes:
-        rows: the module of row operations, see ``protocol.RowBackend``.
+        rows: the module of row operations, see ``protocol.Backend``.
         hidden: the module of operations on hidden states, see ``protocol.HiddenKernels``.
         auto_on: the device type for which "auto" selects the backend, or "" for all that no other supports.
         batch_invariant: whether results of a row depend only on that row.
@@ -41,9 +41,9 @@ BACKENDS = tuple(_TABLE)
 
 
 @functools.cache
-def load(name: str) -> RowBackend:
+def load(name: str) -> Backend:
     """Import and return the backend module called ``name``."""
-    return cast(RowBackend, importlib.import_module(_TABLE[name].rows, __package__))
+    return cast(Backend, importlib.import_module(_TABLE[name].rows, __package__))
 
 
 ratio_backend = cast(Callable[[str], RatioBackend], load)

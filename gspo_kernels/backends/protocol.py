@@ -24,15 +24,12 @@ from gspo_kernels.core.types import (
 
 
 class RowBackend(Protocol):
-    """The functions of a backend module, which run without autograd and modify no inputs except ``out``.
+    """Functions of rows of logits, which run without autograd and modify no inputs except ``out``.
 
     The statistics of an ignored row are 0.0, its gradient row is zero. Any other label outside [0, V), or of
     a column masked by ``transform.kept``, makes the row's log-prob NaN, without out-of-bounds accesses.
     Statistics are fp32, fp64 for fp64 logits; for the log-sum-exp see ``RowStats``.
     """
-
-    def unavailable(self, device: torch.device) -> str | None:
-        """Return None if the backend supports tensors on ``device``, otherwise the reason."""
 
     def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
         """Return each row's log-prob of the label, log-sum-exp and, if ``entropy``, entropy."""
@@ -68,6 +65,24 @@ class RowBackend(Protocol):
         is 0.
         """
 
+    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+        """Return whether to use ``logprobs_and_rows`` instead of separate passes, for contiguous logits.
+
+        Args:
+            rows: the logits.
+            all_rows_active: whether all rows have a gradient. Otherwise one pass is faster only if rows are
+                almost free.
+            logprobs_compared: whether a ratio needs log-probs that are bitwise identical to those of
+                ``logprobs_forward``.
+        """
+
+
+class Backend(RowBackend, Protocol):
+    """The functions of a backend module."""
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Return None if the backend supports tensors on ``device``, otherwise the reason."""
+
     def merge_mask(
         self, mask: Tensor, labels: Tensor | None, ignore_index: int
     ) -> tuple[Tensor, Tensor | None, bool | None]:
@@ -81,17 +96,6 @@ class RowBackend(Protocol):
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """Multiply contiguous ``values`` in place by a 0-d tensor; do nothing for a factor of 1."""
-
-    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
-        """Return whether to use ``logprobs_and_rows`` instead of separate passes, for contiguous logits.
-
-        Args:
-            rows: the logits.
-            all_rows_active: whether all rows have a gradient. Otherwise one pass is faster only if rows are
-                almost free.
-            logprobs_compared: whether a ratio needs log-probs that are bitwise identical to those of
-                ``logprobs_forward``.
-        """
 
 
 class OnePassBackend(RowBackend, Protocol):
@@ -168,7 +172,7 @@ class HiddenKernels(Protocol):
         """Multiply rows of contiguous ``values`` [..., H] in place by ``scales`` [...] times a 0-d tensor."""
 
 
-class RatioBackend(RowBackend, Protocol):
+class RatioBackend(Backend, Protocol):
     """A backend that also evaluates clipped ratios in one launch, from logits or from log-probs."""
 
     def sequence_ratio_forward(

@@ -68,10 +68,6 @@ class ShardedRows:
     def __init__(self, inner: RowBackend, shard: Shard):
         self._inner, self._shard = inner, shard
 
-    def unavailable(self, device: torch.device) -> str | None:
-        """See ``protocol.RowBackend.unavailable``."""
-        return self._inner.unavailable(device)
-
     def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
         """See ``protocol.RowBackend.logprobs_forward``; one all-gather of 12 to 16 bytes per row."""
         local = self._local(rows)
@@ -114,16 +110,6 @@ class ShardedRows:
             # outputs of an operator must not alias
             known = PairStats(*known, *(each.to(local.centers.dtype, copy=True) for each in sums))
         return known if grad is None else self._inner.divergence(of_shard, known, grad, out)
-
-    def merge_mask(
-        self, mask: Tensor, labels: Tensor | None, ignore_index: int
-    ) -> tuple[Tensor, Tensor | None, bool | None]:
-        """See ``protocol.RowBackend.merge_mask``."""
-        return self._inner.merge_mask(mask, labels, ignore_index)
-
-    def scale_(self, values: Tensor, factor: Tensor) -> None:
-        """See ``protocol.RowBackend.scale_``."""
-        self._inner.scale_(values, factor)
 
     def _local(self, rows: Rows) -> Rows:
         """Return the rows with labels that are columns of the shard, ``IGNORED`` or ``ELSEWHERE``."""

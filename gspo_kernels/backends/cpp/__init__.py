@@ -54,7 +54,7 @@ def _load_error() -> str | None:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """See ``protocol.RowBackend.unavailable``."""
+    """See ``protocol.Backend.unavailable``."""
     if device.type != "cpu":
         return f"the cpp backend supports CPU tensors only, not {device.type}"
     return _load_error()
@@ -236,7 +236,7 @@ def sequence_ratio_forward(
 
 
 def merge_mask(mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None, bool]:
-    """See ``protocol.RowBackend.merge_mask``."""
+    """See ``protocol.Backend.merge_mask``."""
     mask, merged = (mask if mask.dtype in MASK_DTYPES else mask.double()).contiguous(), None
     counted = torch.empty_like(mask, dtype=torch.bool)
     if labels is not None:
@@ -248,7 +248,7 @@ def merge_mask(mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """See ``protocol.RowBackend.scale_``."""
+    """See ``protocol.Backend.scale_``."""
     if factor.item() != 1.0:
         values.mul_(factor)
 

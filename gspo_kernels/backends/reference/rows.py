@@ -109,7 +109,7 @@ def _slopes_of_logprob(p: Tensor, labels: Tensor, logprobs: Tensor) -> Tensor:
 def merge_mask(
     mask: Tensor, labels: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None, bool | None]:
-    """See ``protocol.RowBackend.merge_mask``."""
+    """See ``protocol.Backend.merge_mask``."""
     counted = (mask != 0).contiguous()
     if labels is None:
         return counted, None, None
@@ -118,7 +118,7 @@ def merge_mask(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """See ``protocol.RowBackend.scale_``."""
+    """See ``protocol.Backend.scale_``."""
     if factor.item() != 1.0:
         values.mul_(factor)
 

@@ -35,7 +35,7 @@ def merge_mask_kernel(
 def merge_mask(
     mask: Tensor, labels: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None, bool | None]:
-    """See ``protocol.RowBackend.merge_mask``."""
+    """See ``protocol.Backend.merge_mask``."""
     B, T = mask.shape
     counted, merged = torch.empty(B, T, dtype=torch.bool, device=mask.device), None
     if labels is not None:

@@ -325,7 +325,7 @@ def scale_kernel(values_ptr, factor_ptr, count: tl.int64, LINES: tl.constexpr):
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """See ``protocol.RowBackend.scale_``."""
+    """See ``protocol.Backend.scale_``."""
     count = values.numel()
     launch(
         scale_kernel, min(-(-count // _SCALE_TILE.block), _PROGRAMS), values.device, _SCALE_TILE,
