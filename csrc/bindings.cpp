@@ -4,11 +4,7 @@
 
 #include <memory>
 
-#include "divergence.h"
-#include "online_softmax.h"
-#include "products.h"
-#include "rows.h"
-#include "sequences.h"
+#include "operators.h"
 #include "values.h"
 
 namespace gspo_kernels {
@@ -16,35 +12,19 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-void boxed_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
-                   double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                   Tensor logprobs, Tensor lse, OptionalTensor entropy) {
-    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    logprobs_forward(logits, labels, options, logprobs, lse, entropy);
-}
+// A function of rows and `LogitOptions` whose options are separate arguments.
+template <auto function>
+struct Flat;
 
-void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
-                    double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                    Tensor logprobs, Tensor lse, OptionalTensor entropy, Tensor grad_logprobs,
-                    OptionalTensor grad_entropy, OptionalTensor grad_scale, bool sharded, Tensor out) {
-    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy,
-                      grad_scale, sharded, out);
-}
-
-void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
-                    double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                    Tensor coefficients, Tensor logprobs, Tensor lse, Tensor out) {
-    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    logprobs_and_grad(logits, labels, options, coefficients, logprobs, lse, out);
-}
-
-void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
-                    double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                    Tensor logprobs, Tensor lse, Tensor factors, Tensor out) {
-    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    logprobs_and_rows(logits, labels, options, logprobs, lse, factors, out);
-}
+template <class... Rest, void (*function)(const Tensor&, const Tensor&, const LogitOptions&, Rest...)>
+struct Flat<function> {
+    static void call(Tensor rows, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                     double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                     Rest... rest) {
+        function(rows, labels, {row_temperature, kept, logit_scale, softcap, temperature, ignore_index},
+                 rest...);
+    }
+};
 
 void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
                       double logit_scale, double softcap, double temperature, int64_t ignore_index,
@@ -75,7 +55,7 @@ int64_t boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logpro
     } else {
         merged.reset(new bool[mask.numel()]);
         OptionalTensor no_labels;
-        if (!merge_mask({mask, {}, 0}, merged.get(), no_labels)) return kNoMask;
+        if (!merge_mask(mask, {}, 0, merged.get(), no_labels)) return kNoMask;
         counted = merged.get();
     }
     const SequenceTokens tokens{counted, old_logprobs, offsets,      advantages, weights,
@@ -109,31 +89,7 @@ bool boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor r
 
 bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, Tensor counted,
                       OptionalTensor merged) {
-    return merge_mask({mask, labels, ignore_index}, mutable_values<bool>(counted), merged);
-}
-
-void boxed_product(Tensor a, Tensor b, OptionalTensor bias, OptionalTensor ends, Tensor out, bool accumulate,
-                   int64_t instructions) {
-    product(a, b, bias, ends, out, accumulate, instructions);
-}
-
-void boxed_add_columns(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
-                       double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                       int64_t first, int64_t vocabulary, bool entropy, Tensor sums) {
-    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    add_columns(logits, labels, options, first, vocabulary, entropy, sums);
-}
-
-void boxed_add_products(Tensor hidden, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
-                        double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                        Tensor weight, OptionalTensor bias, bool entropy, int64_t instructions, Tensor sums) {
-    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    add_products(hidden, weight, bias, labels, options, entropy, instructions, sums);
-}
-
-void boxed_statistics_of_sums(Tensor sums, Tensor labels, int64_t ignore_index, Tensor logprobs, Tensor lse,
-                              OptionalTensor entropy) {
-    statistics_of_sums(sums, labels, ignore_index, logprobs, lse, entropy);
+    return merge_mask(mask, labels, ignore_index, mutable_values<bool>(counted), merged);
 }
 
 }  // namespace
@@ -189,18 +145,18 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
-    library.impl("logprobs_forward", TORCH_BOX(&gspo_kernels::boxed_forward));
-    library.impl("logprobs_backward", TORCH_BOX(&gspo_kernels::boxed_backward));
-    library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::boxed_and_grad));
-    library.impl("logprobs_and_rows", TORCH_BOX(&gspo_kernels::boxed_and_rows));
+    library.impl("logprobs_forward", TORCH_BOX(&gspo_kernels::Flat<gspo_kernels::logprobs_forward>::call));
+    library.impl("logprobs_backward", TORCH_BOX(&gspo_kernels::Flat<gspo_kernels::logprobs_backward>::call));
+    library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::Flat<gspo_kernels::logprobs_and_grad>::call));
+    library.impl("logprobs_and_rows", TORCH_BOX(&gspo_kernels::Flat<gspo_kernels::logprobs_and_rows>::call));
     library.impl("divergence", TORCH_BOX(&gspo_kernels::boxed_divergence));
     library.impl("ratio_step", TORCH_BOX(&gspo_kernels::boxed_ratio_step));
     library.impl("sequence_ratio_forward", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_forward));
     library.impl("merge_mask", TORCH_BOX(&gspo_kernels::boxed_merge_mask));
-    library.impl("product", TORCH_BOX(&gspo_kernels::boxed_product));
-    library.impl("fold_columns", TORCH_BOX(&gspo_kernels::boxed_add_columns));
-    library.impl("fold_products", TORCH_BOX(&gspo_kernels::boxed_add_products));
-    library.impl("folded_statistics", TORCH_BOX(&gspo_kernels::boxed_statistics_of_sums));
+    library.impl("product", TORCH_BOX(&gspo_kernels::product));
+    library.impl("fold_columns", TORCH_BOX(&gspo_kernels::Flat<gspo_kernels::add_columns>::call));
+    library.impl("fold_products", TORCH_BOX(&gspo_kernels::Flat<gspo_kernels::add_products>::call));
+    library.impl("folded_statistics", TORCH_BOX(&gspo_kernels::statistics_of_sums));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) {

@@ -1,6 +1,5 @@
-#include "divergence.h"
-
 #include "inputs.h"
+#include "operators.h"
 
 namespace gspo_kernels {
 namespace {

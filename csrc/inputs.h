@@ -5,8 +5,8 @@
 
 #include <atomic>
 
+#include "operators.h"
 #include "row.h"
-#include "rows.h"
 #include "values.h"
 
 namespace gspo_kernels {

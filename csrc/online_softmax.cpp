@@ -1,7 +1,6 @@
-#include "online_softmax.h"
-
 #include "inputs.h"
 #include "multiply.h"
+#include "operators.h"
 
 namespace gspo_kernels {
 namespace {
@@ -97,8 +96,8 @@ void add_columns(const Tensor& logits, const Tensor& labels, const LogitOptions&
     });
 }
 
-void add_products(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-                  const Tensor& labels, const LogitOptions& options, bool entropy, int64_t instructions,
+void add_products(const Tensor& hidden, const Tensor& labels, const LogitOptions& options,
+                  const Tensor& weight, const std::optional<Tensor>& bias, bool entropy, int64_t instructions,
                   Tensor& sums) {
     using torch::headeronly::ScalarType;
     const int64_t rows = hidden.size(0), depth = hidden.size(1), vocabulary = weight.size(0);

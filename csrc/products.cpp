@@ -1,6 +1,5 @@
-#include "products.h"
-
 #include "multiply.h"
+#include "operators.h"
 #include "values.h"
 
 namespace gspo_kernels {

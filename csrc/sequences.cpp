@@ -1,5 +1,3 @@
-#include "sequences.h"
-
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "operators.h"
 #include "tokens.h"
 #include "values.h"
 
@@ -255,15 +254,16 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
     return logprobs.scalar_type() == torch::headeronly::ScalarType::Double ? work(double{}) : work(float{});
 }
 
-bool merge_mask(const LabeledMask& input, bool* counted, std::optional<Tensor>& merged) {
+bool merge_mask(const Tensor& mask, const std::optional<Tensor>& labels, int64_t ignore_index, bool* counted,
+                std::optional<Tensor>& merged) {
     const auto work = [&](auto dtype) {
         using N = decltype(dtype);
-        const N* mask = values<N>(input.mask);
-        const int64_t* labels = values<int64_t>(input.labels);
+        const N* in = values<N>(mask);
+        const int64_t* label = values<int64_t>(labels);
         int64_t* out = merged ? mutable_values<int64_t>(*merged) : nullptr;
         std::atomic<bool> binary{true};
-        torch::stable::parallel_for(0, input.mask.numel(), kGrain, [&](int64_t begin, int64_t end) {
-            if (!merge(mask + begin, labels ? labels + begin : nullptr, input.ignore_index, end - begin,
+        torch::stable::parallel_for(0, mask.numel(), kGrain, [&](int64_t begin, int64_t end) {
+            if (!merge(in + begin, label ? label + begin : nullptr, ignore_index, end - begin,
                        counted + begin, out ? out + begin : nullptr)) {
                 binary = false;
             }
@@ -271,7 +271,7 @@ bool merge_mask(const LabeledMask& input, bool* counted, std::optional<Tensor>& 
         return binary.load();
     };
     using torch::headeronly::ScalarType;
-    switch (input.mask.scalar_type()) {
+    switch (mask.scalar_type()) {
         case ScalarType::Bool:
             return work(bool{});
         case ScalarType::Float:
@@ -281,7 +281,7 @@ bool merge_mask(const LabeledMask& input, bool* counted, std::optional<Tensor>& 
         case ScalarType::Int:
             return work(int32_t{});
         default:
-            STD_TORCH_CHECK(input.mask.scalar_type() == ScalarType::Long, "mask: dtype is not served");
+            STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Long, "mask: dtype is not served");
             return work(int64_t{});
     }
 }

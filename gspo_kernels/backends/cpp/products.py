@@ -1,4 +1,4 @@
-"""Matmuls of the C++ backend (csrc/products.h), with fp32 or bf16 operands and fp32 sums."""
+"""Matmuls of the C++ backend (csrc/operators.h), with fp32 or bf16 operands and fp32 sums."""
 
 from __future__ import annotations
 
