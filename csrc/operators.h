@@ -126,7 +126,7 @@ struct SequenceOutputs {
     std::optional<Tensor> grad_logprobs{};  // like logprobs; absent: not wanted
 };
 
-// Returns false if values must be rechecked: a log-prob may be above kHighestLogprob, or a sequence's
+// Returns false if values must be rechecked: a log-prob may be above 1 nat, or a sequence's
 // advantage, its log-ratio or the loss is NaN.
 bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& ratio_clip,
                 const SequenceOutputs& outputs);
