@@ -26,8 +26,13 @@ from gspo_kernels.distributed.placements import local_tensors
 from gspo_kernels.distributed.shards import columns_of
 from gspo_kernels.distributed.validate import agree_across_ranks
 from gspo_kernels.hidden.distillation import LinearDistillationFunction
-from gspo_kernels.logits.divergence import DivergenceFunction, KnownDivergenceFunction, summed
-from gspo_kernels.logits.pairs import DivergenceSpec, TeacherRows
+from gspo_kernels.logits.divergence import (
+    DivergenceFunction,
+    DivergenceSpec,
+    KnownDivergenceFunction,
+    TeacherRows,
+    summed,
+)
 from gspo_kernels.logits.selected import checked_ids
 from gspo_kernels.objectives import Linear
 from gspo_kernels.objectives.aggregation import token_shares

@@ -28,8 +28,7 @@ from gspo_kernels.hidden.gradients import (
     save_gradients,
     take_gradients,
 )
-from gspo_kernels.logits.divergence import summed
-from gspo_kernels.logits.pairs import DivergenceSpec, Pair, TeacherRows
+from gspo_kernels.logits.divergence import DivergenceSpec, Pair, TeacherRows, summed
 
 
 class LinearDistilled(NamedTuple):
