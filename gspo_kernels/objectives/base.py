@@ -132,12 +132,6 @@ class PolicyBatch:
         assert self.advantages is not None
         return self.per_token(self.advantages)
 
-    def weighted_logprobs(self) -> Tensor:
-        """Return ``token_weights * logprobs`` per token."""
-        if self.token_weights is None:
-            return self.logprobs
-        return finite.mul(self.token_weights, self.logprobs)
-
     def weighted(self, loss: Tensor) -> Tensor:
         """Multiply ``loss`` (tokens or [B]) by the rollout weights at its level."""
         if self.rollout_weights is None:
@@ -257,7 +251,12 @@ class Objective(_Frozen, ABC):
                 setattr(cls, name, vars(Objective)[name])
         if "level" in vars(cls) and "takes_token_advantages" not in vars(cls):
             cls.takes_token_advantages = cls.level == "token"
-        _name_of(cls)
+        # a unique name in specs, even if the class is redefined
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        _DEFINITIONS[name] += 1
+        if _DEFINITIONS[name] > 1:
+            name = f"{name}#{_DEFINITIONS[name]}"
+        _NAMES[cls], _CLASSES[name] = name, cls
 
     def __post_init__(self) -> None:
         if not is_compiling():
@@ -340,7 +339,7 @@ def _traced_spec(cls: type[Objective], names: tuple[str, ...], values: tuple[Any
 
 
 def _spec(objective: Objective) -> str:
-    name = _name_of(type(objective))
+    name = _NAMES[type(objective)]
     exact = f"{name} {objective.__dict__!r}"  # takes half the time of JSON
     spec = _SPECS.get(exact)
     if spec is None:
@@ -402,18 +401,6 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _name_of(cls: type[Objective]) -> str:
-    """Return the unique name of a class in specs, even if it is redefined."""
-    name = _NAMES.get(cls)
-    if name is None:
-        name = f"{cls.__module__}:{cls.__qualname__}"
-        _DEFINITIONS[name] += 1
-        if _DEFINITIONS[name] > 1:
-            name = f"{name}#{_DEFINITIONS[name]}"
-        _NAMES[cls], _CLASSES[name] = name, cls
-    return name
-
-
 def refuse_ignored_options(cls: type[Objective]) -> None:
     """Reject attributes that look like options but are not fields of the dataclass."""
     options = _option_names(cls)
@@ -457,15 +444,6 @@ def require_clip_range(low: float, high: float, dual: float | None, prefix: str 
     if dual is not None and not checks.number("dual_clip", dual) > 1.0 + high:
         raise ValueError(
             f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"
-        )
-
-
-def refuse_multipliers(low: float, high: float) -> None:
-    """Reject a sequence ratio's clip range that looks like bounds (0.8, 1.2) instead of distances from 1."""
-    if 0.5 <= low < 1.0 < high < 2.0:
-        raise ValueError(
-            f"clip_low, clip_high: got {low} and {high}, which look like bounds of the ratio; expected "
-            f"distances from 1: clip_low={1 - low:.6g}, clip_high={high - 1:.6g} for {low} to {high}"
         )
 
 

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from gspo_kernels.core.types import RatioClip, RatioWeight
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import (
-    Objective,
-    ObjectiveLoss,
-    PolicyBatch,
-    refuse_multipliers,
-    require_clip_range,
-)
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_clip_range
 
 
 def ppo_clip(
@@ -78,8 +72,12 @@ class ClippedRatio(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
-        if self.ratio_level == "sequence":
-            refuse_multipliers(self.clip_low, self.clip_high)
+        low, high = self.clip_low, self.clip_high
+        if self.ratio_level == "sequence" and 0.5 <= low < 1.0 < high < 2.0:
+            raise ValueError(
+                f"clip_low, clip_high: got {low} and {high}, which look like bounds of the ratio; expected "
+                f"distances from 1: clip_low={1 - low:.6g}, clip_high={high - 1:.6g} for {low} to {high}"
+            )
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         log_ratio, advantages = batch.log_ratio_of(self.ratio_level), batch.token_advantages()
@@ -151,5 +149,8 @@ def policy_gradient(
 
     ``clipped``: see ``surrogate``.
     """
-    gain = finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs())
+    logprobs = batch.logprobs
+    if batch.token_weights is not None:
+        logprobs = finite.mul(batch.token_weights, logprobs)
+    gain = finite.mul(batch.per_token(weight.detach()), logprobs)
     return surrogate(batch, gain, batch.per_token(log_ratio), *clipped)
