@@ -349,13 +349,6 @@ _ELEMENTS = 2**24
 """Logits per chunk of rows."""
 
 
-class _Rules(NamedTuple):
-    top_k: int
-    top_p: float
-    log_min_p: float
-    min_p_first: bool
-
-
 class SamplingMask(NamedTuple):
     """The tokens that a sampler could have drawn at each of C positions."""
 
@@ -468,8 +461,7 @@ def sampling_mask(
         raise ValueError(f"top_p: got {top_p}, expected a share above 0 and at most 1")
     if not 0 <= checks.number("min_p", min_p) < 1:
         raise ValueError(f"min_p: got {min_p}, expected a share of at least 0 and below 1")
-    log_min_p = math.log(min_p) if min_p else -math.inf
-    rules = _Rules(min(top_k, vocabulary), top_p, log_min_p, engine == "vllm")
+    top_k, log_min_p = min(top_k, vocabulary), math.log(min_p) if min_p else -math.inf
     if isinstance(temperature, Tensor):
         checks.tensor(
             "temperature", temperature, (shape[0],), "one per sequence", logits.device, checks.FLOATS
@@ -493,7 +485,8 @@ def sampling_mask(
         if validating and not bool(defined.all()):
             drawn = None if labels is None else labels.reshape(-1)[chunk] != bits.NO_ID
             _check_defined(defined.squeeze(-1), drawn, start, shape)
-        masks[chunk] = bits.packed_columns((z >= _least_kept(z, rules)) | ~defined)
+        least = _least_kept(z, top_k, top_p, log_min_p, engine == "vllm")
+        masks[chunk] = bits.packed_columns((z >= least) | ~defined)
     if labels is not None:
         masks |= bits.packed_ids(labels.reshape(-1, 1), vocabulary)
     return masks.view(*shape, masks.shape[-1])
@@ -520,26 +513,26 @@ def _check_defined(defined: Tensor, drawn: Tensor | None, start: int, shape: tor
         )
 
 
-def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
+def _least_kept(z: Tensor, top_k: int, top_p: float, log_min_p: float, min_p_first: bool) -> Tensor:
     """Return the smallest kept logit of each row of logits [n, V], [n, 1]."""
     highest = z.amax(-1, keepdim=True)
-    least_by_min_p = highest + rules.log_min_p
-    bound = least_by_min_p if rules.min_p_first else torch.full_like(highest, -math.inf)
-    if rules.top_k:
-        bound = torch.maximum(bound, z.topk(rules.top_k, sorted=True).values[:, -1:])
-    if rules.top_p < 1:
-        bound = _least_by_top_p(z, bound, highest, rules)
+    least_by_min_p = highest + log_min_p
+    bound = least_by_min_p if min_p_first else torch.full_like(highest, -math.inf)
+    if top_k:
+        bound = torch.maximum(bound, z.topk(top_k, sorted=True).values[:, -1:])
+    if top_p < 1:
+        bound = _least_by_top_p(z, bound, highest, top_k, top_p)
     return torch.maximum(bound, least_by_min_p)
 
 
-def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) -> Tensor:
+def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return the smallest logit that top-p keeps among those of at least ``bound``, [n, 1]."""
     left = exact(torch.where(z >= bound, (z - highest).exp(), 0.0)).sum(-1, keepdim=True)
-    V, mass = z.shape[-1], rules.top_p * left
-    count = rules.top_k or min(_CANDIDATES, V)
+    V, mass = z.shape[-1], top_p * left
+    count = top_k or min(_CANDIDATES, V)
     lowest, decided = _last_within(z.topk(count, sorted=True).values, highest, mass)
     # with top-k, logits after the first k are below the bound or ties of the k-th
-    while not rules.top_k and count < V and not bool(decided.all()):
+    while not top_k and count < V and not bool(decided.all()):
         count = _GROWTH * count if 4 * _GROWTH * count <= V else V
         rows = (~decided).nonzero().squeeze(1)
         if count == V:  # sort is faster than topk for all

@@ -20,10 +20,6 @@ INTEGERS = (torch.int64, torch.int32)
 _NUMBERS = (int, float)  # int | float builds a type at each evaluation
 
 
-def _described(value: object) -> str:
-    return "a tensor" if isinstance(value, Tensor) else f"{value!r}"
-
-
 def tensor(
     name: str,
     value: object,
@@ -164,7 +160,8 @@ def objective(value: Any, base: type) -> Any:
         raise TypeError(
             f"objective: got the class {value.__name__}, expected an instance such as {value.__name__}()"
         )
-    raise TypeError(f"objective: got {_described(value)}, expected an instance such as GSPO()")
+    shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+    raise TypeError(f"objective: got {shown}, expected an instance such as GSPO()")
 
 
 _VALIDATE = os.environ.encodekey("GSPO_KERNELS_VALIDATE")

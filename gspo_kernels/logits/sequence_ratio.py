@@ -177,12 +177,7 @@ def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions
 
 @sequence_ratio.register_fake
 def _(
-    logits: Tensor,
-    labels: Tensor,
-    mask: Tensor | None,
-    options: RowOptions,
-    operands: RatioOperands,
-    ratio_clip: RatioClip,
+    logits: Tensor, labels: Tensor, mask: Tensor | None, _: RowOptions, operands: RatioOperands, *__: Any
 ) -> SequenceRatioStats:
     def new(*shape: int) -> Tensor:
         return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))

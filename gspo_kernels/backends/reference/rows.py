@@ -92,18 +92,14 @@ def _surrogates(rows: LogitRows, full: RowStats) -> RowStats:
     z = _counted_columns(logits, labels == ignore_index, transform)
     log_p = (z.detach() - full.lse.unsqueeze(-1)).to(z.dtype)
     p = torch.where(full.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
-    logprobs = (_slopes_of_logprob(p, labels, full.logprobs) * z).sum(-1)
+    columns = torch.arange(p.shape[-1], device=p.device)
+    # 1 - p from log p, because 1 - p cancels where p is near 1
+    at_label = -torch.expm1(full.logprobs).unsqueeze(-1)
+    logprobs = (torch.where(columns == labels.unsqueeze(-1), at_label, -p) * z).sum(-1)
     if full.entropy is None:
         return RowStats(logprobs, full.lse, logprobs)
     surprise = torch.where(p > 0, log_p + full.entropy.unsqueeze(-1), 0.0)
     return RowStats(logprobs, full.lse, -(p * surprise * z).sum(-1))
-
-
-def _slopes_of_logprob(p: Tensor, labels: Tensor, logprobs: Tensor) -> Tensor:
-    """Return onehot - p, the derivative of the label's log-prob by each logit."""
-    columns = torch.arange(p.shape[-1], device=p.device)
-    # 1 - p from log p, because 1 - p cancels where p is near 1
-    return torch.where(columns == labels.unsqueeze(-1), -torch.expm1(logprobs).unsqueeze(-1), -p)
 
 
 def merge_mask(
