@@ -58,7 +58,7 @@ class Padded(Layout):
         """[B, T] -> [B]."""
         # the autograd function is slower than a small sum
         if tokens.requires_grad and torch.is_grad_enabled():
-            return _Sum.apply(tokens, self)
+            return _Differentiable.apply(tokens, self, True)
         if not tokens.is_cpu or not tokens.numel():
             return exact_sum(tokens)
         offsets = torch.arange(0, tokens.numel() + 1, self.length, device=tokens.device)
@@ -67,7 +67,7 @@ class Padded(Layout):
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [B, T], without copying."""
         if values.requires_grad and torch.is_grad_enabled():
-            return _Expand.apply(values, self)
+            return _Differentiable.apply(values, self, False)
         return values.unsqueeze(1).expand(values.shape[0], self.length)
 
 
@@ -86,13 +86,13 @@ class Packed(Layout):
     def sum(self, tokens: Tensor) -> Tensor:
         """[1, N] -> [B]."""
         if tokens.requires_grad and torch.is_grad_enabled():
-            return _Sum.apply(tokens, self)
+            return _Differentiable.apply(tokens, self, True)
         return segment_reduce(tokens.flatten(), "sum", self.offsets)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [1, N]."""
         if values.requires_grad and torch.is_grad_enabled():
-            return _Expand.apply(values, self)
+            return _Differentiable.apply(values, self, False)
         return values[self.segments].unsqueeze(0)
 
 
@@ -153,27 +153,14 @@ def runs(*keys: Tensor) -> Packed:
     return Packed(torch.searchsorted(segments, places), segments)
 
 
-class _Sum(torch.autograd.Function):
-    """``Layout.sum``; its backward is ``Layout.expand``."""
+class _Differentiable(torch.autograd.Function):
+    """``Layout.sum`` or ``Layout.expand``; each is the backward of the other."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, layout: Layout) -> Tensor:
-        ctx.layout = layout
-        return layout.sum(tokens)
+    def forward(ctx: Any, values: Tensor, layout: Layout, sums: bool) -> Tensor:
+        ctx.layout, ctx.sums = layout, sums
+        return layout.sum(values) if sums else layout.expand(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout.expand(grad), None
-
-
-class _Expand(torch.autograd.Function):
-    """``Layout.expand``; its backward is ``Layout.sum``."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, layout: Layout) -> Tensor:
-        ctx.layout = layout
-        return layout.expand(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout.sum(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.layout.expand(grad) if ctx.sums else ctx.layout.sum(grad), None, None
