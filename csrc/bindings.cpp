@@ -139,7 +139,6 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
         "folded_statistics(Tensor sums, Tensor labels, int ignore_index, Tensor(a!) logprobs, "
         "Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
     library.def("product_instructions(bool bf16) -> int");
-    library.def("has_product_instructions(int instructions, bool bf16) -> bool");
     library.def("amx_unavailable() -> str");
     library.def("on_intel() -> bool");
 }
@@ -161,7 +160,6 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) {
     library.impl("product_instructions", TORCH_BOX(&gspo_kernels::product_instructions));
-    library.impl("has_product_instructions", TORCH_BOX(&gspo_kernels::has_product_instructions));
     library.impl("amx_unavailable", TORCH_BOX(&gspo_kernels::amx_reason));
     library.impl("on_intel", TORCH_BOX(&gspo_kernels::on_intel));
 }

@@ -87,10 +87,9 @@ void statistics_of_sums(const Tensor& sums, const Tensor& labels, int64_t ignore
 void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
              const std::optional<Tensor>& ends, Tensor& out, bool accumulate, int64_t instructions);
 
-// The best `Instructions` (tiles.h) of this processor for fp32 or bf16, whether it has certain ones, the
-// reason why AMX is not used ("" if it is), and whether it is an Intel processor.
+// The best `Instructions` (tiles.h) of this processor for fp32 or bf16, the reason why AMX is not used ("" if
+// it is), and whether it is an Intel processor.
 int64_t product_instructions(bool bf16);
-bool has_product_instructions(int64_t instructions, bool bf16);
 std::string amx_reason();
 bool on_intel();
 

@@ -106,10 +106,6 @@ int64_t product_instructions(bool bf16) {
     return static_cast<int64_t>(best_instructions(bf16));
 }
 
-bool has_product_instructions(int64_t instructions, bool bf16) {
-    return has_instructions(static_cast<Instructions>(instructions), bf16);
-}
-
 std::string amx_reason() {
     const char* reason = amx_unavailable();
     return reason ? reason : "";

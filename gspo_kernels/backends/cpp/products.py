@@ -15,13 +15,6 @@ widens bf16 to fp32, differ from all others. These are bitwise identical, except
 subnormal bf16 numbers to 0 and "portable" differs for fp32 operands. "portable_amx" is AMX in plain C++."""
 
 
-def has_instructions(instructions: str, dtype: torch.dtype) -> bool:
-    """Return whether this processor has these instructions and they support ``dtype``."""
-    return dtype in (torch.float32, torch.bfloat16) and bool(
-        operators().has_product_instructions(INSTRUCTIONS.index(instructions), dtype == torch.bfloat16)
-    )
-
-
 def best_instructions(dtype: torch.dtype) -> str:
     """Return the instructions that "best" selects for fp32 or bf16, see csrc/products.cpp."""
     return INSTRUCTIONS[operators().product_instructions(dtype == torch.bfloat16)]
