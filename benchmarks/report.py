@@ -286,21 +286,25 @@ def readme() -> str:
     """Return the README with the table of today's results: a column per machine, a row per case."""
     columns = [load(RESULTS / name) for name in README_FOLDERS]
     rows: list[Row] = [["forward and backward"]]
-    hidden = [case for each in columns for case in each["hidden"]["cases"]]
-    sizes = [shape_text(case["shape"]) for case in hidden if case["name"] == README_ROWS[0][2]]
+    devices, shapes = list[str](), list[str]()
     for each in columns:
         record = next(iter(each.values()))
         rows[0].append(f"{record['device']}{', commit ' * ('commit' in record)}{record.get('commit', '')}")
+        devices.append(record["device"].partition(", ")[0])
     for words, suite, name in README_ROWS:
         found = [
             [case for case in each.get(suite, {}).get("cases", []) if case["name"] == name]
             for each in columns
         ]
         rows.append([words, *(readme_cell(case, words[-3:].strip(": ")) for (case,) in found)])
+        texts = [shape_text(case["shape"]).partition(", ")[2] for (case,) in found]  # cells have the dtype
+        shapes.append("; ".join(f"{t} on the {device}" for t, device in zip(texts, devices, strict=True)))
+    first, memory = shapes[0], shapes[[row[1] for row in README_ROWS].index("memory")]
     legend = (
         "Each cell has three results: this package / plain PyTorch / the best other implementation, by name. "
-        f"Shapes of the first row: {'; '.join(sizes)}. [Benchmarks](docs/benchmarks.md) has the other "
-        "shapes, more cases and the spreads. A dash means that no other implementation has the case."
+        "A dash means that no other implementation has the case. "
+        f"The first row is for {first}. Memory was measured for smaller problems: {memory}. "
+        "[Benchmarks](docs/benchmarks.md) has the shapes of the other rows, and more cases."
     )
     return replaced(README, f"{legend}\n\n{markdown(rows)}\n")
 
