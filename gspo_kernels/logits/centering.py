@@ -2,9 +2,9 @@
 gradient.
 
 The gradient ``A f s`` of a drawn token, s = dlog p, has the mean ``E_q[A] E_q[f s] + Cov_q(A, f s)``. The
-term of ``ScoreCentering`` subtracts the first part, ``A E_q[f s]``, where q is ``alpha p_v`` outside of H.
-These ids contribute ``alpha f(1 / alpha)`` times their sum of p_v s_v, which is ``(1 - P_H) dlog(1 - P_H)``.
-Together they add ``(1 - Q_H) f(1 / alpha) dlog(1 - P_H)``, without unbounded coefficients alpha p_v that
+term of ``ScoreCentering`` subtracts the first part, ``A E_q[f s]``, where q is ``alpha p_v`` outside of S.
+These ids contribute ``alpha f(1 / alpha)`` times their sum of p_v s_v, which is ``(1 - P_S) dlog(1 - P_S)``.
+Together they add ``(1 - Q_S) f(1 / alpha) dlog(1 - P_S)``, without unbounded coefficients alpha p_v that
 would have to cancel. A row has coefficients of K + 1 ids and of the remaining mass, see ``selected``.
 """
 
@@ -39,12 +39,12 @@ NO_OPTIONS = RowOptions(LogitTransform(), bits.NO_ID, "")
 class ScoreCentering:
     """The sampler's probabilities for score centering, which subtracts the mean score from a policy gradient.
 
-    Let q be the sampler's probabilities of the ids H of a token and p the policy's, Q_H and P_H their sums
-    over H, and f the objective's weight of a token. The loss becomes, after arXiv 2609.20807,
+    Let q be the sampler's probabilities of the ids S of a token and p the policy's, Q_S and P_S their sums
+    over S, and f the objective's weight of a token. The loss becomes, after arXiv 2609.20807,
 
-        loss += agg(A (sum_{v in H} sg[q_v f(p_v / q_v)] log p_v + sg[(1 - Q_H) f(1 / alpha)] log(1 - P_H)))
+        loss += agg(A (sum_{v in S} sg[q_v f(p_v / q_v)] log p_v + sg[(1 - Q_S) f(1 / alpha)] log(1 - P_S)))
 
-    with the objective's aggregation and mask, without ``rollout_weights``. ``alpha = (1 - Q_H) / (1 - P_H)``
+    with the objective's aggregation and mask, without ``rollout_weights``. ``alpha = (1 - Q_S) / (1 - P_S)``
     distributes the remaining mass in proportion to p. ``docs/off_policy.md`` lists the objectives that have
     an f: 1, TIS and MIS are the paper's; PPO's clip has one for each sign of A, the ratio where the gradient
     passes and 0 elsewhere. Objectives without f, such as those with sequence ratios (GSPO), are not
