@@ -529,9 +529,8 @@ def fused_linear_policy_loss(
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
     traced = torch.compiler.is_compiling()
-    more = () if centered is None else (centered,)
     loss, metrics, logprobs, entropy = applied(LinearPolicyFunction)(
-        *operands, terms, decisions, traced, *more
+        *operands, traced, terms, decisions, *(centered or (None, None, None))
     )
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 

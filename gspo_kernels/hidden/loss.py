@@ -20,7 +20,7 @@ from gspo_kernels.core.layout import queued
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.distributed.groups import sum_
-from gspo_kernels.hidden.call import Call, Decisions, call_of
+from gspo_kernels.hidden.call import Call, Decisions, RequiresGrad, call_of
 from gspo_kernels.hidden.chunk import as_index, rows_at
 from gspo_kernels.hidden.gradients import HeadGradients, save_gradients, take_gradients
 from gspo_kernels.hidden.plan import SUM_ROWS, Plan, make_plan
@@ -43,22 +43,21 @@ class LinearLoss(NamedTuple):
 
 
 @matrix_operator
-def linear_policy(operands: LinearOperands, terms: Terms, decisions: Decisions) -> LinearLoss:
-    """Return a loss from hidden states, its log-probs and its gradients."""
-    return _run(operands, terms, decisions)
-
-
-@matrix_operator
-def linear_centered_policy(
-    operands: LinearOperands, terms: Terms, decisions: Decisions, centering: CenteringRows
+def linear_policy(
+    operands: LinearOperands,
+    terms: Terms,
+    decisions: Decisions,
+    ids: Tensor | None,
+    sampler_logprobs: Tensor | None,
+    factors: Tensor | None,
 ) -> LinearLoss:
-    """Return the same for a loss with score centering, with the schedule "known"."""
-    return _run(operands, terms, decisions, centering)
+    """Return a loss from hidden states, its log-probs and its gradients.
 
-
-def _run(
-    operands: LinearOperands, terms: Terms, decisions: Decisions, centering: CenteringRows | None = None
-) -> LinearLoss:
+    The last three tensors are those of ``CenteringRows``, or None without score centering.
+    """
+    centering: CenteringRows | None = None
+    if ids is not None and sampler_logprobs is not None and factors is not None:
+        centering = CenteringRows(ids, sampler_logprobs, factors)
     call = call_of(operands, decisions if centering is None else None, whole_logits=centering is not None)
     terms = check_values(call.labels, terms)
     plan, terms = plan_of(call, terms, decisions)
@@ -67,13 +66,13 @@ def _run(
         schedule = SCHEDULES[part.step.schedule] if centering is None else known_with_centering
         schedule(call, part, out)
     out.sequence_sums = None  # free the memory for the rounded dWeight
-    step, (logprobs, _, entropy), loss = out.evaluation(), out.stats, None
+    (loss, _, _, metrics), (logprobs, _, entropy) = out.evaluation(), out.stats
     if centering is not None:
         centered = sum_(terms.cp_group, out.centered) if terms.cp_group else out.centered
-        loss = (step.loss + centered).to(step.loss.dtype)
+        loss = (loss + centered).to(loss.dtype)
     if entropy is None:
         entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
-    return LinearLoss(step.loss if loss is None else loss, step.metrics, logprobs, entropy, out.gradients())
+    return LinearLoss(loss, metrics, logprobs, entropy, out.gradients())
 
 
 def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms]:
@@ -210,7 +209,6 @@ def parts_of(call: Call, terms: Terms, plan: Plan) -> Iterator[Part]:
 
 
 @linear_policy.register_fake
-@linear_centered_policy.register_fake
 def _(operands: LinearOperands, terms: Terms, decisions: Decisions, *_: Any) -> LinearLoss:
     stats = LogprobRows.fake(operands.labels, operands.hidden.dtype, decisions.entropy)
     sums, entropy = stats_dtype(operands.hidden.dtype), stats.entropy if decisions.entropy else None
@@ -226,23 +224,19 @@ def _(operands: LinearOperands, terms: Terms, decisions: Decisions, *_: Any) -> 
 class LinearPolicyFunction(torch.autograd.Function):
     """Loss, metrics, log-probs and entropy; the forward also computes the gradients.
 
-    The arguments are the operands (field by field), terms, decisions, whether the call is traced, and the
-    rows of score centering.
+    The arguments are the operands (field by field), whether the call is traced, and the other arguments of
+    ``linear_policy``.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        operands, (terms, decisions, traced, *centering) = LinearOperands(*arguments[:7]), arguments[7:]
-        call, operator = (operands, terms, decisions, *centering), linear_policy
-        if centering:
-            operator = linear_centered_policy
-        result = operator(*call)
-        ctx.others = 7 + len(centering)
-        save_gradients(ctx, result.gradients, decisions.requires_grad, operator, call, traced)
+        operands, (traced, *others) = LinearOperands(*arguments[:7]), arguments[7:]
+        result = linear_policy(operands, *others)
+        needs: RequiresGrad = others[1].requires_grad
+        save_gradients(ctx, result.gradients, needs, linear_policy, (operands, *others), traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        others = (None,) * ctx.others
-        return (None, None, None, *others) if grad is None else (*take_gradients(ctx, grad), *others)
+        return (None,) * 13 if grad is None else (*take_gradients(ctx, grad), *(None,) * 10)
