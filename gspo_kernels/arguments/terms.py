@@ -163,12 +163,12 @@ class TermsForm(NamedTuple):
     """Conversion of a call's terms to the operators' form, cached by the call's ``signature``.
 
     Attributes:
-        changes: pairs of a field's position and its conversion.
+        changes: pairs of a field's position and its conversion, or None to drop a number without effect.
         on_host: whether mask or offsets are on the CPU and the tokens are not.
         cp_group, objective: fields of ``Terms``.
     """
 
-    changes: tuple[tuple[int, Callable[[Any], Tensor | None]], ...]
+    changes: tuple[tuple[int, Callable[[Any], Tensor] | None], ...]
     on_host: bool
     cp_group: str
     objective: str
@@ -177,7 +177,7 @@ class TermsForm(NamedTuple):
         """Convert checked arguments to the operators' form."""
         values = list(passed[:_PASSED])
         for place, change in self.changes:
-            values[place] = change(values[place])
+            values[place] = None if change is None else change(values[place])
         fields: Any = (*values, self.cp_group, self.objective)
         terms = Terms(*fields)
         return _from_host(terms, tokens) if self.on_host else terms
@@ -206,13 +206,13 @@ def normalize_terms(
             'group_ids: got None, but aggregation="prompt_mean" needs them, or a normalizer [B] from '
             "gk.normalizer of the whole batch"
         )
-    changes: list[tuple[int, Callable[[Any], Tensor | None]]] = []
+    changes: list[tuple[int, Callable[[Any], Tensor] | None]] = []
     on_host = False
     for place, ((name, spec), value) in enumerate(zip(_ARGUMENTS.items(), passed, strict=False)):
         if value is None:
             continue
         if type(value) in (int, float) and value == 0 and spec.shape == "broadcast":
-            changes.append((place, _dropped))
+            changes.append((place, None))
             continue
         if by_prompt and name == "normalizer":
             spec = SEQUENCES
@@ -234,10 +234,6 @@ def normalize_terms(
     group = "" if parallel is None or parallel.cp_group is None else group_name("cp_group", parallel.cp_group)
     form = TermsForm(tuple(changes), on_host, group, objective.spec)
     return form.apply(passed, tokens), form
-
-
-def _dropped(_: float) -> None:
-    """Replace a number without effect by None."""
 
 
 def _detached(value: Tensor) -> Tensor:
