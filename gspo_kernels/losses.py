@@ -35,7 +35,7 @@ from gspo_kernels.hidden.small import SmallLossFunction, small_loss
 from gspo_kernels.logits.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given
 from gspo_kernels.logits.centering import normalize as normalize_centering
 from gspo_kernels.logits.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction, logprobs_forward
-from gspo_kernels.logits.policy_step import PolicyLossFunction, output_of, policy_step, without_logprobs
+from gspo_kernels.logits.policy_step import PolicyLossFunction, known_coefficients, output_of, policy_step
 from gspo_kernels.logits.selected import SelectedLogprobsFunction
 from gspo_kernels.logits.sequence_ratio import SequenceRatioFunction, ratio_clip_of, ratio_operands
 from gspo_kernels.objectives import GSPO
@@ -136,12 +136,10 @@ def policy_loss(
         form, backend, ratio_clip = decided
         packed, terms = cu_seqlens is not None, form.apply(passed, logprobs)
         rows, entropy = as_rows(logprobs, packed), None if entropy is None else as_rows(entropy, packed)
-    loss, metrics = applied(PolicyLossFunction)(rows, entropy, terms, backend, ratio_clip)
     if centered is not None:
-        selected, rows_to_center = centered
-        rows_to_center = rows_to_center.weighted(rows.detach(), terms)
-        loss = loss + centering_loss(selected, rows_to_center, terms.objective, terms.cp_group).to(loss.dtype)
-    return output_of(loss, metrics, rows, entropy, terms)
+        selected, centering_rows = centered
+        centered = selected, centering_rows.weighted(rows.detach(), terms)
+    return _loss_from_logprobs(rows, entropy, terms, backend, ratio_clip, centered)
 
 
 @agree_across_ranks
@@ -312,7 +310,8 @@ def fused_policy_loss(
         centered = centered.weighted(row_labels, terms, row_options, rows.shape[-1])
         selected = SelectedLogprobsFunction.apply(rows, centered.ids, inplace_backward, row_options, False)
         entropy = logprobs_forward(rows, row_labels, row_options, True).entropy if with_entropy else None
-        return _loss_with_centering(selected, entropy, centered, terms, row_options.backend, ratio_clip)
+        logprobs, ids = selected[0][..., 0], (selected, centered)
+        return _loss_from_logprobs(logprobs, entropy, terms, row_options.backend, ratio_clip, ids)
     if plan.known:
         return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
     if plan.in_one_launch:
@@ -321,8 +320,11 @@ def fused_policy_loss(
             rows, row_labels, mask, inplace_backward, row_options, operands, ratio_clip
         )
         return output_of(loss, metrics, logprobs, None, terms)
-    outputs = applied(TokenLogprobsFunction)(rows, row_labels, with_entropy, inplace_backward, row_options)
-    return _loss_from_logprobs(outputs, with_entropy, terms, row_options.backend, ratio_clip)
+    logprobs, entropy = applied(TokenLogprobsFunction)(
+        rows, row_labels, with_entropy, inplace_backward, row_options
+    )
+    entropy = entropy if with_entropy else None
+    return _loss_from_logprobs(logprobs, entropy, terms, row_options.backend, ratio_clip)
 
 
 class LogitsPlan(NamedTuple):
@@ -391,40 +393,25 @@ def _normalize_logits(
 
 
 def _loss_from_logprobs(
-    outputs: tuple[Tensor, Tensor | None],
-    with_entropy: bool,
-    terms: Terms,
-    backend: str,
-    ratio_clip: RatioClip,
-) -> LossOutput:
-    """Return the loss of log-probs and, if it was computed, their entropy."""
-    logprobs, entropy = outputs[0], outputs[1] if with_entropy else None
-    loss, metrics = applied(PolicyLossFunction)(logprobs, entropy, terms, backend, ratio_clip)
-    return output_of(loss, metrics, logprobs, entropy, terms)
-
-
-def _loss_with_centering(
-    selected: tuple[Tensor, Tensor],
+    logprobs: Tensor,
     entropy: Tensor | None,
-    centering: CenteringRows,
     terms: Terms,
     backend: str,
     ratio_clip: RatioClip,
+    centered: tuple[tuple[Tensor, Tensor], CenteringRows] | None = None,
 ) -> LossOutput:
-    """Return the loss of log-probs of labels, with score centering."""
-    labels = (selected[0][..., 0], entropy)
-    out = _loss_from_logprobs(labels, entropy is not None, terms, backend, ratio_clip)
-    centering_term = centering_loss(selected, centering, terms.objective, terms.cp_group)
-    return out._replace(loss=out.loss + centering_term.to(out.loss.dtype))
+    """Return the loss of log-probs; ``centered`` are the log-probs of ids and the rows of score centering."""
+    loss, metrics = applied(PolicyLossFunction)(logprobs, entropy, terms, backend, ratio_clip)
+    if centered is not None:
+        loss = loss + centering_loss(*centered, terms.objective, terms.cp_group).to(loss.dtype)
+    return output_of(loss, metrics, logprobs, entropy, terms)
 
 
 def _with_known_coefficients(
     rows: Tensor, labels: Tensor, terms: Terms, options: RowOptions, ratio_clip: RatioClip
 ) -> LossOutput:
     """Return a loss with known coefficients, with log-probs and gradient in one pass."""
-    zeros, known = without_logprobs(labels, terms)
-    known_clip = ratio_clip_of(known, options.backend)
-    coefficients = policy_step(zeros, None, known, options.backend, known_clip, False).grad_logprobs
+    coefficients = known_coefficients(labels, terms, options.backend, policy_step)
     carrier, logprobs = KnownCoefficientsFunction.apply(rows, labels, coefficients, options)
     step = policy_step(logprobs, None, terms, options.backend, ratio_clip, True)
     return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)
@@ -507,7 +494,7 @@ def fused_linear_policy_loss(
         "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, products, objective,
         parallel, return_entropy, schedule, skip_inactive, centering,
     )  # fmt: skip
-    with_entropy = decisions.entropy
+    with_entropy, backend = decisions.entropy, operands.options.backend
     # "all" skips tokens that these lengths count
     if labels.is_cuda and skip_inactive == "backward":
         on_host = take_prefetched(labels, loss_mask, advantages, cu_seqlens, ignore_index)
@@ -518,13 +505,15 @@ def fused_linear_policy_loss(
         centered = centered.weighted(operands.labels, terms, operands.options, len(operands.weight))
     if decisions.schedule == "two_pass" and centered is not None:
         selected = LinearSelectedLogprobsFunction.apply(*operands, centered.ids, False)
-        return _loss_with_centering(selected, None, centered, terms, decisions.backend, decisions.ratio_clip)
+        logprobs, ids = selected[0][..., 0], (selected, centered)
+        return _loss_from_logprobs(logprobs, None, terms, backend, decisions.ratio_clip, ids)
     # batch-invariant schedules multiply by the upstream gradient in the same operation
     if decisions.schedule == "two_pass" and not (
         operands.chunking.batch_invariant and any(decisions.requires_grad)
     ):
-        outputs = LinearTokenLogprobsFunction.apply(*operands, with_entropy, decisions.skips)
-        return _loss_from_logprobs(outputs, with_entropy, terms, decisions.backend, decisions.ratio_clip)
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, with_entropy, decisions.skips)
+        entropy = entropy if with_entropy else None
+        return _loss_from_logprobs(logprobs, entropy, terms, backend, decisions.ratio_clip)
     if (small := small_loss(operands, terms, decisions)) is not None:
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
@@ -665,7 +654,6 @@ def _normalize_linear(
         learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
         needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
         decisions = Decisions(
-            row_options.backend,
             coefficients_depend_on(objective, terms),
             ratio_clip_of(terms, row_options.backend),
             needs,

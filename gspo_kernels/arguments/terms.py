@@ -31,7 +31,6 @@ class CallShape(NamedTuple):
     shape: tuple[int, ...]
     device: torch.device
     sequences: int
-    packed: bool
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def normalize_terms(
     """
     packed = passed.cu_seqlens is not None
     sequences = tokens.shape[0] if passed.cu_seqlens is None else passed.cu_seqlens.shape[0] - 1
-    call = CallShape(tuple(tokens.shape), tokens.device, sequences, packed)
+    call = CallShape(tuple(tokens.shape), tokens.device, sequences)
     by_prompt = objective.aggregation == "prompt_mean"
     if by_prompt and passed.normalizer is None and passed.group_ids is None:
         raise ValueError(

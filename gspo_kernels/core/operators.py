@@ -205,9 +205,9 @@ def inplace_operator(implementation: Callable[..., Any]) -> Operator:
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def isolated(tensors: list[Tensor], multiplies: bool = True) -> contextlib.AbstractContextManager[Any]:
+def isolated(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context that disables autograd, autocast and reduced-precision matmuls."""
-    return _isolation(tensors, multiplies) or _NOTHING
+    return _isolation(tensors, True) or _NOTHING
 
 
 def _isolation(tensors: list[Tensor], multiplies: bool) -> contextlib.AbstractContextManager[Any] | None:

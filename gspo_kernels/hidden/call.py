@@ -17,7 +17,7 @@ from gspo_kernels.core.memory import LEAST_BYTES, chunk_rows
 from gspo_kernels.core.types import NO_RATIO, RatioClip, RowOptions
 from gspo_kernels.distributed.groups import gathered_numbers
 from gspo_kernels.distributed.tokens import ScatteredTokens
-from gspo_kernels.hidden.chunk import Chunk, as_index, cut, rows_at
+from gspo_kernels.hidden.chunk import Chunk, as_index, cut, indices, rows_at
 from gspo_kernels.hidden.matmul import HeadMatmul, select_matmul
 from gspo_kernels.logits.logprobs import check_ranges, check_rows, range_of
 
@@ -38,7 +38,6 @@ class Decisions(NamedTuple):
     """Decisions of a loss that depend only on shapes, dtypes and options: strings, numbers and flags.
 
     Attributes:
-        backend: the name of a backend that supports the tensors' device.
         depends_on: the scope of dLoss/dlogprob of one token, besides masks, lengths, weights and advantages:
             "nothing" (the coefficient is known beforehand), "token", "turn", "sequence", "group" or "batch".
         ratio_clip: the clipped ratio that the backend evaluates in one launch, or ``NO_RATIO`` if PyTorch
@@ -51,7 +50,6 @@ class Decisions(NamedTuple):
         defers: minimum of rows for "auto" to defer a group that doesn't fit in a chunk, or 0 for never.
     """
 
-    backend: str
     depends_on: str
     ratio_clip: RatioClip = NO_RATIO
     requires_grad: RequiresGrad = RequiresGrad()
@@ -91,29 +89,23 @@ class Call:
 
     @cached_property
     def projected(self) -> slice | Tensor:
-        """The positions of the rows to project: counted rows, or all rows without compaction."""
+        """The positions of the rows to project; syncs unless the host knows their number."""
         lengths = self.chunking.lengths
-        count = None if lengths is None else int(lengths[0].sum())
-        all_rows = not self.chunking.compact or count == self.labels.numel()
-        return self.index(None if all_rows else self.counted, count)
+        return self.positions(None if lengths is None else int(lengths[0].sum()))
+
+    def positions(self, count: int | None) -> slice | Tensor:
+        """Return the positions of the rows to project, ``count`` if the host knows their number: the counted
+        rows, or without compaction all rows or those of the mask on the host.
+        """
+        if not self.chunking.compact or count == self.labels.numel():
+            return slice(0, self.labels.numel()) if self.chunking.where is None else self.chunking.where
+        return indices(self.counted, count)
 
     @property
     def row_count(self) -> int:
         """The number of rows to project."""
         where = self.projected
         return where.stop if isinstance(where, slice) else len(where)
-
-    def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
-        """Return the positions of the rows where ``keep`` is True, or by default of all projected rows.
-
-        This syncs with the device unless ``count``, the number of these rows, is passed.
-        """
-        if keep is None:
-            return slice(0, self.labels.numel()) if self.chunking.where is None else self.chunking.where
-        count = int(keep.sum()) if count is None else count
-        if count == keep.numel():
-            return slice(0, count)
-        return keep.flatten().nonzero_static(size=count).squeeze(1)
 
     def cut(self, row_count: int, max_rows: int = 0) -> tuple[int, ...]:
         """Return the ends of chunks of at most ``max_rows`` (default ``chunk_rows``); see ``chunk.cut``."""

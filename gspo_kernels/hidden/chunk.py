@@ -130,6 +130,12 @@ def rows_at(values: Tensor, where: slice | Tensor) -> Tensor:
     return values if all_rows else values[where]
 
 
+def indices(keep: Tensor, count: int | None = None) -> slice | Tensor:
+    """Return the indices where ``keep`` is True, a slice if all are; syncs unless ``count`` is passed."""
+    count = int(keep.sum()) if count is None else count
+    return slice(0, count) if count == keep.numel() else keep.flatten().nonzero_static(size=count).squeeze(1)
+
+
 def as_index(where: slice | Tensor, device: torch.device) -> Tensor:
     """Return the positions as int64 [n]."""
     return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where

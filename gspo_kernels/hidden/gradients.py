@@ -159,11 +159,11 @@ class HeadSums:
         if self._weight is not None:
             total = self._weight[first:last]
             if total.dtype == self._dtype or (matmul.writes_16_bits and self._power is None):
-                matmul.add_weight(total, values, operand, self._empty, ends)
+                matmul.add_weight(total, values, operand, not self._empty, ends)
             else:
                 self._add_rounded(matmul, total, values, operand)
         if self._bias is not None:
-            matmul.add_bias(self._bias[first:last], values, factors[0], self._empty, ends)
+            matmul.add_bias(self._bias[first:last], values, factors[0], not self._empty, ends)
         if last == self._matmul.vocabulary:
             self._empty = False
             if self._wide is not None:
@@ -177,7 +177,7 @@ class HeadSums:
         for first in range(0, len(total), width):
             some = total[first : first + width]
             wide = self._wide[: len(some)]
-            matmul.add_weight(wide, values[:, first : first + width], operand, True, None)
+            matmul.add_weight(wide, values[:, first : first + width], operand, False, None)
             some.copy_(wide if self._power is None else wide.mul_(self._power))
 
     def add_label_residual(
@@ -200,7 +200,7 @@ class HeadSums:
             ordered, order = at.sort(stable=True)
             first = order[torch.searchsorted(ordered, at)]  # the first row with the same label
             exact = torch.empty_like(operands[0], dtype=self._dtype)
-            self._matmul.add_weight(exact, values[:, at], operands[0], True, None)
+            self._matmul.add_weight(exact, values[:, at], operands[0], False, None)
             exact.index_put_((first,), operands[0] * label_residual.unsqueeze(1), accumulate=True)
             weight[at] = exact[first].to(weight.dtype)
         if self._bias is not None:

@@ -11,7 +11,7 @@ from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import RowStats
 from gspo_kernels.hidden.call import RequiresGrad, call_of
-from gspo_kernels.hidden.chunk import most_rows
+from gspo_kernels.hidden.chunk import indices, most_rows
 from gspo_kernels.hidden.gradients import Accumulators, HeadGradients, block_width, is_active
 from gspo_kernels.logits.logprobs import LogprobRows, save_rows, saved_rows
 from gspo_kernels.logits.selected import SelectedGradients, SelectedRows, fake_rows, selected_rows
@@ -50,7 +50,7 @@ def linear_logprobs_backward(
     if skip and call.matmul.min_rows_to_sync <= call.labels.numel():
         keep = is_active(grad_logprobs, grad_entropy) & call.counted
         new_stats = call.matmul.varies and not torch.equal(keep, call.counted)
-        where = call.index(keep)
+        where = indices(keep)
     grad = grad_logprobs.flatten()[where]
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
     max_rows, once = most_rows(call.cut(len(grad))), call.matmul.by_columns

@@ -154,9 +154,7 @@ def parts_of(call: Call, terms: Terms, plan: Plan) -> Iterator[Part]:
         yield Part(plan.steps[0], call.projected, rows_at(call.labels, call.projected), terms)
         return
     total, padded = sum(plan.lengths), terms.cu_seqlens is None
-    # positions of all rows in the order of the plan
-    all_rows = not call.chunking.compact or total == call.labels.numel()
-    where = call.index(None if all_rows else call.counted, total)
+    where = call.positions(total)  # in the order of the plan
     if not plan.in_order:
         index, starts = as_index(where, call.labels.device), [0, *itertools.accumulate(plan.lengths)]
         where = torch.cat([index[starts[i] : starts[i + 1]] for i in plan.sequences])

@@ -34,7 +34,7 @@ from gspo_kernels.core.exact import exact_dtype
 from gspo_kernels.core.torch_internals import inner_autograd
 from gspo_kernels.core.types import NO_RATIO, RowStats
 from gspo_kernels.hidden.call import Call, Decisions
-from gspo_kernels.hidden.chunk import Chunk, Projected, as_index, rows_at
+from gspo_kernels.hidden.chunk import Chunk, Projected, as_index, indices, rows_at
 from gspo_kernels.hidden.gradients import Accumulators, HeadSums, block_width, is_active
 from gspo_kernels.hidden.plan import Plan, Step
 from gspo_kernels.logits.centering import CenteringRows, centering_loss
@@ -108,7 +108,7 @@ class LossAccumulators(Accumulators):
         )
         self.sequence_sums: HeadSums | None = None
         if "deferred" in schedules:
-            self.sequence_sums = HeadSums(call.matmul, decisions.requires_grad, decisions.backend)
+            self.sequence_sums = HeadSums(call.matmul, decisions.requires_grad, call.options.backend)
         self._evaluation: PolicyStep | None = None
 
     def project(self, chunk: Chunk, all_rows_active: bool = True) -> Projected:
@@ -138,7 +138,7 @@ class LossAccumulators(Accumulators):
                 logprobs,
                 entropy,
                 terms,
-                self.decisions.backend,
+                self.call.options.backend,
                 self.decisions.ratio_clip,
                 want_metrics=False,
             )
@@ -151,7 +151,7 @@ class LossAccumulators(Accumulators):
         if self._evaluation is None:
             logprobs, _, entropy = self.stats
             self._evaluation = evaluate_objective(
-                logprobs, entropy, self.terms, self.decisions.backend, self.decisions.ratio_clip
+                logprobs, entropy, self.terms, self.call.options.backend, self.decisions.ratio_clip
             )
         return self._evaluation
 
@@ -165,13 +165,13 @@ def known(call: Call, part: Part, out: LossAccumulators) -> None:
     """Compute log-probs and gradient from the same chunk, for coefficients that are known or per token."""
     where, step = part.where, part.step
     if out.decisions.depends_on == "nothing":
-        grads = known_coefficients(call.labels, part.terms, out.decisions.backend).flatten()
-        keep = call.index(grads[where] != 0) if out.min_rows_to_skip <= call.labels.numel() else None
+        grads = known_coefficients(call.labels, part.terms, call.options.backend).flatten()
+        keep = indices(grads[where] != 0) if out.min_rows_to_skip <= call.labels.numel() else None
         ends = step.ends
         if isinstance(keep, Tensor):
             # rows without gradient are only projected
             index = as_index(where, keep.device)
-            rest = index[call.index(grads[index] == 0, len(index) - len(keep))]
+            rest = index[indices(grads[index] == 0, len(index) - len(keep))]
             most = max(out.max_rows, call.matmul.min_statistics_rows)
             out.forward(rest, call.cut(len(rest), most))
             where, ends = index[keep], call.cut(len(keep), out.max_rows)
@@ -180,28 +180,20 @@ def known(call: Call, part: Part, out: LossAccumulators) -> None:
             out.add(projected, chunk, grads[chunk.where], None, skip=False)
             del projected
         return
-    per_token, ratio_clip = (
-        token_terms(call.labels, part.terms, out.decisions.backend),
-        out.decisions.ratio_clip,
-    )
+    per_token = token_terms(call.labels, part.terms, call.options.backend)
+    ratio_clip = out.decisions.ratio_clip
     in_one_launch = ratio_clip != NO_RATIO
     if in_one_launch:
         per_token, ratio_clip = sum_over_tokens(per_token, ratio_clip)
     for chunk in call.chunks(where, step.ends):
         skip = out.min_rows_to_skip <= chunk.size
         projected = out.project(chunk, all_rows_active=not skip)
-        logprobs, _, entropy = projected.stats
-        if in_one_launch:  # the chunk is one sequence to the kernel
-            terms = rows_of_terms(per_token, chunk.where, 0)
-            evaluated = evaluate_objective(
-                logprobs, None, terms, out.decisions.backend, ratio_clip, want_metrics=False
-            )
-        else:  # each token is a sequence to PyTorch
-            terms, entropy = (
-                rows_of_terms(per_token, chunk.where, 1),
-                None if entropy is None else entropy.t(),
-            )
-            evaluated = evaluate(logprobs.t(), entropy, terms, want_metrics=False)
+        # the chunk is one sequence to the kernel, each of its tokens is one to PyTorch
+        stats = projected.stats if in_one_launch else projected.stats.each(torch.t)
+        terms = rows_of_terms(per_token, chunk.where, 0 if in_one_launch else 1)
+        evaluated = evaluate_objective(
+            stats.logprobs, stats.entropy, terms, call.options.backend, ratio_clip, want_metrics=False
+        )
         grad_entropy = evaluated.grad_entropy.flatten() if evaluated.grad_entropy.numel() else None
         out.add(projected, chunk, evaluated.grad_logprobs.flatten(), grad_entropy, skip)
         del projected
@@ -211,7 +203,7 @@ def known_with_centering(call: Call, part: Part, out: LossAccumulators) -> None:
     """Run ``known`` with score centering: coefficients of K + 1 ids and the remaining mass of each row, which
     depend on its own logits only.
     """
-    per_token = token_terms(call.labels, part.terms, out.decisions.backend)
+    per_token = token_terms(call.labels, part.terms, call.options.backend)
     for chunk in call.chunks(part.where, part.step.ends):
         logits, centering = call.matmul.logits(chunk.hidden, out.logits_memory(chunk.size)), out.centering
         assert centering is not None
@@ -292,7 +284,7 @@ def two_pass(call: Call, part: Part, out: LossAccumulators) -> None:
     where = part.where
     out.forward(where, part.step.ends)
     grad, grad_entropy = out.coefficients(part)
-    keep = call.index(is_active(grad, grad_entropy)) if out.min_rows_to_skip <= len(grad) else None
+    keep = indices(is_active(grad, grad_entropy)) if out.min_rows_to_skip <= len(grad) else None
     chosen = keep if isinstance(keep, Tensor) else None
     if chosen is not None:
         where = as_index(where, chosen.device)[chosen]

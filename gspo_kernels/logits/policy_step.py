@@ -7,6 +7,7 @@ objectives use ``evaluate``, a few hundred small operations.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,19 +74,16 @@ def evaluate_objective(
     return PolicyStep(step.loss, step.grad_logprobs, no_entropy, metrics)
 
 
-def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
-    """Return zero log-probs of the shape of ``tokens``, and terms without KL and entropy bonus, to compute
-    coefficients that do not depend on log-probs.
+def known_coefficients(
+    tokens: Tensor, terms: Terms, backend: str, step: Callable[..., PolicyStep] = evaluate_objective
+) -> Tensor:
+    """Return dLoss/dlogprobs of an objective whose coefficients do not depend on log-probs.
+
+    ``step`` is ``policy_step`` outside of operators.
     """
-    known = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
-    return torch.zeros_like(tokens, dtype=exact_dtype(tokens.device)), known
-
-
-def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
-    """Return dLoss/dlogprobs of an objective whose coefficients do not depend on log-probs."""
-    logprobs, known = without_logprobs(tokens, terms)
-    ratio_clip = ratio_clip_of(known, backend)
-    return evaluate_objective(logprobs, None, known, backend, ratio_clip, want_metrics=False).grad_logprobs
+    zeros = torch.zeros_like(tokens, dtype=exact_dtype(tokens.device))
+    terms = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
+    return step(zeros, None, terms, backend, ratio_clip_of(terms, backend), False).grad_logprobs
 
 
 @operator

@@ -191,7 +191,7 @@ def ratio_step(
     verdict = operators().ratio_step(
         logprobs.detach() if logprobs.requires_grad else logprobs,
         mask.contiguous(),
-        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, ratio_clip),
+        *_sequence_arguments(operands, ratio_clip),
         None if kl is None else _numbers(kl.ref_logprobs),
         _numbers(beta),
         0 if kl is None else int(kl.estimator[1:]),
@@ -214,15 +214,16 @@ def sequence_ratio_forward(
     """See ``protocol.RatioBackend.sequence_ratio_forward``."""
     labels = rows.labels
     if mask is not None:
-        labels = torch.where(merge_mask(mask, None, 0)[0], labels, rows.ignore_index)
-        rows = rows._replace(labels=labels)
+        _, merged, _ = merge_mask(mask, labels, rows.ignore_index)
+        assert merged is not None
+        labels, rows = merged, rows._replace(labels=merged)
     stats = _empty_stats(rows, entropy=False)
     new = stats.logprobs.new_empty
     loss, divisor = new(()), new(())
     coefficients, metrics = new(operands.advantages.shape), new(len(METRICS))
     valid = operators().sequence_ratio_forward(
         *_row_arguments(rows),
-        *_sequence_arguments([_numbers(x) for x in operands[:-1]], operands.cu_seqlens, ratio_clip),
+        *_sequence_arguments(operands, ratio_clip),
         *stats[:2],
         loss,
         coefficients,
@@ -283,10 +284,9 @@ def _numbers(values: Tensor | None) -> Tensor | None:
     return values.detach() if values.requires_grad else values
 
 
-def _sequence_arguments(
-    numbers: list[Tensor | None], cu_seqlens: Tensor | None, ratio_clip: RatioClip
-) -> tuple[Any, ...]:
-    old_logprobs, *of_sequences = numbers
+def _sequence_arguments(operands: RatioOperands, ratio_clip: RatioClip) -> tuple[Any, ...]:
+    *tensors, cu_seqlens = operands
+    old_logprobs, *of_sequences = [_numbers(x) for x in tensors]
     return (
         old_logprobs,
         None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),

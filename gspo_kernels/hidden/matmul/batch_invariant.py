@@ -20,10 +20,28 @@ SEGMENT = 128
 ``batch_invariant_matmul.STEP``."""
 
 
+def batch_invariant_mm(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """Multiply as ``cpp.products.multiply``, on CPU or GPU, with a fixed order of each element's sum."""
+    if out.is_cpu:
+        return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+    from gspo_kernels.backends.triton import batch_invariant_mm as on_gpu
+
+    return on_gpu(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+
+
 class BatchInvariantMatmul(CppMatmul):
     """Matmuls by ``batch_invariant_mm``. On the CPU an fp16 weight is converted to fp32."""
 
     name = "products in a fixed order"
+    mm = staticmethod(batch_invariant_mm)
     any_order = False
     multiple = SEGMENT
 
@@ -43,43 +61,12 @@ class BatchInvariantMatmul(CppMatmul):
         batch_invariant_mm(hidden.to(self.weight.dtype), self.weight.t(), wide, bias=self.bias)
         return out.copy_(wide) if rounds else out
 
-    def grad_hidden(self, grad_rows: Tensor, total: Tensor | None = None) -> Tensor:
-        """Multiply rows by the weight."""
-        out = total
-        if out is None:
-            size, device = (len(grad_rows), self.weight.shape[1]), grad_rows.device
-            out = torch.empty(size, dtype=torch.float32, device=device)
-        return batch_invariant_mm(grad_rows, self.weight, out, accumulate=total is not None)
-
-    def add_weight(
-        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
-    ) -> None:
-        """Add whole segments."""
-        batch_invariant_mm(grad_rows.t(), operand, total, accumulate=not first, ends=ends)
-
     def add_bias(
-        self, total: Tensor, grad_rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, factors: Tensor, accumulate: bool, ends: Tensor | None
     ) -> None:
         """Add whole segments."""
         column = factors.to(grad_rows.dtype).unsqueeze(1)
-        batch_invariant_mm(grad_rows.t(), column, total.unsqueeze(1), accumulate=not first, ends=ends)
-
-
-def batch_invariant_mm(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    accumulate: bool = False,
-    ends: Tensor | None = None,
-) -> Tensor:
-    """Multiply as ``cpp.products.multiply``, on CPU or GPU, with a fixed order of each element's sum."""
-    if out.is_cpu:
-        return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
-    from gspo_kernels.backends.triton import batch_invariant_mm as on_gpu
-
-    return on_gpu(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+        batch_invariant_mm(grad_rows.t(), column, total.unsqueeze(1), accumulate=accumulate, ends=ends)
 
 
 SegmentedRows = tuple[tuple[Tensor, ...], Tensor]

@@ -121,6 +121,7 @@ class CppMatmul(StreamedMatmul):
 
     name = "the C++ backend"
     fuses = True
+    mm: Callable[..., Tensor] = staticmethod(multiply)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Write fp32 logits, or rounded ones as PyTorch does."""
@@ -134,13 +135,13 @@ class CppMatmul(StreamedMatmul):
         if out is None:
             size, device = (len(grad_rows), self.weight.shape[1]), grad_rows.device
             out = torch.empty(size, dtype=torch.float32, device=device)
-        return multiply(grad_rows, self.weight, out, accumulate=total is not None)
+        return self.mm(grad_rows, self.weight, out, accumulate=total is not None)
 
     def add_weight(
-        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, accumulate: bool, ends: Tensor | None
     ) -> None:
         """Add in place."""
-        multiply(grad_rows.t(), operand, total, accumulate=not first, ends=ends)
+        self.mm(grad_rows.t(), operand, total, accumulate=accumulate, ends=ends)
 
     def transposed(self, grad_rows: Tensor, operand: Tensor) -> Tensor:
         """Multiply rows in bf16 and operands in fp32 to fp32."""

@@ -32,7 +32,7 @@ class LoRAMatmul(HeadMatmul):
         hidden, low = hidden.split([self.first_column, self.trained.shape[1]], dim=1)
         self.base.logits(hidden.to(self.weight.dtype), out)
         if out.dtype == low.dtype:
-            self.base.add_weight(out, low.t(), self.trained.t(), False, None)
+            self.base.add_weight(out, low.t(), self.trained.t(), True, None)
         else:
             out.addmm_(low.to(out.dtype), self.trained.t().to(out.dtype))
         return out
@@ -51,17 +51,17 @@ class LoRAMatmul(HeadMatmul):
         return product if total is None else total.add_(product)
 
     def add_weight(
-        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, accumulate: bool, ends: Tensor | None
     ) -> None:
         """Add to the adapter's gradient; ``operand`` has r columns, in the dtype of statistics."""
         if operand.dtype == grad_rows.dtype:
-            self.base.add_weight(total, grad_rows, operand, first, ends)
+            self.base.add_weight(total, grad_rows, operand, accumulate, ends)
             return
         operand = in_parts(operand, grad_rows.dtype)
         product = torch.empty(grad_rows.shape[1], operand.shape[1], dtype=total.dtype, device=total.device)
-        self.base.add_weight(product, grad_rows, operand, True, ends)
+        self.base.add_weight(product, grad_rows, operand, False, ends)
         product = sum_of_parts(product, total.shape[1])
-        total.copy_(product) if first else total.add_(product)
+        total.add_(product) if accumulate else total.copy_(product)
 
     def transposed(self, grad_rows: Tensor, operand: Tensor) -> Tensor:
         """Multiply like ``base``."""

@@ -204,27 +204,26 @@ class HeadMatmul:
         return torch.mm(grad_rows, self.weight) if total is None else total.addmm_(grad_rows, self.weight)
 
     def add_weight(
-        self, total: Tensor, grad_rows: Tensor, operand: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, operand: Tensor, accumulate: bool, ends: Tensor | None
     ) -> None:
         """Add rows [n, V].T times hidden states [n, H], multiplied by the coefficients, to dWeight.
 
         Args:
             total: the accumulator, [V, H].
             grad_rows, operand: the rows and the hidden states, of one dtype.
-            first: overwrite ``total``.
+            accumulate: add to ``total`` instead of overwriting it.
             ends: see ``Segments``; None if sums may have any order.
         """
         left = grad_rows.t()
-        # the first product overwrites uninitialized memory
         if left.dtype == total.dtype:
-            torch.mm(left, operand, out=total) if first else total.addmm_(left, operand)
-        elif first:
-            torch.mm(left, operand, out_dtype=total.dtype, out=total)
-        else:
+            total.addmm_(left, operand) if accumulate else torch.mm(left, operand, out=total)
+        elif accumulate:
             torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
+        else:
+            torch.mm(left, operand, out_dtype=total.dtype, out=total)
 
     def add_bias(
-        self, total: Tensor, grad_rows: Tensor, factors: Tensor, first: bool, ends: Tensor | None
+        self, total: Tensor, grad_rows: Tensor, factors: Tensor, accumulate: bool, ends: Tensor | None
     ) -> None:
         """Add rows [n, V] times their factors [n] to dBias [V]; see ``add_weight``."""
         if grad_rows.dtype != torch.float16:
