@@ -16,7 +16,7 @@ import gspo_kernels as gk
 from benchmarks.contestants import OTHERS, PLAIN, from_logprobs, our_loss, package
 from benchmarks.judging import CLIP_HIGH, CLIP_LOW, DTYPES, Problem, losses, picked, posed, project
 from benchmarks.measure import Case, Options, contestant, run_cases, suite
-from gspo_kernels.hidden.plan import SCHEDULES
+from gspo_kernels.hidden.plan import SCHEDULE_NAMES
 
 FROM_HIDDEN = ("hidden", "scoring")
 PRODUCTS = {"logits": 1.0, "dHidden": 1.0, "dWeight": 1.0}
@@ -100,7 +100,7 @@ def products(problem: Problem) -> dict[str, Callable[[], Any]]:
 ROUNDED = {"precision": "input", "only_16_bit": True}
 _our_hidden = functools.partial(our_loss, gk.fused_linear_policy_loss, task="hidden")
 _our_hidden("auto")
-for _schedule in SCHEDULES:
+for _schedule in SCHEDULE_NAMES:
     _our_hidden(_schedule, schedule=_schedule)
 _our_hidden("least memory", memory="least")
 _our_hidden("auto, skip all", skip_inactive="all")

@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gspo_kernels.core.memory import default_chunk_bytes
+from gspo_kernels.hidden.chunk import default_chunk_bytes
 
 PAGE = Path(__file__).with_name("scaling.md")
 NODE = 8

@@ -12,7 +12,7 @@ from gspo_kernels.arguments.head import (
     LinearOperands,
     check_inputs,
     check_teachers_head,
-    from_host,
+    with_host_lengths,
 )
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_labels_match, zero_labels
 from gspo_kernels.arguments.terms import Terms, merge_mask, normalize_terms
@@ -408,7 +408,7 @@ def fused_linear_distillation_loss(
     call = passed.normalize(tokens, hidden.dtype, vocabulary, parallel)
     if not tokens.is_cpu:
         head = weight if base is None else base
-        chunking = from_host(chunking, loss_mask, cu_seqlens, tokens, head, parallel)
+        chunking = with_host_lengths(chunking, loss_mask, cu_seqlens, tokens, head, parallel)
     hidden = as_rows(hidden, packed)
     teacher_hidden = None if teacher_hidden is None else as_rows(teacher_hidden, packed)
     operands = LinearOperands(hidden, weight, bias, call.labels, call.options, chunking, base)

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.arguments.decisions import keep, recall, signature
-from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs, from_host
+from gspo_kernels.arguments.head import (
+    LEAST_BYTES,
+    HeadOptions,
+    LinearOperands,
+    check_inputs,
+    with_host_lengths,
+)
 from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import (
     LogitOptions,
@@ -21,7 +27,6 @@ from gspo_kernels.backends.dispatch import refuse_backend, resolve
 from gspo_kernels.core import checks
 from gspo_kernels.core.batch_invariance import or_current
 from gspo_kernels.core.layout import as_rows, from_rows
-from gspo_kernels.core.memory import LEAST_BYTES
 from gspo_kernels.core.torch_internals import applied
 from gspo_kernels.core.types import LoRAHead, LossOutput, RatioClip, RowOptions, SelectedLogprobs
 from gspo_kernels.distributed.groups import Parallel
@@ -30,7 +35,8 @@ from gspo_kernels.distributed.validate import agree_across_ranks
 from gspo_kernels.hidden.call import Decisions, RequiresGrad, call_of
 from gspo_kernels.hidden.logprobs import LinearSelectedLogprobsFunction, LinearTokenLogprobsFunction
 from gspo_kernels.hidden.loss import LinearPolicyFunction, plan_of
-from gspo_kernels.hidden.plan import SUM_ROWS, SchedulePlan, choose, explain, unsupported
+from gspo_kernels.hidden.peak_memory import SchedulePlan, explain
+from gspo_kernels.hidden.plan import choose, unsupported
 from gspo_kernels.hidden.small import SmallLossFunction, small_loss
 from gspo_kernels.logits.centering import CenteringRows, ScoreCentering, centering_loss, normalize_given
 from gspo_kernels.logits.centering import normalize as normalize_centering
@@ -489,9 +495,9 @@ def fused_linear_policy_loss(
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     operands, terms, decisions, _, centered = _normalize_linear(
-        "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, products, objective,
+        "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, head_options, objective,
         parallel, return_entropy, schedule, skip_inactive, centering,
     )  # fmt: skip
     with_entropy, backend = decisions.entropy, operands.options.backend
@@ -585,9 +591,9 @@ def explain_schedule(
         token_weights, lengths, group_ids, turn_ids, kl_ratio_weighted=kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(ignore_index=ignore_index)
-    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     operands, terms, decisions, reason, centered = _normalize_linear(
-        "explain_schedule", hidden, weight, bias, labels, passed, options, products, objective, parallel,
+        "explain_schedule", hidden, weight, bias, labels, passed, options, head_options, objective, parallel,
         centering is None, schedule, skip_inactive, centering,
     )  # fmt: skip
     call = call_of(operands, None if centered is not None else decisions, checked=False)
@@ -603,7 +609,7 @@ def _normalize_linear(
     labels: Tensor,
     passed: Terms,
     options: LogitOptions,
-    products: HeadOptions,
+    head_options: HeadOptions,
     objective: Objective,
     parallel: Parallel,
     return_entropy: bool,
@@ -616,7 +622,7 @@ def _normalize_linear(
     """
     key = signature(
         function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
-        (*options, *products, return_entropy, schedule, skip_inactive),
+        (*options, *head_options, return_entropy, schedule, skip_inactive),
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled() or centering is not None:
         key = None  # not cached: inputs are cast, or there are ids
@@ -626,13 +632,13 @@ def _normalize_linear(
         form, chunking, row_options, decisions, reason = decided
         terms = form.apply(passed, labels)
     else:
-        Parallel.check(parallel, function, _ALL, products.batch_invariant)
+        Parallel.check(parallel, function, _ALL, head_options.batch_invariant)
         with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
         (hidden, weight, bias), parallel = local_tensors(
-            parallel, passed, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
+            parallel, passed, head_options.batch_invariant, hidden=hidden, weight=weight, bias=bias
         )
         checks.choice("skip_inactive", skip_inactive, ("backward", "all", "none"))
-        chunking = products.normalize(skip_inactive != "none", parallel)
+        chunking = head_options.normalize(skip_inactive != "none", parallel)
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
         checks.layout("labels", labels, passed.cu_seqlens)
         terms, form = validate_terms(passed, labels, objective, with_entropy, parallel)
@@ -646,10 +652,10 @@ def _normalize_linear(
     centered = None
     if centering is not None:
         centered = normalize_centering(centering, row_labels, terms, objective, row_options, len(weight))
-    known = chunking
+    this_call = chunking  # with lengths, which are not cached
     if not labels.is_cpu and skip_inactive != "all":  # "all" skips tokens of the mask
         head = weight if base is None else base
-        known = from_host(chunking, passed.loss_mask, passed.cu_seqlens, labels, head, parallel)
+        this_call = with_host_lengths(chunking, passed.loss_mask, passed.cu_seqlens, labels, head, parallel)
     if decided is None:
         learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
         needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
@@ -660,18 +666,18 @@ def _normalize_linear(
             skip_inactive != "none",
             with_entropy,
         )
-        reasons = unsupported(objective, terms, decisions, chunking.batch_invariant)
+        excluded = unsupported(objective, terms, decisions, chunking.batch_invariant)
         if centered is not None:
             others = ("aligned", "deferred", "frozen", *(("known",) if chunking.batch_invariant else ()))
-            reasons |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
-        lengths_known = decisions.skips or not packed or not hidden.is_cuda or known.lengths is not None
-        name, reason = choose(schedule, reasons, any(needs), lengths_known, products.memory)
+            excluded |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
+        lengths_known = decisions.skips or not packed or not hidden.is_cuda or this_call.lengths is not None
+        name, reason = choose(schedule, excluded, any(needs), lengths_known, head_options.memory)
         if name == "two_pass" and centered is not None and with_entropy:
             raise ValueError("return_entropy: got True, expected False with centering and two_pass")
         if name == "two_pass" and any(needs) and not chunking.max_chunk_bytes:
-            chunking, known = (each._replace(max_chunk_bytes=LEAST_BYTES) for each in (chunking, known))
-        defers = 0 if "deferred" in reasons else SUM_ROWS["cpu" if hidden.is_cpu else "cuda"]
-        decisions = decisions._replace(schedule=name, defers=defers)
+            chunking = chunking._replace(max_chunk_bytes=LEAST_BYTES)
+            this_call = this_call._replace(max_chunk_bytes=LEAST_BYTES)
+        decisions = decisions._replace(schedule=name, can_defer="deferred" not in excluded)
         keep(key, (form, chunking, row_options, decisions, reason))
-    operands = LinearOperands(rows, weight, bias, row_labels, row_options, known, base)
+    operands = LinearOperands(rows, weight, bias, row_labels, row_options, this_call, base)
     return operands, terms, decisions, reason, centered

@@ -8,8 +8,8 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.arguments import head
-from gspo_kernels.core import memory
 from gspo_kernels.core.types import LogitTransform, RowOptions
+from gspo_kernels.hidden import chunk
 from gspo_kernels.hidden.call import RequiresGrad
 from gspo_kernels.hidden.gradients import HeadSums
 from gspo_kernels.hidden.matmul import pytorch, select_matmul
@@ -66,7 +66,7 @@ def test_gradients_summed_in_16_bits_equal_the_oracle(gpu, dtype, schedule):
 def small_chunks(monkeypatch):
     """Let default chunks have 8 rows, on a device with much memory."""
     for name, value in (("CHUNK_ROWS", {"cuda": (8, 8)}), ("CHUNK_BYTES", 0), ("MIN_CHUNK_BYTES", 0)):
-        monkeypatch.setattr(memory, name, value)
+        monkeypatch.setattr(chunk, name, value)
     device = SimpleNamespace(total_memory=2**40, major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
 

@@ -13,7 +13,6 @@ from gspo_kernels.arguments.logit_options import check_labels_match
 from gspo_kernels.backends import cpp
 from gspo_kernels.core import checks
 from gspo_kernels.core.layout import queued
-from gspo_kernels.core.memory import LEAST_BYTES, MIN_SYNC_WORK
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.torch_internals import constant_when_traced, tensors_to_save
 from gspo_kernels.core.types import LoRAHead, RowOptions, stats_dtype
@@ -21,6 +20,12 @@ from gspo_kernels.distributed.groups import Parallel
 
 LOGITS_DTYPES = ("float32", "input")
 MEMORY = ("auto", "least")
+LEAST_BYTES = 256 * 2**20
+"""Chunk size of ``two_pass`` and of ``memory="least"``: 441 rows of 151,936 logits, enough for matmuls at
+full speed, or up to 16,384 rows of ``gradients.BLOCK_COLUMNS``."""
+MIN_SYNC_WORK = 1.75e12
+"""Minimum of rows * V * H for a host-device sync to save time. A sync costs about 1 ms of overlap. Skipping a
+tenth of the rows saves 0.4 * rows * V * H operations in two matmuls, 1 ms at 700 TFLOP/s."""
 
 
 class Chunking(NamedTuple):
@@ -34,7 +39,7 @@ class Chunking(NamedTuple):
         scattered: each of these ranks has the hidden states of some tokens (sequence parallelism).
         batch_invariant: see ``core.batch_invariance``.
         lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None if only the device has them.
-        where: int64 [n], the rows to project, if the loss mask is on the CPU; see ``from_host``.
+        where: int64 [n], the rows to project, if the loss mask is on the CPU; see ``with_host_lengths``.
     """
 
     logits_dtype: str
@@ -62,6 +67,12 @@ class LinearOperands(NamedTuple):
     options: RowOptions
     chunking: Chunking
     base: Tensor | None = None
+
+    @classmethod
+    def split(cls, arguments: tuple[Any, ...]) -> tuple[LinearOperands, tuple[Any, ...]]:
+        """Split the arguments of an autograd function into operands, passed field by field, and the rest."""
+        count = len(cls._fields)
+        return cls(*arguments[:count]), arguments[count:]
 
     def with_count(self) -> LinearOperands:
         """Return the operands with the number of active rows, to sync once for forward and backward."""
@@ -103,7 +114,7 @@ class HeadOptions(NamedTuple):
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
 
 
-def from_host(
+def with_host_lengths(
     chunking: Chunking,
     mask: Tensor | None,
     offsets: Tensor | None,

@@ -179,7 +179,7 @@ class TermsForm(NamedTuple):
             values[place] = None if change is None else change(values[place])
         fields: Any = (*values, self.cp_group, self.objective)
         terms = Terms(*fields)
-        return _from_host(terms, tokens) if self.on_host else terms
+        return _to_device(terms, tokens) if self.on_host else terms
 
 
 def normalize_terms(
@@ -243,7 +243,7 @@ def _row(tokens: Tensor) -> Tensor:
     return tokens.unsqueeze(0)
 
 
-def _from_host(terms: Terms, tokens: Tensor) -> Terms:
+def _to_device(terms: Terms, tokens: Tensor) -> Terms:
     """Check a mask and offsets that are on the CPU, and copy them to the tokens' device."""
     mask, offsets, checked = terms.loss_mask, terms.cu_seqlens, not torch.compiler.is_compiling()
     if offsets is not None and offsets.is_cpu:

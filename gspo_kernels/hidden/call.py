@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gspo_kernels.arguments.head import Chunking, LinearOperands
+from gspo_kernels.arguments.head import LEAST_BYTES, Chunking, LinearOperands
 from gspo_kernels.backends.dispatch import hidden_kernels, refuse_backend
 from gspo_kernels.backends.protocol import HiddenKernels
-from gspo_kernels.core.memory import LEAST_BYTES, chunk_rows
 from gspo_kernels.core.types import NO_RATIO, RatioClip, RowOptions
 from gspo_kernels.distributed.groups import gathered_numbers
 from gspo_kernels.distributed.tokens import ScatteredTokens
-from gspo_kernels.hidden.chunk import Chunk, as_index, cut, indices, rows_at
+from gspo_kernels.hidden.chunk import Chunk, as_index, chunk_rows, cut, indices, rows_at
 from gspo_kernels.hidden.matmul import HeadMatmul, select_matmul
 from gspo_kernels.logits.logprobs import check_ranges, check_rows, range_of
 
@@ -45,9 +44,9 @@ class Decisions(NamedTuple):
         requires_grad: the inputs that require a gradient.
         skips: whether gradient matmuls skip rows without a gradient.
         entropy: whether to compute the entropy.
-        schedule: a name of ``plan.SCHEDULES``, or "auto" for "aligned" groups that fit in a chunk and
+        schedule: a name of ``plan.SCHEDULE_NAMES``, or "auto" for "aligned" groups that fit in a chunk and
             "deferred" or "two_pass" for longer ones.
-        defers: minimum of rows for "auto" to defer a group that doesn't fit in a chunk, or 0 for never.
+        can_defer: whether "deferred" is exact, for groups that don't fit in a chunk.
     """
 
     depends_on: str
@@ -56,7 +55,7 @@ class Decisions(NamedTuple):
     skips: bool = False
     entropy: bool = False
     schedule: str = ""
-    defers: int = 0
+    can_defer: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def call_of(
 
     Args:
         operands: the operator's operands.
-        decisions: the decisions of a loss, whose rows may share one chunk, see ``memory.ALL_ROWS_BYTES``.
+        decisions: the decisions of a loss, whose rows may share one chunk, see ``chunk.ALL_ROWS_BYTES``.
         checked: False skips the checks and the exchange between ranks.
         whole_logits: whether the operator reads logits; see ``select_matmul``.
     """

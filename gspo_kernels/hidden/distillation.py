@@ -16,11 +16,11 @@ from torch import Tensor
 from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.arguments.values import check_temperature
 from gspo_kernels.core.exact import power_of_two
-from gspo_kernels.core.memory import CHUNK_ROWS, used_memory
+from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.hidden.call import Call, RequiresGrad, call_of
-from gspo_kernels.hidden.chunk import most_rows
+from gspo_kernels.hidden.chunk import CHUNK_ROWS, most_rows
 from gspo_kernels.hidden.gradients import (
     Accumulators,
     GradientRows,
@@ -144,7 +144,7 @@ class LinearDistillationFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        operands, (*rest, traced) = LinearOperands(*arguments[:7]), arguments[7:]
+        operands, (*rest, traced) = LinearOperands.split(arguments)
         call = (operands, needs, *rest)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
@@ -153,6 +153,5 @@ class LinearDistillationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-        if grad is None:
-            return (None,) * 14
-        return (*take_gradients(ctx, grad), *(None,) * 11)
+        gradients = (None,) * 3 if grad is None else take_gradients(ctx, grad)
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)

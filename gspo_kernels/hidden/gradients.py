@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -416,28 +416,16 @@ class Accumulators:
         of_entropy = None if grad_entropy is None else normalized(grad_entropy)
         return RowGradients(normalized(grad), of_entropy), powers
 
-    def add_rows(
-        self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None, of_hidden: Tensor | None = None
-    ) -> None:
+    def add_rows(self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None) -> None:
         """Add the gradients of rows, those of weight and bias to ``sums`` (default ``self.sums``).
 
-        The all-reduce of dHidden overlaps with the dWeight matmul. In batch-invariant calls the whole
-        coefficient multiplies dHidden last, as in ``scale``. If ``of_hidden``, the rows' product with the
-        weight, is passed, dWeight was already added.
+        The all-reduce of dHidden overlaps with the dWeight matmul.
         """
-        call, values = self.call, of_hidden
-        works: list[Work] = []
+        call, store = self.call, None
         if self.needs.hidden:
-            values = call.matmul.grad_hidden(rows.values) if values is None else values
-            if rows.label_residual is not None:
-                at = chunk.labels.squeeze(0).clamp(0, call.matmul.vocabulary - 1)
-                values.addcmul_(call.matmul.weight[at], rows.label_residual.unsqueeze(1))
-            group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
-            if group and call.tokens is not None:
-                values, works = call.tokens.reduce(values, chunk.where)
-            elif group:
-                works = [begin_sum_(group, values)]
-        if of_hidden is None and (self.needs.weight or self.needs.bias):
+            values = call.matmul.grad_hidden(rows.values)
+            store = self._begin_hidden(values, chunk, rows.coefficients, rows.factors, rows.label_residual)
+        if self.needs.weight or self.needs.bias:
             sums = self.sums if sums is None else sums
             parts = (rows.values, *sums.operands(chunk.hidden, *rows[1:4]))
             segments = sums.segments
@@ -446,22 +434,49 @@ class Accumulators:
                 sums.add(piece, ends)
             if rows.label_residual is not None:
                 sums.add_label_residual(rows.label_residual, chunk.labels.squeeze(0), parts[1:], rows.values)
-        if values is None:
-            return
-        for work in works:
-            work.wait()
-        where, coefficients, factors = chunk.where, rows.coefficients, rows.factors
+        if store is not None:
+            store()
+
+    def _begin_hidden(
+        self,
+        values: Tensor,
+        chunk: Chunk,
+        coefficients: Tensor,
+        factors: Tensor | None,
+        label_residual: Tensor | None,
+    ) -> Callable[[], None]:
+        """Start the sum over ranks of a product of ``GradientRows`` and the weight, [n, H]; return a function
+        that waits for it and stores these rows of dHidden.
+
+        In batch-invariant calls the whole coefficient multiplies dHidden last, as in ``scale``.
+        """
+        call, where = self.call, chunk.where
+        works: list[Work] = []
+        if label_residual is not None:
+            at = chunk.labels.squeeze(0).clamp(0, call.matmul.vocabulary - 1)
+            values.addcmul_(call.matmul.weight[at], label_residual.unsqueeze(1))
+        group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
+        if group and call.tokens is not None:
+            values, works = call.tokens.reduce(values, where)
+        elif group:
+            works = [begin_sum_(group, values)]
         if call.tokens is not None:
             # this rank has the hidden states of some rows only
             local, where = call.tokens.own_rows(where, call.labels.device)
             coefficients, factors = coefficients[local], None if factors is None else factors[local]
-        if self.hidden is None:
-            self.hidden = self._new_hidden(call.hidden.shape, dtype=call.hidden.dtype, device=values.device)
-        hidden = self.hidden.view(-1, values.shape[1])
-        scales = None if self.scales is None else self.scales.view(-1)
-        call.hidden_kernels.store_hidden(
-            values, coefficients, factors, where, hidden, scales, call.chunking.batch_invariant
-        )
+
+        def store() -> None:
+            for work in works:
+                work.wait()
+            if self.hidden is None:
+                shape, dtype = call.hidden.shape, call.hidden.dtype
+                self.hidden = self._new_hidden(shape, dtype=dtype, device=values.device)
+            hidden = self.hidden.view(-1, values.shape[1])
+            scales = None if self.scales is None else self.scales.view(-1)
+            invariant = call.chunking.batch_invariant
+            call.hidden_kernels.store_hidden(values, coefficients, factors, where, hidden, scales, invariant)
+
+        return store
 
     def add_selected(
         self,
@@ -537,8 +552,7 @@ class Accumulators:
             self.sums.add_label_residual(label_residual, chunk.labels.squeeze(0), operands)
         del memory, operands, known
         if total is not None:
-            rows = GradientRows(total, powers, factors, None, label_residual)
-            self.add_rows(rows, chunk, of_hidden=total)
+            self._begin_hidden(total, chunk, powers, factors, label_residual)()
 
     def recompute(
         self,

@@ -74,7 +74,7 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        operands, (entropy, skip) = LinearOperands(*arguments[:7]), arguments[7:]
+        operands, (entropy, skip) = LinearOperands.split(arguments)
         if operands.labels.is_cuda:
             operands = operands.with_count()
         stats = linear_logprobs_forward(operands, entropy)
@@ -91,13 +91,14 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             grad_entropy = None
         if grad_logprobs is None:
             if grad_entropy is None:
-                return (None,) * 9
+                return (None,) * len(ctx.needs_input_grad)
             grad_logprobs = torch.zeros_like(grad_entropy)
         operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base)
         stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_logprobs_backward(operands, needs, stats, grad_logprobs, grad_entropy, ctx.skip)
-        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *(None,) * 6)
+        of_inputs = needs.select(gradients.hidden, gradients.weight, gradients.bias)
+        return *of_inputs, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 @matrix_operator
@@ -169,7 +170,7 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        operands, (ids, within) = LinearOperands(*arguments[:7]), arguments[7:]
+        operands, (ids, within) = LinearOperands.split(arguments)
         if operands.labels.is_cuda:
             operands = operands.with_count()
         rows = linear_selected_forward(operands, ids, within)
@@ -184,9 +185,10 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
         (hidden, weight, bias, labels, base, ids, *rows), options = saved_rows(ctx)
         if grad_logprobs is None:
             if grad_tail is None:
-                return (None,) * 9
+                return (None,) * len(ctx.needs_input_grad)
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base)
         needs, grads = RequiresGrad(*ctx.needs_input_grad[:3]), SelectedGradients(grad_logprobs, grad_tail)
         gradients = linear_selected_backward(operands, needs, ids, SelectedRows(*rows), grads, ctx.within)
-        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *(None,) * 6)
+        of_inputs = needs.select(gradients.hidden, gradients.weight, gradients.bias)
+        return *of_inputs, *(None,) * (len(ctx.needs_input_grad) - 3)

@@ -20,7 +20,7 @@ from gspo_kernels.core.layout import queued
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.distributed.groups import sum_
-from gspo_kernels.hidden.call import Call, Decisions, RequiresGrad, call_of
+from gspo_kernels.hidden.call import Call, Decisions, call_of
 from gspo_kernels.hidden.chunk import as_index, rows_at
 from gspo_kernels.hidden.gradients import HeadGradients, save_gradients, take_gradients
 from gspo_kernels.hidden.plan import SUM_ROWS, Plan, make_plan
@@ -66,13 +66,12 @@ def linear_policy(
         schedule = SCHEDULES[part.step.schedule] if centering is None else known_with_centering
         schedule(call, part, out)
     out.sequence_sums = None  # free the memory for the rounded dWeight
-    (loss, _, _, metrics), (logprobs, _, entropy) = out.evaluation(), out.stats
+    step, (logprobs, _, entropy) = out.evaluation(), LogprobRows.of(out.stats)
+    loss = step.loss
     if centering is not None:
         centered = sum_(terms.cp_group, out.centered) if terms.cp_group else out.centered
         loss = (loss + centered).to(loss.dtype)
-    if entropy is None:
-        entropy = torch.empty(0, dtype=logprobs.dtype, device=logprobs.device)
-    return LinearLoss(loss, metrics, logprobs, entropy, out.gradients())
+    return LinearLoss(loss, step.metrics, logprobs, entropy, out.gradients())
 
 
 def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms]:
@@ -80,7 +79,7 @@ def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms
 
     This syncs with the device unless the host has the lengths.
     """
-    matmul, device = call.matmul, "cpu" if call.hidden.is_cpu else "cuda"
+    matmul, sum_rows = call.matmul, SUM_ROWS["cpu" if call.hidden.is_cpu else "cuda"]
     schedule = decisions.schedule if any(decisions.requires_grad) else "forward"
     groups: list[int] | None = None
     if schedule == "known":
@@ -96,8 +95,8 @@ def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms
         least_rows=call.least_rows,
         multiple=matmul.multiple,
         min_statistics_rows=matmul.min_statistics_rows,
-        defers=decisions.defers,
-        joins=SUM_ROWS[device] if decisions.requires_grad.weight and matmul.rounds_early else 0,
+        defers=sum_rows if decisions.can_defer else 0,
+        joins=sum_rows if decisions.requires_grad.weight and matmul.rounds_early else 0,
         by_columns=matmul.by_columns,
         batch_invariant=call.chunking.batch_invariant,
         # ranks share sequences, or sums over sequences have a fixed order
@@ -228,13 +227,14 @@ class LinearPolicyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        operands, (traced, *others) = LinearOperands(*arguments[:7]), arguments[7:]
-        result = linear_policy(operands, *others)
-        needs: RequiresGrad = others[1].requires_grad
-        save_gradients(ctx, result.gradients, needs, linear_policy, (operands, *others), traced)
+        operands, (traced, terms, decisions, *centering) = LinearOperands.split(arguments)
+        call = (operands, terms, decisions, *centering)
+        result = linear_policy(*call)
+        save_gradients(ctx, result.gradients, decisions.requires_grad, linear_policy, call, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        return (None,) * 13 if grad is None else (*take_gradients(ctx, grad), *(None,) * 10)
+        gradients = (None,) * 3 if grad is None else take_gradients(ctx, grad)
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)

@@ -54,10 +54,10 @@ def small_loss(
     if not bool(terms.counted(labels).all()):
         return None
     detached = None if bias is None else bias.detach()
-    products = select_matmul(weight.detach(), detached, None, chunking.logits_dtype, False, options)
+    matmul = select_matmul(weight.detach(), detached, None, chunking.logits_dtype, False, options)
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     with isolated([rows]):
-        logits = products.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
+        logits = matmul.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
     logits = logits.view(*labels.shape, weight.shape[0])
     stats = sequence_ratio(logits, labels, None, options, ratio_operands(labels, terms), decisions.ratio_clip)
     coefficients = stats.coefficients / stats.divisor
@@ -96,14 +96,14 @@ class SmallLossFunction(torch.autograd.Function):
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
         needs = ctx.needs
         # small calls are fp32 or fp64, like their logits
-        products = select_matmul(weight, bias, None, "float32", False, options)
+        matmul = select_matmul(weight, bias, None, "float32", False, options)
         stats = RowStats(logprobs, lse, None)
         rows = logprobs_backward(logits, labels, stats, RowGradients(each), options)
         rows = rows.view(-1, rows.shape[-1])
         with isolated([rows]):
             gradients: tuple[Tensor | None, ...] = (
-                products.grad_hidden(rows).view(hidden.shape) if needs.hidden else None,
-                products.transposed(rows, hidden.reshape(-1, hidden.shape[-1])) if needs.weight else None,
+                matmul.grad_hidden(rows).view(hidden.shape) if needs.hidden else None,
+                matmul.transposed(rows, hidden.reshape(-1, hidden.shape[-1])) if needs.weight else None,
                 rows.sum(0) if needs.bias else None,
             )
         if grad.item() != 1.0:

@@ -81,5 +81,5 @@ def select_matmul(
         kind, converts = CppMatmul, False
     else:
         kind, converts = StreamedMatmul if head.is_cpu else SlabMatmul, True
-    products = kind(head, bias, logits_dtype, converts, options)
-    return products if base is None else LoRAMatmul(products, weight)
+    matmul = kind(head, bias, logits_dtype, converts, options)
+    return matmul if base is None else LoRAMatmul(matmul, weight)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from gspo_kernels.arguments.head import MIN_SYNC_WORK
 from gspo_kernels.backends.dispatch import load
 from gspo_kernels.backends.protocol import OnePassBackend
 from gspo_kernels.core.exact import largest, power_of_two
-from gspo_kernels.core.memory import MIN_SYNC_WORK, used_memory
+from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.torch_internals import onednn_multiplies
 from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, stats_dtype
 from gspo_kernels.distributed.shards import rows_of
