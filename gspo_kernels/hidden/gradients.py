@@ -319,9 +319,11 @@ class Accumulators:
 
     def logits_memory(self, row_count: int) -> Tensor:
         """Return memory for logits, [row_count, V], which the next call reuses."""
+        matmul, vocabulary = self.call.matmul, self.call.matmul.vocabulary
         if self._logits is None:
-            self._logits = self.call.matmul.allocate(max(row_count, self.max_rows))
-        rows, vocabulary = self._logits[:row_count], self.call.matmul.vocabulary
+            shape = torch.Size((max(row_count, self.max_rows), matmul.stride))
+            self._logits = used_memory(shape, matmul.memory_dtype, matmul.weight.device)
+        rows = self._logits[:row_count]
         return rows if rows.shape[1] == vocabulary else rows[:, :vocabulary]
 
     # --- statistics
@@ -536,7 +538,7 @@ class Accumulators:
         # a power-of-two row stride causes cache conflicts on the CPU
         stride = width + 16 if chunk.hidden.is_cpu else width
         shape = torch.Size((chunk.size, stride + -stride % 8))
-        memory = used_memory(shape, matmul.block_dtype, chunk.hidden.device)
+        memory = used_memory(shape, matmul.memory_dtype, chunk.hidden.device)
         total: Tensor | None = None
         for first in range(0, V, width):
             last = min(first + width, V)

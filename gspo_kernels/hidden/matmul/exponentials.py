@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.self_test import SelfTest
 from gspo_kernels.core.types import LogitTransform, RowGradients, RowOptions, RowStats
 from gspo_kernels.hidden.chunk import Chunk, Projected
@@ -35,14 +34,10 @@ class ExponentialMatmul(HeadMatmul):
         from gspo_kernels.backends.triton import exponentials
 
         self._kernels = exponentials
-        self._stride = -(-self.vocabulary // exponentials.ALIGNED) * exponentials.ALIGNED
-        self.row_bytes = self._stride * self.rows_dtype.itemsize
-        self.block_dtype = self.rows_dtype
+        self.memory_dtype = self.rows_dtype
+        self.stride = -(-self.vocabulary // exponentials.ALIGNED) * exponentials.ALIGNED
+        self.row_bytes = self.stride * self.rows_dtype.itemsize
         self._first = 0
-
-    def allocate(self, row_count: int) -> Tensor:
-        """Allocate rows of exponentials with a stride that is a multiple of the kernel's alignment."""
-        return used_memory(torch.Size((row_count, self._stride)), self.rows_dtype, self.weight.device)
 
     def statistics(self, chunk: Chunk, entropy: bool, memory: Callable[[int], Tensor]) -> RowStats:
         """Return statistics without writing exponentials."""

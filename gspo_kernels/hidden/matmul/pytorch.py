@@ -13,7 +13,6 @@ from gspo_kernels.arguments.head import MIN_SYNC_WORK
 from gspo_kernels.backends.dispatch import load
 from gspo_kernels.backends.protocol import OnePassBackend
 from gspo_kernels.core.exact import largest, power_of_two
-from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.torch_internals import onednn_multiplies
 from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, stats_dtype
 from gspo_kernels.distributed.shards import rows_of
@@ -47,7 +46,8 @@ class HeadMatmul:
         varies: whether recomputing logits along with different rows, which may change their last bit, affects
             gradients (weights of more than 16 bits).
         by_columns: whether logits are recomputed by blocks of columns, see ``Accumulators.add_by_columns``.
-        block_dtype: the dtype of the memory of such blocks.
+        memory_dtype, stride: dtype and row stride of the memory for logits, of which they are the first
+            ``vocabulary`` columns.
         rounds_early: whether dWeight can be rounded before it is multiplied by the upstream gradient, to
             avoid an fp32 accumulator. fp16 lacks the range.
         operand_dtype: the dtype of the hidden states in the dWeight matmul.
@@ -84,7 +84,7 @@ class HeadMatmul:
         self.rows_dtype = stats_dtype(weight.dtype) if converts else weight.dtype
         extra = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
         self.row_bytes = self.vocabulary * (self.dtype.itemsize + extra)
-        self.block_dtype = self.dtype
+        self.memory_dtype, self.stride = self.dtype, self.vocabulary
         self.operand_dtype, self.first_column = self.rows_dtype, 0
         self.min_rows_to_sync = MIN_SYNC_WORK / weight.numel() if weight.is_cuda else 0.0
 
@@ -101,10 +101,6 @@ class HeadMatmul:
         raise NotImplementedError
 
     # --- memory
-
-    def allocate(self, row_count: int) -> Tensor:
-        """Allocate memory for rows of logits; its first ``vocabulary`` columns are the logits."""
-        return used_memory(torch.Size((row_count, self.vocabulary)), self.dtype, self.weight.device)
 
     def statistics_bytes(self, row_count: int) -> int:
         """Return the bytes of logits that ``statistics`` of ``row_count`` rows writes at a time."""
@@ -184,7 +180,7 @@ class HeadMatmul:
         self, memory: Tensor, chunk: Chunk, stats: RowStats, grads: RowGradients, known: Any
     ) -> Tensor:
         """Return the gradient rows of a block of columns, times their coefficients, in ``memory`` [n, k] of
-        the ``block_dtype``.
+        the ``memory_dtype``.
         """
         logits = self.logits(chunk.hidden, memory)
         values = self.rows_memory(logits)
