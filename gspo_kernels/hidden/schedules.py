@@ -6,7 +6,7 @@ a group of the objective, or the batch.
 
 | schedule | exact if | matmuls | how |
 |---|---|---|---|
-| known | coefficients are known or per token | 3G | log-probs and gradient from one chunk |
+| known | coefficients are known or per token | (1 + 2f)G | log-probs and gradient from one chunk |
 | frozen | the head has no gradient | 2G | dHidden is scaled when coefficients are known |
 | aligned | groups fit in a chunk | (1 + 2f)G | log-probs, coefficients and gradient of the same logits |
 | deferred | one coefficient per sequence | 3G | a sequence's sums are scaled at its end |
