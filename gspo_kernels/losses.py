@@ -217,13 +217,14 @@ def _normalize_logprobs(
     centered = None
     Parallel.check(parallel, function, ("cp_group",))
     checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
-    packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
+    checks.layout("logprobs", logprobs, passed.cu_seqlens)
+    packed = passed.cu_seqlens is not None
     terms, form = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
     if entropy is not None:
         shape, device = tuple(logprobs.shape), logprobs.device
         checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
-        entropy = entropy.unsqueeze(0) if packed else entropy
-    rows = logprobs.unsqueeze(0) if packed else logprobs
+        entropy = as_rows(entropy, packed)
+    rows = as_rows(logprobs, packed)
     if centering is not None or selected_logprobs is not None:
         centered = normalize_given(centering, selected_logprobs, rows.detach(), terms, objective)
     return rows, entropy, terms, form, centered
@@ -372,7 +373,8 @@ def _normalize_logits(
     Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
     (logits,), parallel = local_tensors(parallel, passed, logits=logits)
     check_labels_match("logits", logits, labels, "V")
-    packed, vocabulary = checks.layout("labels", labels, passed.cu_seqlens) is not None, logits.shape[-1]
+    checks.layout("labels", labels, passed.cu_seqlens)
+    packed, vocabulary = passed.cu_seqlens is not None, logits.shape[-1]
     check_inplace(logits, inplace_backward)
     with_entropy = wants_entropy(return_entropy, passed.entropy_coef, objective)
     terms, form = validate_terms(passed, labels, objective, with_entropy, parallel)

@@ -384,8 +384,7 @@ def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None)
     for name, value in named.items():
         factor = name in _FACTORS
         highest = math.inf if factor else value_checks.HIGHEST_LOGPROB
-        # max() propagates NaN
-        if value is not None and value.numel() and not float(value.max()) <= highest:
+        if value is not None and not value_checks.all_valid(value, highest):
             refuse = _refuse_factor if factor else _refuse_logprobs
             refuse(name, value, tokens, terms)
 

@@ -98,7 +98,7 @@ HIGHEST_LOGPROB = 1.0
 
 def all_valid(values: Tensor, highest: float = math.inf) -> bool:
     """Return whether no value is NaN or above ``highest``, counted or not."""
-    return not values.numel() or float(values.max()) <= highest
+    return not values.numel() or float(values.max()) <= highest  # max() propagates NaN
 
 
 def refuse_high_logprobs(name: str, logprobs: Tensor, counted: Tensor, packed: bool) -> None:

@@ -98,8 +98,8 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
-    """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it; return the offsets.
+def layout(name: str, tokens: Tensor, cu_seqlens: object) -> None:
+    """Check that tokens are padded [B, T] without ``cu_seqlens``, packed [N] with it.
 
     Offsets may be on the CPU. If offsets are passed as ``tokens``, only they are checked.
     """
@@ -108,7 +108,7 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
             raise ValueError(
                 f"{name}: got shape {tuple(tokens.shape)}, expected [B, T] or, with cu_seqlens, packed [N]"
             )
-        return None
+        return
     offsets = tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", tokens.device, INTEGERS, host=True)
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"cu_seqlens: got shape {tuple(offsets.shape)}, expected [B + 1]")
@@ -118,7 +118,6 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
         raise ValueError(
             f"cu_seqlens: got shape (1,), expected [B + 1] with B > 0 for {tokens.numel()} tokens"
         )
-    return offsets
 
 
 def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> None:
