@@ -380,8 +380,8 @@ def fused_linear_distillation_loss(
         aggregation,
         aggregation_constant,
     )
-    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
-    usable, invariant = ("tp_group", "vocab_range", "reduce_hidden_grad"), products.batch_invariant
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
+    usable, invariant = ("tp_group", "vocab_range", "reduce_hidden_grad"), head_options.batch_invariant
     Parallel.check(parallel, "fused_linear_distillation_loss", usable, invariant)
     local, parallel = local_tensors(
         parallel,
@@ -395,7 +395,7 @@ def fused_linear_distillation_loss(
         teacher_bias=teacher_bias,
     )
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = local
-    chunking = products.normalize(loss_mask is not None, parallel)
+    chunking = head_options.normalize(loss_mask is not None, parallel)
     if chunking.scattered:
         raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
     tokens = zero_labels("hidden", hidden, "H")

@@ -162,10 +162,10 @@ def linear_token_logprobs(
         RuntimeError: the backend doesn't support the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     key = signature(
         "linear_token_logprobs", labels, None, parallel, (hidden, weight, bias, labels),
-        (return_entropy, *options, *products),
+        (return_entropy, *options, *head_options),
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
         key = None  # inputs are cast
@@ -175,11 +175,11 @@ def linear_token_logprobs(
         row_labels = mask_rows(labels, loss_mask, ignore_index)
     else:
         usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-        Parallel.check(parallel, "linear_token_logprobs", usable, products.batch_invariant)
+        Parallel.check(parallel, "linear_token_logprobs", usable, head_options.batch_invariant)
         (hidden, weight, bias), parallel = local_tensors(
-            parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
+            parallel, None, head_options.batch_invariant, hidden=hidden, weight=weight, bias=bias
         )
-        chunking = products.normalize(compact=True, parallel=parallel)
+        chunking = head_options.normalize(compact=True, parallel=parallel)
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
         checks.flag("return_entropy", return_entropy)
         row_options = options.normalize(labels, None, hidden.dtype, len(weight), parallel)
@@ -315,14 +315,14 @@ def linear_selected_logprobs(
         RuntimeError: the backend doesn't support the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
-    products = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
     usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
-    Parallel.check(parallel, "linear_selected_logprobs", usable, products.batch_invariant)
+    Parallel.check(parallel, "linear_selected_logprobs", usable, head_options.batch_invariant)
     (hidden, weight, bias), parallel = local_tensors(
-        parallel, None, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
+        parallel, None, head_options.batch_invariant, hidden=hidden, weight=weight, bias=bias
     )
     tokens = _tokens_of(ids, "hidden", hidden)
-    chunking = products.normalize(compact=True, parallel=parallel)
+    chunking = head_options.normalize(compact=True, parallel=parallel)
     hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
     packed, vocabulary = tokens.ndim == 1, weight.shape[0]
     checks.flag("normalize_within", normalize_within)

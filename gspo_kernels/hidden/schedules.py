@@ -1,15 +1,15 @@
 """Schedules of a loss over hidden states, which compute log-probs and gradients of the rows of a step.
 
 With N counted tokens, width H and vocabulary V one matmul is G = 2NHV operations; f is the fraction of the
-rows with a gradient. A *group* is a set of sequences whose coefficients depend on each other: one sequence,
+rows whose gradient is computed. A *group* is a set of sequences whose coefficients depend on each other: one sequence,
 a group of the objective, or the batch.
 
 | schedule | exact if | matmuls | how |
 |---|---|---|---|
 | known | coefficients are known or per token | (1 + 2f)G | log-probs and gradient from one chunk |
-| frozen | the head has no gradient | 2G | dHidden is scaled when coefficients are known |
+| frozen | the head has no gradient | (1 + f)G | dHidden is scaled when coefficients are known |
 | aligned | groups fit in a chunk | (1 + 2f)G | log-probs, coefficients and gradient of the same logits |
-| deferred | one coefficient per sequence | 3G | a sequence's sums are scaled at its end |
+| deferred | one coefficient per sequence | (1 + 2f)G | a sequence's sums are scaled at its end |
 | two_pass | always | (1 + 3f)G | log-probs first, then logits are recomputed for the gradient |
 
 With z a row's logits, p = softmax(z) and c the row's coefficient dLoss/dlogprob, every schedule accumulates

@@ -1,6 +1,6 @@
 """Matmuls of the C++ backend, and statistics on the CPU without writing logits.
 
-Results of a row do not depend on the other rows (csrc/products.h).
+Results of a row do not depend on the other rows (csrc/operators.h).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ matmul, few enough to keep copies of hidden states small."""
 
 
 class OnlineSoftmax:
-    """Running statistics of rows over blocks of columns (csrc/online_softmax.h).
+    """Running statistics of rows over blocks of columns (csrc/operators.h).
 
     Args:
         chunk: the rows.
