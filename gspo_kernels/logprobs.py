@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.decisions import keep, recall, signature
+from gspo_kernels.arguments.cache import cache_key, lookup, store
 from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs
 from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_labels_match
@@ -74,12 +74,12 @@ def token_logprobs(
             otherwise the log-prob of such a label is NaN.
         RuntimeError: the backend doesn't support the tensors' device.
     """
-    key = signature(
+    key = cache_key(
         "token_logprobs", labels, None, parallel, (labels, logits),
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          backend),
     )  # fmt: skip
-    row_options = recall(key)
+    row_options = lookup(key)
     if row_options is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
@@ -90,7 +90,7 @@ def token_logprobs(
         check_inplace(logits, inplace_backward)
         row_options = options.normalize(labels, None, logits.dtype, vocabulary, parallel)
         row_labels = mask_rows(labels, loss_mask, ignore_index)
-        keep(key, row_options)
+        store(key, row_options)
     else:
         row_labels = mask_rows(labels, loss_mask, ignore_index)
         if inplace_backward:
@@ -163,13 +163,13 @@ def linear_token_logprobs(
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
-    key = signature(
+    key = cache_key(
         "linear_token_logprobs", labels, None, parallel, (hidden, weight, bias, labels),
         (return_entropy, *options, *head_options),
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
         key = None  # inputs are cast
-    if (decided := recall(key)) is not None:
+    if (decided := lookup(key)) is not None:
         base = None
         chunking, row_options = decided
         row_labels = mask_rows(labels, loss_mask, ignore_index)
@@ -184,7 +184,7 @@ def linear_token_logprobs(
         checks.flag("return_entropy", return_entropy)
         row_options = options.normalize(labels, None, hidden.dtype, len(weight), parallel)
         row_labels = mask_rows(labels, loss_mask, ignore_index)
-        keep(key, (chunking, row_options))
+        store(key, (chunking, row_options))
     packed = labels.ndim == 1
     assert isinstance(weight, Tensor)
     lengths = take_prefetched(labels, loss_mask, None, None, ignore_index) if labels.is_cuda else None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.decisions import keep, recall, signature
+from gspo_kernels.arguments.cache import cache_key, lookup, store
 from gspo_kernels.arguments.head import (
     LEAST_BYTES,
     HeadOptions,
@@ -126,18 +126,18 @@ def policy_loss(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-    key = signature(
+    key = cache_key(
         "policy_loss", logprobs, objective, parallel, (logprobs, entropy, *passed),
         (centering, selected_logprobs),
     )  # fmt: skip
-    decided, centered = recall(key), None
+    decided, centered = lookup(key), None
     if decided is None:
         rows, entropy, terms, form, centered = _normalize_logprobs(
             "policy_loss", logprobs, entropy, passed, objective, parallel, centering, selected_logprobs
         )
         backend = resolve("auto", logprobs.device)
         ratio_clip = ratio_clip_of(terms, backend)
-        keep(key, (form, backend, ratio_clip))
+        store(key, (form, backend, ratio_clip))
     else:
         form, backend, ratio_clip = decided
         packed, terms = cu_seqlens is not None, form.apply(passed, logprobs)
@@ -290,19 +290,19 @@ def fused_policy_loss(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-    key = signature(
+    key = cache_key(
         "fused_policy_loss", labels, objective, parallel, (labels, logits, *passed),
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          centering, backend),
     )  # fmt: skip
-    plan, centered = recall(key), None
+    plan, centered = lookup(key), None
     if plan is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         rows, row_labels, terms, plan, centered = _normalize_logits(
             logits, labels, passed, options, return_entropy, inplace_backward, centering, objective,
             parallel,
         )  # fmt: skip
-        keep(key, plan)
+        store(key, plan)
     else:
         if inplace_backward:
             check_inplace(logits, inplace_backward)
@@ -335,7 +335,7 @@ def fused_policy_loss(
 
 
 class LogitsPlan(NamedTuple):
-    """The cached decisions of a loss from logits, by its ``signature``.
+    """The cached decisions of a loss from logits, by its ``cache_key``.
 
     Attributes:
         form: the conversion of the terms.
@@ -622,14 +622,14 @@ def _normalize_linear(
     """Check the arguments of a loss over hidden states, convert them to rows, and choose the schedule; the
     last outputs are the reason for the choice, and the rows of score centering.
     """
-    key = signature(
+    key = cache_key(
         function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
         (*options, *head_options, return_entropy, schedule, skip_inactive),
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled() or centering is not None:
         key = None  # not cached: inputs are cast, or there are ids
     base = None
-    decided = recall(key)
+    decided = lookup(key)
     if decided is not None:
         form, chunking, row_options, decisions, reason = decided
         terms = form.apply(passed, labels)
@@ -680,6 +680,6 @@ def _normalize_linear(
             chunking = chunking._replace(max_chunk_bytes=LEAST_BYTES)
             this_call = this_call._replace(max_chunk_bytes=LEAST_BYTES)
         decisions = decisions._replace(schedule=name, can_defer="deferred" not in excluded)
-        keep(key, (form, chunking, row_options, decisions, reason))
+        store(key, (form, chunking, row_options, decisions, reason))
     operands = LinearOperands(rows, weight, bias, row_labels, row_options, this_call, base)
     return operands, terms, decisions, reason, centered

@@ -29,7 +29,7 @@ class _Refusing(TorchDispatchMode):
 def without_fp64(monkeypatch):
     monkeypatch.setattr(exact, "WITHOUT_FP64", ("cpu",))
     monkeypatch.setattr(backends, "automatic", lambda device: "reference")
-    monkeypatch.setattr("gspo_kernels.arguments.decisions._DECISIONS", {})
+    monkeypatch.setattr("gspo_kernels.arguments.cache._DECISIONS", {})
     # an operator runs as plain calls, which are seen, instead of as one opaque call
     monkeypatch.setattr(library, "can_bypass_dispatcher", lambda _: True)
     return _Refusing()

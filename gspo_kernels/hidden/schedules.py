@@ -1,8 +1,8 @@
 """Schedules of a loss over hidden states, which compute log-probs and gradients of the rows of a step.
 
 With N counted tokens, width H and vocabulary V one matmul is G = 2NHV operations; f is the fraction of the
-rows whose gradient is computed. A *group* is a set of sequences whose coefficients depend on each other: one sequence,
-a group of the objective, or the batch.
+rows whose gradient is computed. A *group* is a set of sequences whose coefficients depend on each other: one
+sequence, a group of the objective, or the batch.
 
 | schedule | exact if | matmuls | how |
 |---|---|---|---|

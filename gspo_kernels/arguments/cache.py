@@ -6,7 +6,7 @@ Checking the arguments of a small loss takes longer than the loss.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +16,23 @@ from gspo_kernels.core.checks import validates
 from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.objectives.base import Objective
 
-Signature = tuple[Any, ...]
-Decision = TypeVar("Decision")
+CacheKey = tuple[Any, ...]
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((type(None), bool, int, float, str))
 _MAX_DECISIONS = 1024
 
-_DECISIONS: dict[Signature, Any] = {}
+_DECISIONS: dict[CacheKey, Any] = {}
 
 
-def signature(
+def cache_key(
     function: str,
     tokens: Any,
     objective: Any,
     parallel: Any,
     arguments: Iterable[Any],
     options: Iterable[Any] = (),
-) -> Signature | None:
+) -> CacheKey | None:
     """Return the cache key of a call, or None if its checks depend on more than the key can hold.
 
     The key omits the number of tokens, which varies between packed calls, and records only which sizes equal
@@ -84,15 +83,14 @@ def signature(
     return tuple(parts)
 
 
-def recall(key: Signature | None) -> Any:
+def lookup(key: CacheKey | None) -> Any:
     """Return the cached decision for this key, or None."""
     return None if key is None else _DECISIONS.get(key)
 
 
-def keep(key: Signature | None, decision: Decision) -> Decision:
-    """Cache a decision unless the key is None; return the decision."""
+def store(key: CacheKey | None, decision: Any) -> None:
+    """Cache a decision unless the key is None."""
     if key is not None:
         if len(_DECISIONS) >= _MAX_DECISIONS:
             _DECISIONS.clear()
         _DECISIONS[key] = decision
-    return decision
