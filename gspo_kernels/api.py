@@ -3,7 +3,7 @@
 # "as" tells type checkers that a name is public
 from gspo_kernels import advantages as advantages
 from gspo_kernels import objectives as objectives
-from gspo_kernels.arguments.lengths import prefetch as prefetch
+from gspo_kernels.arguments.prefetch import prefetch as prefetch
 from gspo_kernels.core.batch_invariance import is_batch_invariant as is_batch_invariant
 from gspo_kernels.core.batch_invariance import set_batch_invariant as set_batch_invariant
 from gspo_kernels.core.self_test import enable_tensor_maps as enable_tensor_maps

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gspo_kernels.arguments.cache import cache_key, lookup, store
 from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs
-from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_labels_match
+from gspo_kernels.arguments.prefetch import take_prefetched
 from gspo_kernels.arguments.terms import mask_rows
 from gspo_kernels.backends.dispatch import refuse_backend
 from gspo_kernels.core import bits, checks

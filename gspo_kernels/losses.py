@@ -15,13 +15,13 @@ from gspo_kernels.arguments.head import (
     check_inputs,
     with_host_lengths,
 )
-from gspo_kernels.arguments.lengths import take_prefetched
 from gspo_kernels.arguments.logit_options import (
     LogitOptions,
     check_inplace,
     check_labels_match,
     wants_entropy,
 )
+from gspo_kernels.arguments.prefetch import take_prefetched
 from gspo_kernels.arguments.terms import Terms, TermsForm, merge_mask, skip_inactive_sequences, validate_terms
 from gspo_kernels.backends.dispatch import refuse_backend, resolve
 from gspo_kernels.core import checks

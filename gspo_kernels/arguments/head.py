@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gspo_kernels.arguments.lengths import lengths_on_host
 from gspo_kernels.arguments.logit_options import check_labels_match
+from gspo_kernels.arguments.prefetch import lengths_on_host
 from gspo_kernels.backends import cpp
 from gspo_kernels.core import checks
 from gspo_kernels.core.layout import queued
@@ -38,7 +38,7 @@ class Chunking(NamedTuple):
         reduce_hidden_grad: sum dHidden over the ranks that share the vocabulary.
         scattered: each of these ranks has the hidden states of some tokens (sequence parallelism).
         batch_invariant: see ``core.batch_invariance``.
-        lengths: int64 [2, B] on the CPU, see ``lengths.take_prefetched``; None if only the device has them.
+        lengths: int64 [2, B] on the CPU, see ``prefetch.take_prefetched``; None if only the device has them.
         where: int64 [n], the rows to project, if the loss mask is on the CPU; see ``with_host_lengths``.
     """
 

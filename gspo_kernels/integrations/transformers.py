@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo_kernels.arguments.lengths import prefetch
+from gspo_kernels.arguments.prefetch import prefetch
 from gspo_kernels.core import checks
 from gspo_kernels.core.exact import exact
 from gspo_kernels.core.layout import queued, segment_ids
