@@ -305,7 +305,7 @@ def readme() -> str:
         "the dtype of the inputs. From hidden states our logits are fp32; those of plain PyTorch and "
         "torch.compile have the dtype of the inputs. "
         "A dash means that no other implementation has the case. "
-        f"The first row is for {first}. Memory was measured for smaller problems: {memory}. "
+        f"The first row is for {first}. Memory was measured with other shapes: {memory}. "
         "[Benchmarks](docs/benchmarks.md) has the shapes of the other rows, and more cases."
     )
     return replaced(README, f"{legend}\n\n{markdown(rows)}\n")
