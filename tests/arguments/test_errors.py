@@ -404,6 +404,7 @@ def test_unchecked_offsets_stay_in_bounds(function, monkeypatch):
             function(**arguments(function, True, cu_seqlens=offsets(value), **options))
 
 
+every_layout = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 every_function = pytest.mark.parametrize(
     "function",
     [
@@ -433,7 +434,7 @@ def test_only_dense_tensors_are_taken(function):
                 function(**call | {name: each})
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@every_layout
 @every_function
 def test_the_calls_that_the_wrong_ones_vary_are_right(function, packed):
     function(**arguments(function, packed))
@@ -473,6 +474,9 @@ OBJECTIVES = {
 }
 every_way = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 every_loss = pytest.mark.parametrize("function", LOSSES, ids=lambda function: function.__name__)
+OLD, ADVANTAGES = (arguments(policy)[name] for name in ("old_logprobs", "advantages"))
+KL = {"ref_logprobs": OLD, "kl_beta": 0.1}
+TEACHER = {"teacher_logits": None, "teacher_hidden": None, "teacher_weight": None}
 
 
 def with_value(values, value, *place):
@@ -481,67 +485,70 @@ def with_value(values, value, *place):
     return changed
 
 
-class Call:
-    """A right call, some of whose arguments a test changes."""
-
-    def __init__(self, function, objective, packed=False):
-        self.function, self.objective, self.packed = function, objective, packed
-        self.old, self.advantages = (arguments(policy)[name] for name in ("old_logprobs", "advantages"))
-
-    def __call__(self, **changes):
-        call = arguments(self.function, self.packed, objective=self.objective, **changes)
-        out = self.function(**call)
-        return out if isinstance(out, torch.Tensor) else out.loss.detach()
-
-    def refuses(self, message, **changes):
-        with value_error(match=message):
-            self(**changes)
+def result(function, packed=False, **changes):
+    """Return what a right call with ``changes`` returns: a tensor, a loss or metrics."""
+    out = function(**arguments(function, packed, **changes))
+    return out.loss.detach() if hasattr(out, "loss") else out
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@every_way
-@every_loss
-def test_impossible_values_are_errors(function, objective, packed):
-    call = Call(function, objective, packed)
-    place = r"position \[9\]" if packed else r"position \[2, 1\]"
-    call.refuses("advantages: got NaN at sequence 1", advantages=with_value(call.advantages, NAN, 1))
-    kl = {"ref_logprobs": call.old, "kl_beta": 0.1}
-    names = ("old_logprobs", "ref_logprobs")
-    for name in names:
-        for value in (NAN, 1.25, INF):
-            got = "NaN" if value != value else f"{value}"
-            call.refuses(f"{name}: got {got} at {place}", **kl | {name: with_value(call.old, value, 2, 1)})
-        # rounding may take a log-prob above 0
-        assert call(**kl | {name: with_value(call.old, 0.5, 2, 1)}).isfinite().all()
-    factors = {"token_weights": one(B, T), "rollout_weights": one(B, T), "kl_beta": 0.1 * one(B, T)}
-    for name, factor in factors.items():
-        # the launch of a ratio per sequence has the mean of its tokens' weights
-        at = rf"({place}|sequence 2)" if name == "rollout_weights" else place
-        call.refuses(f"{name}: got NaN at {at}", **kl | {name: with_value(factor, NAN, 2, 1)})
-    no_weight = {"rollout_weights": with_value(one(B), NAN, 1)}
-    for each in (call.advantages, with_value(call.advantages, 0.0, 1)):
-        call.refuses("rollout_weights: got NaN at sequence 1", advantages=each, **no_weight)
-    if function in (policy, coefficients):
-        # with logits in place of both log-probs, the ratio would look like 1
-        call.refuses(f"^logprobs: got 40 at {place}, .* are these logits or negated",
-                     logprobs=with_value(call.old, 40.0, 2, 1), old_logprobs=call.old)  # fmt: skip
+def logprobs_of(*names):
+    return [(name, -one(B, T), (NAN, 1.25, INF)) for name in names]
 
-    for mask in (with_value(one(B, T), 0.0, 2, 1), with_value(one(B, T, dtype=torch.bool), False, 2, 1)):
-        plain = kl | {"loss_mask": mask}
-        for value in (NAN, INF, 50.0):
-            for name in names:
-                changed = plain | {name: with_value(call.old, value, 2, 1)}
-                assert torch.equal(call(**changed), call(**plain))
-        for name, factor in factors.items():
-            changed = plain | {name: with_value(factor, NAN, 2, 1)}
-            assert torch.equal(call(**changed), call(**plain | {name: factor}))
-        no_token = {"loss_mask": with_value(mask, 0, 1)}
-        assert call(advantages=with_value(call.advantages, NAN, 1), **no_token).isfinite().all()
-        assert call(**no_weight, **no_token).isfinite().all()
+
+def weights_of(*names):
+    return [(name, one(*shape), (NAN,)) for name in names for shape in ((B, T), (B,))]
+
+
+POLICY_TERMS = [
+    *logprobs_of("old_logprobs", "ref_logprobs"), *weights_of("rollout_weights"),
+    ("advantages", one(B), (NAN,)), ("token_weights", one(B, T), (NAN,)), ("kl_beta", one(B, T), (NAN,)),
+]  # fmt: skip
+TAUGHT = [("teacher_logprobs", -one(B, T, 2), (NAN, 1.25, INF)), ("token_weights", one(B, T), (NAN,))]
+CHECKED = [
+    *((function, KL | {"objective": each}, POLICY_TERMS)
+      for function in LOSSES for each in OBJECTIVES.values()),
+    # with logits in place of both log-probs, the ratio would look like 1
+    *((function, {}, [("logprobs", -one(B, T), (40.0,))]) for function in (policy, coefficients)),
+    (rollout, {}, logprobs_of("old_logprobs", "rollout_logprobs")),
+    (gk.off_policy_mask, {}, logprobs_of("logprobs", "old_logprobs") + weights_of("advantages")),
+    (advantages.reverse_kl, {}, logprobs_of("logprobs", "teacher_logprobs")),
+    (off_policy.without_rejected, {}, weights_of("weights")),
+    (off_policy.weight_metrics, {}, weights_of("weights", "advantages")),
+    (taught, SCORED | {"teacher_logits": None, "beta": 0.3}, TAUGHT),
+    (linear_taught, SCORED | {"teacher_hidden": None, "teacher_weight": None, "beta": 0.3}, TAUGHT),
+]  # fmt: skip
+"""A call, and arguments with values that are refused, alone among right ones."""
+
+
+@every_layout
+@pytest.mark.parametrize(
+    ("function", "options", "values"), CHECKED, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_impossible_values_are_errors(function, options, values, packed):
+    """They are named with their position where they count, and have no effect elsewhere."""
+    for name, right, wrong in values:
+        at, place = (2, 1), r"position \[9" if packed else r"position \[2, 1"
+        if right.ndim == 1:
+            at, place = (1,), "sequence 1"
+        elif name == "rollout_weights":  # the launch of a ratio per sequence has the mean of its tokens'
+            place = f"({place}|sequence 2)"
+        mask = with_value(one(B, T), 0.0, *at)
+        for value in wrong:
+            shown, changed = "NaN" if value != value else f"{value:g}", with_value(right, value, *at)
+            with value_error(match=rf"^{name}: got {shown} at {place}"):
+                result(function, packed, **options | {name: changed})
+            for kept in (mask, mask.bool()):
+                got, expected = (
+                    result(function, packed, **options | {name: each, "loss_mask": kept})
+                    for each in (changed, right)
+                )
+                torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        if INF in wrong:  # rounding may take a log-prob above 0
+            assert result(function, packed, **options | {name: with_value(right, 0.5, *at)}).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_each_of_many_log_probs_is_looked_at(dtype):
+def test_each_of_many_log_probs_is_checked(dtype):
     """The check covers whole vectors and the remainder after the last one."""
     old = -one(1, 130, dtype=dtype)
     for place in (0, 63, 64, 129):
@@ -549,88 +556,35 @@ def test_each_of_many_log_probs_is_looked_at(dtype):
             gk.policy_loss(old.clone(), with_value(old, 2.0, 0, place), one(1))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@every_layout
 @every_way
 @every_loss
 def test_unused_log_probs_may_be_nan(function, objective, packed):
-    call = Call(function, objective, packed)
-    old = with_value(call.old, NAN, 1)
-    no_advantage = {"advantages": with_value(call.advantages, 0.0, 1)}
-    assert call(old_logprobs=old, **no_advantage).isfinite().all()
-    assert call(old_logprobs=old, rollout_weights=torch.tensor([1.0, 0.0, 1.0])).isfinite().all()
-    # a KL term moves the sequence
-    call.refuses(
-        "old_logprobs: got NaN", old_logprobs=old, ref_logprobs=call.old, kl_beta=0.1, **no_advantage
-    )
-    reference = with_value(call.old, NAN, 2, 1)
-    assert call(ref_logprobs=reference).isfinite().all()
+    loss = partial(result, function, packed, objective=objective)
+    old, without = with_value(OLD, NAN, 1), with_value(ADVANTAGES, 0.0, 1)
+    assert loss(old_logprobs=old, advantages=without).isfinite().all()
+    assert loss(old_logprobs=old, rollout_weights=torch.tensor([1.0, 0.0, 1.0])).isfinite().all()
+    with value_error(match="old_logprobs: got NaN"):  # a KL term moves the sequence
+        loss(old_logprobs=old, advantages=without, **KL)
+    with value_error(match="rollout_weights: got NaN at sequence 1"):
+        loss(advantages=without, rollout_weights=with_value(one(B), NAN, 1))
+    reference = with_value(OLD, NAN, 2, 1)
+    assert loss(ref_logprobs=reference).isfinite().all()
     beta = with_value(torch.full((B, T), 0.1), 0.0, 2, 1)
-    assert call(ref_logprobs=reference, kl_beta=beta).isfinite().all()
+    assert loss(ref_logprobs=reference, kl_beta=beta).isfinite().all()
 
 
 @every_loss
 def test_nan_with_advantages_of_tokens(function):
-    assert Call(function, gk.GPG())(old_logprobs=torch.full((B, T), NAN)).isfinite().all()
+    assert result(function, objective=gk.GPG(), old_logprobs=torch.full((B, T), NAN)).isfinite().all()
+    place, old = r"position \[0, 2\]", with_value(OLD, NAN, 0, 2)
     for objective in (gk.GRPO(), gk.SAPO()):
-        call, advantages = Call(function, objective), one(B, T)
-        place = r"position \[0, 2\]"
-        call.refuses(f"advantages: got NaN at {place}", advantages=with_value(advantages, NAN, 0, 2))
-        old = with_value(call.old, NAN, 0, 2)
-        call.refuses(f"old_logprobs: got NaN at {place}", advantages=advantages, old_logprobs=old)
-        assert call(advantages=with_value(advantages, 0.0, 0, 2), old_logprobs=old).isfinite().all()
-
-
-TEACHER = {"teacher_logits": None, "teacher_hidden": None, "teacher_weight": None}
-BESIDE = {rollout: "old_logprobs", gk.off_policy_mask: "logprobs", advantages.reverse_kl: "teacher_logprobs"}
-OTHERS = {rollout: "rollout_logprobs", gk.off_policy_mask: "old_logprobs", advantages.reverse_kl: "logprobs"}
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("function", [*BESIDE, taught, linear_taught])
-def test_value_checks_of_log_probs(function, packed):
-    """Value checks of log-probs and weights in functions other than policy losses."""
-    place = r"position \[9" if packed else r"position \[2, 1"
-    mask, values = with_value(one(B, T), 0.0, 2, 1), {name: -one(B, T) for name in ("x", "y")}
-    if function in BESIDE:
-        fixed, values = {}, {each[function]: -one(B, T) for each in (BESIDE, OTHERS)}
-    else:
-        fixed = {k: v for k, v in TEACHER.items() if k in arguments(function)} | {"ids": SETS, "beta": 0.3}
-        values = {"teacher_logprobs": -one(B, T, 2)}
-
-    def call(**changes):
-        out = function(**arguments(function, packed, **fixed, **values | changes))
-        return out if isinstance(out, torch.Tensor) else out.loss.detach()
-
-    for name, right in values.items():
-        for value, got in ((NAN, "NaN"), (5.0, "5"), (50.0, "50")):
-            wrong = with_value(right, value, 2, 1)
-            with value_error(match=rf"^{name}: got {got} at {place}"):
-                call(**{name: wrong})
-            assert torch.equal(call(**{name: wrong}, loss_mask=mask), call(loss_mask=mask))
-        assert call(**{name: with_value(right, 0.5, 2, 1)}).isfinite().all()
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_value_checks_of_weights(packed):
-    place = r"position \[9\]" if packed else r"position \[2, 1\]"
-    weights, functions = one(B, T), (off_policy.without_rejected, off_policy.weight_metrics)
-    calls = [(each, "weights") for each in functions]
-    calls += [(off_policy.weight_metrics, "advantages"), (gk.off_policy_mask, "advantages")]
-    mask = with_value(one(B, T, dtype=torch.bool), False, 2, 1)
-    for function, name in calls:
-        wrong = {name: with_value(weights, NAN, 2, 1)}
-        with value_error(match=rf"^{name}: got NaN at {place}"):
-            function(**arguments(function, packed, **wrong))
-        function(**arguments(function, packed, **wrong, loss_mask=mask))
-        with value_error(match=rf"^{name}: got NaN at sequence 1"):
-            function(**arguments(function, packed, **{name: with_value(one(B), NAN, 1)}))
-        no_token = {name: with_value(one(B), NAN, 1), "loss_mask": with_value(mask, False, 1)}
-        function(**arguments(function, packed, **no_token))
-    for function in (taught, linear_taught):
-        wrong = {"token_weights": with_value(weights, NAN, 2, 1)}
-        with value_error(match=rf"^token_weights: got NaN at {place}"):
-            function(**arguments(function, packed, **wrong))
-        assert function(**arguments(function, packed, **wrong, loss_mask=mask)).loss.isfinite()
+        loss = partial(result, function, objective=objective)
+        with value_error(match=f"advantages: got NaN at {place}"):
+            loss(advantages=with_value(one(B, T), NAN, 0, 2))
+        with value_error(match=f"old_logprobs: got NaN at {place}"):
+            loss(advantages=one(B, T), old_logprobs=old)
+        assert loss(advantages=with_value(one(B, T), 0.0, 0, 2), old_logprobs=old).isfinite().all()
 
 
 @pytest.mark.parametrize("function", [fused, fused_linear, taught, linear_taught])
@@ -660,24 +614,28 @@ def test_ids_of_masked_tokens_are_ignored(function):
 
 
 def test_log_probs_of_skipped_sequences_come_back():
-    call, advantages = Call(fused_linear, gk.GSPO()), torch.tensor([1.0, 0.0, 0.5])
-    plain = arguments(fused_linear, old_logprobs=None, advantages=advantages, skip_inactive="all")
-    old = fused_linear(**plain).logprobs
+    given = {"old_logprobs": None, "advantages": torch.tensor([1.0, 0.0, 0.5])}
+    old = fused_linear(**arguments(fused_linear, **given, skip_inactive="all")).logprobs
     assert old[1].isnan().all() and old[[0, 2]].isfinite().all()
+    given["old_logprobs"] = old
     for skip in ("all", "backward", "none"):
-        assert call(old_logprobs=old, advantages=advantages, skip_inactive=skip).isfinite()
+        assert result(fused_linear, **given, skip_inactive=skip).isfinite()
     # now the sequence has an advantage, so its ratio is needed
-    call.refuses(r"old_logprobs: got NaN at position \[1, 0\]", old_logprobs=old)
+    with value_error(match=r"old_logprobs: got NaN at position \[1, 0\]"):
+        result(fused_linear, old_logprobs=old)
 
 
-def test_every_backend_looks_at_values(backend):
+def test_every_backend_checks_values(backend):
     if torch.cuda.is_available() and backend == "triton":
         pytest.skip("serves no CPU tensors here")
     for function in (fused, fused_linear):
-        call = Call(function, gk.GSPO())
-        call.refuses("old_logprobs: got NaN", old_logprobs=with_value(call.old, NAN, 0, 0), backend=backend)
-        call.refuses("old_logprobs: got 3", old_logprobs=torch.full((B, T), 3.0), backend=backend)
-        call.refuses("advantages: got NaN", advantages=with_value(call.advantages, NAN, 0), backend=backend)
+        for name, values, got in (
+            ("old_logprobs", with_value(OLD, NAN, 0, 0), "NaN"),
+            ("old_logprobs", torch.full((B, T), 3.0), "3"),
+            ("advantages", with_value(ADVANTAGES, NAN, 0), "NaN"),
+        ):
+            with value_error(match=f"{name}: got {got}"):
+                result(function, backend=backend, **{name: values})
 
 
 def test_unchecked_nan_makes_the_result_nan(monkeypatch):
@@ -685,8 +643,7 @@ def test_unchecked_nan_makes_the_result_nan(monkeypatch):
     for module in (policy_step, terms):
         monkeypatch.setattr(module, "checked_values", lambda device: False)
     for objective in OBJECTIVES.values():
-        call = Call(policy, objective)
-        assert call(advantages=with_value(call.advantages, NAN, 1)).isnan()
+        assert result(policy, objective=objective, advantages=with_value(ADVANTAGES, NAN, 1)).isnan()
 
 
 def test_a_backend_that_cannot_serve_is_refused():
@@ -695,7 +652,7 @@ def test_a_backend_that_cannot_serve_is_refused():
         token(**call, backend="cpp")
 
 
-def test_compiled_calls_look_at_values():
+def test_compiled_calls_check_values():
     logprobs, old, advantages = arguments(policy).values()
     loss = torch.compile(lambda *call: policy(*call).loss, fullgraph=True, backend="aot_eager")
     assert loss(logprobs, old, advantages).isfinite()
