@@ -1,4 +1,6 @@
-"""Small calls of every public function with a gradient, in all its ways, for tests of what holds for each."""
+"""Small calls of every public function, in all its ways, for tests of what holds for each."""
+
+from functools import partial
 
 import torch
 
@@ -15,8 +17,8 @@ ROW = {"max_chunk_bytes": 4 * 8}
 def loss(entry, objective, terms, layout="packed", adapter=0, frozen=(), **options):
     """Return a function that builds a loss for a backend: a function of leaves, and the leaves."""
 
-    def build(backend, constant):
-        case = make_case(KIND[entry], layout, terms, adapter=adapter, dtype=torch.float64, **SIZE)
+    def build(backend, constant, dtype=torch.float64):
+        case = make_case(KIND[entry], layout, terms, adapter=adapter, dtype=dtype, **SIZE)
         case = for_objective(case, objective).each(lambda _, value: value.to(device_of(backend)))
         names = tuple(name for name in case.inputs if name not in (*case.frozen, *frozen))
         case = case.each(lambda name, value: value if name in names else constant(value))
@@ -48,23 +50,22 @@ def outputs(name, lora=False, **options):
     names = ("hidden", "weight", "bias") if "linear" in name else ("logits",)
     inputs = {key: LEAVES[key] for key in names} | (ADAPTER if lora else {})
 
-    def build(backend, constant):
+    def build(backend, constant, dtype=torch.float64):
         def moved(value, change=constant):
-            return change(value.to(device_of(backend))) if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            return change(value.to(device_of(backend), dtype if value.dtype == torch.float64 else None))
 
-        constants = {key: moved(value) for key, value in options.items()}
+        given = {key: moved(value) for key, value in (inputs | options).items()}
         learned = [key for key in inputs if not (lora and key == "weight")]
 
         def function(*leaves):
-            given = {key: moved(value) for key, value in inputs.items()} | dict(
-                zip(learned, leaves, strict=True)
-            )
+            call = given | dict(zip(learned, leaves, strict=True))
             if lora:
-                head = gk.LoRAHead(given["weight"], given.pop("A"), given.pop("B"), ADAPTER_SCALE)
-                given["weight"] = head
-            if "inplace_backward" in options and given["logits"].is_leaf:
-                given["logits"] = given["logits"] * 1.0
-            found = getattr(gk, name)(**given, **constants, backend=backend)
+                call["weight"] = gk.LoRAHead(call["weight"], call.pop("A"), call.pop("B"), ADAPTER_SCALE)
+            if "inplace_backward" in options and call["logits"].is_leaf:
+                call["logits"] = call["logits"] * 1.0
+            found = getattr(gk, name)(**call, backend=backend)
             return tuple(value for value in found if isinstance(value, torch.Tensor))
 
         return function, [moved(inputs[key], torch.clone) for key in learned]
@@ -109,21 +110,46 @@ CALLS = {
     ),
     "fused_linear_distillation_loss": outputs("fused_linear_distillation_loss", **TEACHER, **SHARES, **ROW),
 }  # fmt: skip
-INPLACE = {
-    f"{name}, in place": outputs(name, inplace_backward=True, **options)
-    for name, options in {
-        ROWS: {"labels": LABELS, "return_entropy": True},
-        FUSED: {
-            "labels": LABELS, "old_logprobs": torch.full((2, 2), -1.4), "advantages": torch.ones(2),
-            "objective": GSPO,
-        },
-        "selected_logprobs": {"ids": IDS},
-        "distillation_loss": {"teacher_logits": normal(2, 2, 4).sin()},
-    }.items()
+GIVEN = {"labels": LABELS, "old_logprobs": torch.full((2, 2), -1.4), "advantages": torch.ones(2)}
+TAUGHT = {"teacher_logits": normal(2, 2, 4).sin()}
+OVERWRITING = {
+    "token_logprobs": (ROWS, {"labels": LABELS, "return_entropy": True}),
+    "fused_policy_loss": (FUSED, GIVEN | {"objective": GSPO}),
+    "fused_policy_loss, on-policy": (FUSED, GIVEN | {"old_logprobs": None}),
+    "fused_policy_loss, entropy": (FUSED, GIVEN | {"objective": GSPO, "entropy_coef": 0.1}),
+    "selected_logprobs": ("selected_logprobs", {"ids": IDS}),
+    "distillation_loss": ("distillation_loss", TAUGHT | {"beta": 0.3}),
+    "distillation_loss, forward": ("distillation_loss", TAUGHT | {"beta": 0.0}),
+    "distillation_loss, reverse": ("distillation_loss", TAUGHT | {"beta": 1.0}),
+    "distillation_loss, ids": ("distillation_loss", TAUGHT | {"beta": 0.3, "top_k": 2}),
+}
+"""Calls with logits that the backward may overwrite."""
+APART, INPLACE = (
+    {f"{key}, in place": outputs(name, **options, **how) for key, (name, options) in OVERWRITING.items()}
+    for how in ({}, {"inplace_backward": True})
+)
+WHERE = {"loss_mask": torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])}
+ROLLOUT, OLD = (-normal(2, 3 + i)[:, :3].abs().float() for i in range(2))
+WITHOUT_GRADIENT = {
+    **{
+        f"rollout_weights, {level}, {mode}": partial(
+            gk.rollout_weights, OLD, ROLLOUT, level=level, mode=mode, low=0.5, high=2.0, **WHERE
+        )
+        for level in ("token", "sequence") for mode in ("truncate", "mask")
+    },
+    "off_policy_mask": partial(gk.off_policy_mask, OLD, ROLLOUT, -torch.ones(2), delta=0.1, **WHERE),
+    "sampling_mask": partial(gk.sampling_mask, normal(2, 5, 9).float(), top_k=4, top_p=0.8, min_p=0.01),
+    "group_normalized": partial(gk.advantages.group_normalized, normal(10).float(), group_size=5),
+    "group_normalized, ids": partial(
+        gk.advantages.group_normalized, normal(10).float(), group_ids=torch.arange(10) // 5, scale="batch"
+    ),
+    "reverse_kl": partial(gk.advantages.reverse_kl, OLD, ROLLOUT, **WHERE),
+    "normalizer": partial(gk.normalizer, gk.DAPO(), **WHERE),
 }  # fmt: skip
+"""Calls that return a tensor, from fp32 tensors."""
 
 
-def centered(backend, constant):
+def centered(backend, constant, dtype=torch.float64):
     """Build centered losses, like ``loss``. They are not in ``CALLS``: their gradients are no derivatives."""
     ids = IDS.flip(-1).masked_fill(IDS.flip(-1) < 0, -1)
     given = {"objective": gk.PrimeIPO(), "advantages": torch.ones(2), "old_logprobs": -torch.ones(2, 2)}
@@ -139,11 +165,11 @@ def centered(backend, constant):
             gk.policy_loss(logprobs, loss_mask=LABELS >= 0, **given, selected_logprobs=selected).loss,
         )
 
-    return function, [LEAVES["hidden"], LEAVES["weight"]]
+    return function, [LEAVES[name].to(dtype) for name in ("hidden", "weight")]
 
 
-def prepare(build, backend="auto", constant=lambda value: value):
+def prepare(build, backend="auto", constant=lambda value: value, dtype=torch.float64):
     """Return a function, its leaves, and its outputs that have a gradient."""
-    function, leaves = build(backend, constant)
+    function, leaves = build(backend, constant, dtype)
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     return function, leaves, [value for value in function(*leaves) if value.requires_grad]

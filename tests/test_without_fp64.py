@@ -9,8 +9,8 @@ import gspo_kernels as gk
 from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.core import exact
 from gspo_kernels.core import operators as library
-from tests.cases import generator, make_case, run
-from tests.judging import assert_equals_oracle
+from tests.cases import generator
+from tests.every_call import CALLS, WITHOUT_GRADIENT, prepare
 from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, make_batch
 
 
@@ -35,13 +35,27 @@ def without_fp64(monkeypatch):
     return _Refusing()
 
 
-@pytest.mark.parametrize("schedule", ["known", "aligned", "deferred", "two_pass", "frozen"])
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_schedules(without_fp64, layout, schedule):
-    case = make_case("linear", layout, "on_policy" if schedule == "known" else "holes")
+def results(function, leaves):
+    found = function(*leaves)
+    grads = torch.autograd.grad([value.sum() for value in found if value.requires_grad], leaves)
+    return [value.detach() for value in found] + list(grads)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_with_gradients(without_fp64, name):
+    """They are close to those in fp64."""
+    function, leaves, _ = prepare(CALLS[name], "reference", dtype=torch.float32)
     with without_fp64:
-        got = run(case, "fused_linear_policy_loss", gk.GSPO(), "reference", schedule=schedule)
-    assert_equals_oracle(got, case, gk.GSPO())
+        got = results(function, leaves)
+    for value, want in zip(got, results(*prepare(CALLS[name], "reference")[:2]), strict=True):
+        torch.testing.assert_close(value.double(), want.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_other_functions(without_fp64, name):
+    plain = WITHOUT_GRADIENT[name]()
+    with without_fp64:
+        torch.testing.assert_close(WITHOUT_GRADIENT[name](), plain)
 
 
 @pytest.mark.parametrize("name", gk.objectives.__all__)
@@ -62,20 +76,6 @@ def test_objectives(without_fp64, name):
         got = computed(here)
     for value, want in zip(got, computed(there), strict=True):
         torch.testing.assert_close(value.double(), want, rtol=2e-4, atol=1e-6)
-
-
-def test_the_rest(without_fp64):
-    """Advantages, rollout weights, selected log-probs and distillation work without fp64, too."""
-    rng = generator(0)
-    rewards, logits = torch.rand(8, generator=rng), torch.randn(2, 4, 32, generator=rng).requires_grad_()
-    old, ids = torch.randn(2, 4, generator=rng) - 4, torch.randint(32, (2, 4, 3), generator=rng)
-    mask = torch.ones(2, 4)
-    plain = gk.advantages.group_normalized(rewards, group_size=4)
-    with without_fp64:
-        torch.testing.assert_close(gk.advantages.group_normalized(rewards, group_size=4), plain)
-        gk.rollout_weights(old + 0.1, old, loss_mask=mask, high=2.0)
-        gk.selected_logprobs(logits, ids, backend="reference").logprobs.sum().backward()
-        gk.distillation_loss(logits, logits.detach().flip(-1), backend="reference").loss.backward()
 
 
 def test_compensated_sums():
