@@ -10,6 +10,7 @@ import gspo_kernels as gk
 from gspo_kernels.arguments import head
 from gspo_kernels.hidden import chunk
 from gspo_kernels.hidden.matmul import pytorch
+from tests.arguments.test_errors import arguments
 from tests.cases import HEAD, Result, call, generator, make_case, poisoned, run
 from tests.fake_gpu import FakeGpu
 from tests.gpu.calls import CAPTURED, Scale, inputs_of, step
@@ -294,40 +295,31 @@ def test_a_mask_and_offsets_on_the_host_avoid_syncs(gpu, layout, schedule, skip)
     assert_equals_oracle(got, case, gk.GSPO())
 
 
-def with_terms(**terms):
-    """Call the other public functions that take a mask and offsets; return what they return."""
-    (hidden, weight), labels, old, advantages = problem(torch.float32)
-    logits = (hidden @ weight.t()).detach()
-    if terms["cu_seqlens"] is not None:
-        hidden, logits, labels, old = (x.detach().flatten(0, 1) for x in (hidden, logits, labels, old))
-        advantages = ADVANTAGES
-    given, chunk = (old, advantages), {"max_chunk_bytes": 4 * ROW}
-    mask, offsets = terms["loss_mask"], terms["cu_seqlens"]
-    yield gk.policy_loss(old + 0.1, *given, **terms).loss
-    yield gk.policy_coefficients(old + 0.1, *given, objective=gk.GRPO(), **terms)
-    yield gk.fused_policy_loss(logits, labels, *given, temperature=torch.ones_like(advantages), **terms).loss
-    yield gk.distillation_loss(logits, logits * 2, **terms).loss
-    leaf = hidden.requires_grad_()
-    yield gk.fused_linear_distillation_loss(leaf, weight, hidden * 2, weight, **chunk, **terms).loss
-    yield gk.normalizer(gk.GSPO(), old != 0, cu_seqlens=offsets)
-    yield gk.rollout_weights(old, old + 0.1, high=2.0, level="sequence", **terms)
-    yield gk.advantages.reverse_kl(old, old - 0.1, loss_mask=mask)
-    gk.prefetch(labels, advantages=advantages, **terms)
-    yield gk.fused_linear_policy_loss(leaf, weight, labels, *given, **chunk, **terms).loss
+TAKING_MASKS = [
+    gk.policy_loss, gk.policy_coefficients, gk.fused_policy_loss, gk.distillation_loss, gk.rollout_weights,
+    gk.fused_linear_distillation_loss, gk.fused_linear_policy_loss, gk.off_policy_mask, gk.normalizer,
+    gk.advantages.reverse_kl,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("padded", torch.float32), ("packed", torch.int64)])
-def test_functions_take_a_mask_and_offsets_on_the_host(gpu, layout, dtype):
-    mask, offsets = HOLES.to(dtype), None
-    if layout == "packed":
-        mask, offsets = mask.flatten(), LENGTHS
+@pytest.mark.parametrize(("packed", "dtype"), [(False, torch.float32), (True, torch.int64)])
+@pytest.mark.parametrize("function", TAKING_MASKS, ids=lambda function: function.__name__)
+def test_functions_take_a_mask_and_offsets_on_the_host(gpu, function, packed, dtype):
+    mask = torch.ones(3, 4).index_fill(1, torch.tensor([1]), 0.0).to(dtype)
+    call = arguments(function, packed, loss_mask=mask)
+    call |= {"max_chunk_bytes": 4 * 11 * 4} if "hidden" in call else {}
+    call |= {"temperature": torch.ones(3)} if "logits" in call else {}
+    results, prefetch = [], function == gk.fused_linear_policy_loss
     with gpu:
-        wanted = list(with_terms(loss_mask=mask, cu_seqlens=offsets))
-        gpu.looks.clear()
-        host = {"loss_mask": gpu.host(mask), "cu_seqlens": offsets if offsets is None else gpu.host(offsets)}
-        got = list(with_terms(**host))
+        host = {name: gpu.host(value) if name in HOST else value for name, value in call.items()}
+        for given in (call, host):
+            gpu.looks.clear()
+            if prefetch:
+                gk.prefetch(given["labels"], given["loss_mask"], cu_seqlens=given.get("cu_seqlens"))
+            results.append(function(**given))
         assert not gpu.looks
-    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+    got, wanted = (torch.as_tensor(getattr(each, "loss", each)) for each in results)
+    assert torch.equal(got, wanted)
 
 
 def test_other_arguments_on_the_host_are_errors(gpu, monkeypatch):
