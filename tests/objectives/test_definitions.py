@@ -18,23 +18,20 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.clip import surrogate
 from tests.objectives.sample_batches import EVERY, NO_DEFAULTS
 
-LABELS, WEIGHT = (
-    torch.tensor([[1, 2, 0], [3, 0, 4]]),
-    torch.randn(5, 4, generator=torch.Generator().manual_seed(0)),
-)
-HIDDEN = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
-LOGPROBS = gk.token_logprobs(HIDDEN @ WEIGHT.T, LABELS).logprobs
+LABELS, RNG = torch.tensor([[1, 2, 0], [3, 0, 4]]), torch.Generator().manual_seed(0)
+WEIGHT, HIDDEN = (torch.randn(*size, 4, generator=RNG) for size in ((5,), (2, 3)))
+LOGITS = HIDDEN @ WEIGHT.T
+LOGPROBS = gk.token_logprobs(LOGITS, LABELS).logprobs
 GIVEN = (LOGPROBS - 0.1, torch.tensor([1.0, -0.4]))
 ENTRIES = {
-    "logprobs": lambda objective: gk.policy_loss(LOGPROBS, *GIVEN, objective=objective).loss,
-    "logits": lambda objective: (
-        gk.fused_policy_loss(HIDDEN @ WEIGHT.T, LABELS, *GIVEN, objective=objective).loss
-    ),
-    "hidden": lambda objective: (
-        gk.fused_linear_policy_loss(HIDDEN, WEIGHT, LABELS, *GIVEN, objective=objective).loss
-    ),
+    gk.policy_loss: (LOGPROBS,),
+    gk.fused_policy_loss: (LOGITS, LABELS),
+    gk.fused_linear_policy_loss: (HIDDEN, WEIGHT, LABELS),
 }
-loss = ENTRIES["logprobs"]
+
+
+def loss(objective, entry=gk.policy_loss):
+    return entry(*ENTRIES[entry], *GIVEN, objective=objective).loss
 
 
 class Scaled(Objective):
@@ -68,15 +65,15 @@ def made(factor, base=Scaled):
     return Made()
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
 @pytest.mark.parametrize("base", [Scaled, gk.GRPO], ids=["evaluated", "one launch"])
 def test_objectives_of_one_name(entry, base):
     """Of a notebook cell that runs twice, of one factory, while both classes are alive or after."""
-    way, (plain, *others) = ENTRIES[entry], (1.0, 10.0, 0.5)
+    others = (10.0, 0.5)
     alive = [made(each, base) for each in others]
-    want = float(way(made(plain, base)))
+    want = float(loss(made(1.0, base), entry))
     for objective, each in zip((*alive, *(made(x, base) for x in others), *alive), 3 * others, strict=True):
-        assert float(way(objective)) == pytest.approx(each * want)
+        assert float(loss(objective, entry)) == pytest.approx(each * want)
 
 
 def test_objectives_of_one_name_compiled():
