@@ -201,7 +201,7 @@ def shortened(command):
     if re.search(r"gspo mismatch", command):
         command += " --overwrite" + ("" if "--max-new-tokens" in command else " --max-new-tokens 4")
         command += "" if "--count" in command or "--against" in command else " --count 2"
-        command += " --no-switches" if "--sampler-dtype" in command or "--rollouts" in command else ""
+        command += "" if "--against" in command else " --no-switches"
     command = re.sub(r"(?<=--count )128", "2", command)
     return re.sub(r"(?<=--update.steps )120", "3", command)
 
