@@ -1,6 +1,5 @@
 """Promises of every objective: what it declares, however a batch is cut and however far off policy it is."""
 
-import dataclasses
 import math
 from dataclasses import replace
 
@@ -68,7 +67,7 @@ def far_off(batch, rng):
     signs = torch.randint(2, (rows, width), generator=rng) * 2.0 - 1
     signs = torch.where(torch.rand(rows, 1, generator=rng) < 0.5, signs, signs[:, :1])
     log_ratio = sizes * signs * (0.5 + torch.rand(rows, width, generator=rng) / 2)
-    return dataclasses.replace(
+    return replace(
         batch,
         logprobs=batch.logprobs + log_ratio.clamp(max=0),
         old_logprobs=batch.logprobs - log_ratio.clamp(min=0),
@@ -105,7 +104,7 @@ def test_gradients_far_off_policy(objective):
 @every_declaration
 def test_nothing_counted(objective):
     batch = make_batch(objective)
-    masked = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    masked = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     for empty in (masked, batch.each(lambda x: x[:0])):
         logprobs = empty.logprobs.nan_to_num(0.0).requires_grad_()
         loss = empty.call(gk.policy_loss, objective, logprobs=logprobs).loss
@@ -129,101 +128,69 @@ def test_declarations_are_true_and_tight(objective):
         assert bool((zero == 0).all()) == objective.zero_advantage_is_inactive
 
 
-class Unweighted(gk.GRPO):
-    """Forgets rollout weights."""
-
-    coefficient_scope = "token"
-
-    def evaluate(self, batch):
-        return super().evaluate(dataclasses.replace(batch, rollout_weights=None))
+def changed(base, **content):
+    """Return an objective of a subclass with other methods or attributes."""
+    return type(f"Changed{base.__name__}", (base,), content)()
 
 
-class SumsOfRows(gk.GRPO):
-    """Adds up the tokens of a row, which may hold several sequences."""
-
-    def evaluate(self, batch):
-        loss = super().evaluate(batch)
-        return loss._replace(loss=loss.loss * batch.logprobs.sum(1, keepdim=True))
+def without_rollout_weights(self, batch):
+    return gk.GRPO.evaluate(self, replace(batch, rollout_weights=None))
 
 
-class OtherForm(gk.GRPO):
-    """Is fused with other bounds than its own."""
-
-    def ratio_form(self):
-        return super().ratio_form()._replace(log_high=0.5)
-
-
-class OtherRolloutWeights(gk.GSPO):
-    """Squares rollout weights, which no fused form does."""
-
-    def evaluate(self, batch):
-        weights = batch.rollout_weights
-        return super().evaluate(
-            dataclasses.replace(batch, rollout_weights=None if weights is None else weights**2)
-        )
-
-    def ratio_form(self):
-        return gk.GSPO().ratio_form()
+def with_squared_rollout_weights(self, batch):
+    """No fused form squares them."""
+    weights = batch.rollout_weights
+    return gk.GSPO.evaluate(self, replace(batch, rollout_weights=None if weights is None else weights**2))
 
 
-class OtherWeight(gk.CISPO):
-    """Is centered with other bounds than its own."""
+def over_rows(self, batch):
+    """Add up the tokens of a row, which may hold several sequences."""
+    loss = gk.GRPO.evaluate(self, batch)
+    return loss._replace(loss=loss.loss * batch.logprobs.sum(1, keepdim=True))
 
-    def ratio_weight(self):
-        return super().ratio_weight()._replace(high=1.2)
 
-
+OTHER_CLIP, OTHER_WEIGHT = gk.GRPO().ratio_form(), gk.CISPO().ratio_weight()
 PLANTED = [
-    *((gk.GRPO(), "coefficient_scope", "nothing"), (gk.GSPO(0.1, 0.1), "coefficient_scope", "token")),
-    *((gk.GSPO(0.1, 0.1), "coefficient_scope", "turn"), (gk.REAL(), "coefficient_scope", "sequence")),
-    *((gk.TLGRPO(), "coefficient_scope", "token"), (gk.KLCov(), "coefficient_scope", "group")),
-    *((gk.DPPO(), "ratio_only", True), (gk.DHPO(mix="entropy"), "ratio_only", True)),
-    *((gk.AGRO(), "ratio_only", True), (gk.DRO(), "zero_advantage_is_inactive", True)),
-    *((gk.ESPO(), "zero_advantage_is_inactive", True), (gk.ClipCov(), "zero_advantage_is_inactive", True)),
-    *((gk.GRPO(), "factorizes", True), (gk.TOPR(ratio_level="token"), "factorizes", True)),
-    *((gk.FIPO(), "needs_token_order", False), (gk.CTPO(), "needs_token_order", False)),
-    *((gk.GSPO(), "level", "token"), (gk.GRPO(), "level", "sequence"), (gk.DPO(), "needs", ("group_ids",))),
-    *(
-        (gk.GSPO(), "takes_token_advantages", True),
-        (gk.Linear(), "needs", ()),
-        (OtherForm(), "ratio_form", None),
-        (OtherRolloutWeights(), "ratio_form", None),
-        (OtherWeight(), "ratio_weight", None),
-    ),
-    *((Unweighted(), "rollout_weights", None), (SumsOfRows(), "packed", None)),
-]
+    (gk.GRPO(), "coefficient_scope", "nothing"), (gk.GSPO(0.1, 0.1), "coefficient_scope", "token"),
+    (gk.GSPO(0.1, 0.1), "coefficient_scope", "turn"), (gk.REAL(), "coefficient_scope", "sequence"),
+    (gk.TLGRPO(), "coefficient_scope", "token"), (gk.KLCov(), "coefficient_scope", "group"),
+    (gk.DPPO(), "ratio_only", True), (gk.DHPO(mix="entropy"), "ratio_only", True),
+    (gk.AGRO(), "ratio_only", True), (gk.DRO(), "zero_advantage_is_inactive", True),
+    (gk.ESPO(), "zero_advantage_is_inactive", True), (gk.ClipCov(), "zero_advantage_is_inactive", True),
+    (gk.GRPO(), "factorizes", True), (gk.TOPR(ratio_level="token"), "factorizes", True),
+    (gk.FIPO(), "needs_token_order", False), (gk.CTPO(), "needs_token_order", False),
+    (gk.GSPO(), "level", "token"), (gk.GRPO(), "level", "sequence"), (gk.DPO(), "needs", ("group_ids",)),
+    (gk.GSPO(), "takes_token_advantages", True), (gk.Linear(), "needs", ()),
+    # fused or centered with other bounds than their own
+    (changed(gk.GRPO, ratio_form=lambda _: OTHER_CLIP._replace(log_high=0.5)), "ratio_form", None),
+    (changed(gk.CISPO, ratio_weight=lambda _: OTHER_WEIGHT._replace(high=1.2)), "ratio_weight", None),
+    (changed(gk.GSPO, evaluate=with_squared_rollout_weights, ratio_form=lambda _: gk.GSPO().ratio_form()),
+     "ratio_form", None),
+    (changed(gk.GRPO, evaluate=without_rollout_weights, coefficient_scope="token"), "rollout_weights", None),
+    (changed(gk.GRPO, evaluate=over_rows), "packed", None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("objective", "name", "value"), PLANTED, ids=lambda each: str(each).split("(")[0])
 def test_a_wrong_declaration_is_found(objective, name, value):
-    objective = dataclasses.replace(objective)  # a copy
+    objective = replace(objective)  # a copy
     if value is not None:
         objective._declare(**{name: value})
     with pytest.raises(ValueError, match=rf"^objective: .*\n- .*\b{name}\b"):
         gk.objectives.check(objective)
 
 
-def squares(batch):
+def squares(self, batch):
     """Return a loss whose coefficient depends on the log-probs of the whole batch, for any advantage."""
     total = torch.where(batch.mask, batch.logprobs, 0.0).sum()
     values = batch.weighted(batch.logprobs**2 * total)
     return gk.objectives.base.ObjectiveLoss(values, batch.log_ratio)
 
 
-class DeclaresNothing(gk.objectives.base.Objective):
-    def evaluate(self, batch):
-        return squares(batch)
-
-
-class ReplacesTheLoss(gk.GSPOToken):
-    def evaluate(self, batch):
-        return squares(batch)
-
-
-@pytest.mark.parametrize("cls", [DeclaresNothing, ReplacesTheLoss])
-def test_objectives_without_declarations(cls):
+@pytest.mark.parametrize("base", [gk.objectives.base.Objective, gk.GSPOToken])
+def test_objectives_without_declarations(base):
     """Missing declarations and those of a base class with a different loss are not inherited."""
-    objective = cls()
+    objective = changed(base, evaluate=squares)
     gk.objectives.check(objective)
     batch = make_batch(objective)
     case = replace(from_hidden_states(batch, objective, 23), advantages=torch.zeros(6), old_logprobs=None)
