@@ -73,6 +73,7 @@ _ON_DEVICE = (
     "tests/backends/test_sequence_ratio.py",
     "tests/test_invariants.py",
     "tests/test_equivalence.py",
+    "tests/test_autograd.py",
     "tests/hidden/test_batch_invariance.py",
 )
 _OURS = ("--contestants", "ours", "naive PyTorch", "torch linear_cross_entropy")

@@ -25,7 +25,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/hidden/test_peak_memory.py"
+CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/test_autograd.py"
+CALLS += " tests/hidden/test_peak_memory.py"
 SCHEDULES = "tests/hidden/test_schedules.py tests/hidden/test_matmul.py tests/hidden/test_lora_head.py"
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
 MORE_CALLS = "tests/test_selected.py tests/hidden/test_batch_invariance.py tests/test_compile.py"
