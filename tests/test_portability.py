@@ -1,4 +1,9 @@
-"""A fake device without fp64, such as Apple's MPS: any fp64 tensor raises an error."""
+"""``torch.set_default_dtype`` and ``set_default_device``, which many scripts call, change no result, and
+devices without fp64, such as Apple's MPS, are served: here any fp64 tensor raises an error.
+"""
+
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +16,65 @@ from gspo_kernels.core import exact
 from gspo_kernels.core import operators as library
 from tests.cases import generator
 from tests.every_call import CALLS, WITHOUT_GRADIENT, prepare
-from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, make_batch
+from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, coefficients, examples, make_batch
+
+
+def results(function, leaves):
+    """Return what a function returns, and the gradients."""
+    found = function(*leaves)
+    grads = torch.autograd.grad([value.sum() for value in found if value.requires_grad], leaves)
+    return [value.detach() for value in found] + list(grads)
+
+
+# --- defaults
+
+DEFAULTS = pytest.mark.parametrize("setting", [torch.bfloat16, torch.device("meta")], ids=str)
+
+
+@contextmanager
+def default(setting):
+    """Set the default dtype or device. On "meta" nothing can be computed, so no tensor may land there."""
+    dtype = torch.get_default_dtype()
+    if isinstance(setting, torch.dtype):
+        torch.set_default_dtype(setting)
+    else:
+        torch.set_default_device(setting)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+
+
+def assert_unchanged(call, setting):
+    expected = call()
+    with default(setting):
+        found = call()
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.device == other.device
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@DEFAULTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_defaults_do_not_change_calls(name, dtype, setting, backend):
+    function, leaves, _ = prepare(CALLS[name], backend, dtype=dtype)
+    assert_unchanged(partial(results, function, leaves), setting)
+    if name.endswith(("aligned", "two_pass")) and backend != "reference":
+        with gk.set_batch_invariant(True):
+            assert_unchanged(partial(results, function, leaves), setting)
+
+
+@DEFAULTS
+def test_defaults_do_not_change_other_functions(setting):
+    for call in WITHOUT_GRADIENT.values():
+        assert_unchanged(lambda call=call: [call()], setting)
+    for objective in examples():
+        assert_unchanged(partial(map, coefficients, [make_batch(objective)], [objective]), setting)
+
+
+# --- without fp64
 
 
 class _Refusing(TorchDispatchMode):
@@ -35,14 +98,8 @@ def without_fp64(monkeypatch):
     return _Refusing()
 
 
-def results(function, leaves):
-    found = function(*leaves)
-    grads = torch.autograd.grad([value.sum() for value in found if value.requires_grad], leaves)
-    return [value.detach() for value in found] + list(grads)
-
-
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_with_gradients(without_fp64, name):
+def test_calls_without_fp64(without_fp64, name):
     """They are close to those in fp64."""
     function, leaves, _ = prepare(CALLS[name], "reference", dtype=torch.float32)
     with without_fp64:
@@ -52,15 +109,15 @@ def test_calls_with_gradients(without_fp64, name):
 
 
 @pytest.mark.parametrize("name", WITHOUT_GRADIENT)
-def test_other_functions(without_fp64, name):
+def test_other_functions_without_fp64(without_fp64, name):
     plain = WITHOUT_GRADIENT[name]()
     with without_fp64:
         torch.testing.assert_close(WITHOUT_GRADIENT[name](), plain)
 
 
-@pytest.mark.parametrize("name", gk.objectives.__all__)
-def test_objectives(without_fp64, name):
-    """Losses and gradients without fp64 are close to those in fp64; half of the batches are packed."""
+@pytest.mark.parametrize("name", EVERY)
+def test_objectives_without_fp64(without_fp64, name):
+    """Half of the batches are packed."""
     objective = EVERY[name](**({"aggregation_constant": 8.0} if name in NO_DEFAULTS else {}))
     batch = make_batch(objective)
     batch = batch.packed() if len(name) % 2 else batch
@@ -69,8 +126,7 @@ def test_objectives(without_fp64, name):
 
     def computed(batch):
         leaf = batch.logprobs.clone().requires_grad_()
-        loss = batch.call(gk.policy_loss, objective, logprobs=leaf).loss
-        return loss.detach(), *torch.autograd.grad(loss, leaf)
+        return results(lambda leaf: [batch.call(gk.policy_loss, objective, logprobs=leaf).loss], [leaf])
 
     with without_fp64:
         got = computed(here)
