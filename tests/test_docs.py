@@ -126,12 +126,10 @@ def test_self_distillation():
     objective = gk.GRPO(0.1, 0.3)
 
     def plain(hidden, weight):
-        p = (hidden @ weight.T).softmax(-1)
-        q = (teacher @ weight.T.detach()).softmax(-1)
-        chosen = p.gather(-1, labels[..., None])[..., 0].log()
-        named = (torch.cat([labels[..., None], ids], -1)[..., None] == torch.arange(20)).any(-2)
-        rest_p, rest_q = (p * ~named).sum(-1), (q * ~named).sum(-1)
-        divergence = (p * (p / q).log() * named).sum(-1) + rest_p * (rest_p / rest_q).log()
+        z, teacher_z = hidden @ weight.T, teacher @ weight.T.detach()
+        chosen = z.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        named = torch.cat([labels[..., None], ids], -1)
+        divergence = oracle.divergence_over_ids(z, teacher_z, named, beta=1, tail=True)
         policy = oracle.policy_loss(chosen, old, advantages, mask, objective)
         return policy + 0.7 * (divergence * mask).sum() / mask.sum()
 
