@@ -137,11 +137,17 @@ WITHOUT_GRADIENT = {
         )
         for level in ("token", "sequence") for mode in ("truncate", "mask")
     },
+    "rollout_weights, max": partial(
+        gk.rollout_weights, OLD, ROLLOUT, level="sequence", reduce="max", mode="k1", high=0.5, **WHERE
+    ),
     "off_policy_mask": partial(gk.off_policy_mask, OLD, ROLLOUT, -torch.ones(2), delta=0.1, **WHERE),
     "sampling_mask": partial(gk.sampling_mask, normal(2, 5, 9).float(), top_k=4, top_p=0.8, min_p=0.01),
     "group_normalized": partial(gk.advantages.group_normalized, normal(10).float(), group_size=5),
     "group_normalized, ids": partial(
         gk.advantages.group_normalized, normal(10).float(), group_ids=torch.arange(10) // 5, scale="batch"
+    ),
+    "turn_normalized": partial(
+        gk.advantages.turn_normalized, normal(4, 2).float(), torch.arange(12).view(4, 3) % 2, group_size=2
     ),
     "reverse_kl": partial(gk.advantages.reverse_kl, OLD, ROLLOUT, **WHERE),
     "normalizer": partial(gk.normalizer, gk.DAPO(), **WHERE),
