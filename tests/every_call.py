@@ -56,7 +56,8 @@ def outputs(name, lora=False, **options):
                 return value
             return change(value.to(device_of(backend), dtype if value.dtype == torch.float64 else None))
 
-        given = {key: moved(value) for key, value in (inputs | options).items()}
+        values = inputs | options
+        given = {key: moved(value) for key, value in values.items()}
         learned = [key for key in inputs if not (lora and key == "weight")]
 
         def function(*leaves):
@@ -68,7 +69,7 @@ def outputs(name, lora=False, **options):
             found = getattr(gk, name)(**call, backend=backend)
             return tuple(value for value in found if isinstance(value, torch.Tensor))
 
-        return function, [moved(inputs[key], torch.clone) for key in learned]
+        return function, [moved(values[key], torch.clone) for key in learned]
 
     return build
 
@@ -111,7 +112,8 @@ CALLS = {
     "fused_linear_distillation_loss": outputs("fused_linear_distillation_loss", **TEACHER, **SHARES, **ROW),
 }  # fmt: skip
 GIVEN = {"labels": LABELS, "old_logprobs": torch.full((2, 2), -1.4), "advantages": torch.ones(2)}
-TAUGHT = {"teacher_logits": normal(2, 2, 4).sin()}
+WIDE = normal(2, 2, 613).bfloat16().double()  # several blocks of a kernel, the same in every dtype
+TAUGHT = {"teacher_logits": normal(2, 2, 613).flip(-1).bfloat16().double()}
 OVERWRITING = {
     "token_logprobs": (ROWS, {"labels": LABELS, "return_entropy": True}),
     "fused_policy_loss": (FUSED, GIVEN | {"objective": GSPO}),
@@ -125,7 +127,7 @@ OVERWRITING = {
 }
 """Calls with logits that the backward may overwrite."""
 APART, INPLACE = (
-    {f"{key}, in place": outputs(name, **options, **how) for key, (name, options) in OVERWRITING.items()}
+    {f"{key}, in place": outputs(name, logits=WIDE, **options, **how) for key, (name, options) in OVERWRITING.items()}
     for how in ({}, {"inplace_backward": True})
 )
 WHERE = {"loss_mask": torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])}

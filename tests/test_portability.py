@@ -14,8 +14,9 @@ import gspo_kernels as gk
 from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.core import exact
 from gspo_kernels.core import operators as library
-from tests.cases import generator
+from tests.cases import KIND, forward, generator, make_case, run
 from tests.every_call import CALLS, WITHOUT_GRADIENT, prepare
+from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, coefficients, examples, make_batch
 
 
@@ -67,11 +68,24 @@ def test_defaults_do_not_change_calls(name, dtype, setting, backend):
 
 
 @DEFAULTS
+@pytest.mark.parametrize("entry", KIND)
+def test_defaults_do_not_change_metrics(entry, setting, backend):
+    case = make_case(KIND[entry], "padded", "all", lengths=(3, 1), vocabulary=21)
+
+    def call():
+        output = forward(case, entry, gk.GSPO(), backend)[1]
+        return [output.loss.detach(), output.logprobs.detach(), *output.metrics.values()]
+
+    assert_unchanged(call, setting)
+
+
+@DEFAULTS
 def test_defaults_do_not_change_other_functions(setting):
     for call in WITHOUT_GRADIENT.values():
         assert_unchanged(lambda call=call: [call()], setting)
     for objective in examples():
-        assert_unchanged(partial(map, coefficients, [make_batch(objective)], [objective]), setting)
+        batch = make_batch(objective)
+        assert_unchanged(lambda batch=batch, each=objective: [coefficients(batch, each)], setting)
 
 
 # --- without fp64
@@ -106,6 +120,15 @@ def test_calls_without_fp64(without_fp64, name):
         got = results(function, leaves)
     for value, want in zip(got, results(*prepare(CALLS[name], "reference")[:2]), strict=True):
         torch.testing.assert_close(value.double(), want.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["known", "aligned", "deferred", "two_pass", "frozen"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_schedules_without_fp64(without_fp64, layout, schedule):
+    case = make_case("linear", layout, "on_policy" if schedule == "known" else "holes")
+    with without_fp64:
+        got = run(case, "fused_linear_policy_loss", gk.GSPO(), "reference", schedule=schedule)
+    assert_equals_oracle(got, case, gk.GSPO())
 
 
 @pytest.mark.parametrize("name", WITHOUT_GRADIENT)
