@@ -11,7 +11,7 @@ from gspo_kernels.arguments import head
 from gspo_kernels.hidden import chunk
 from gspo_kernels.hidden.matmul import pytorch
 from tests.arguments.test_errors import arguments
-from tests.cases import HEAD, Result, call, generator, make_case, poisoned, run
+from tests.cases import HEAD, Result, call, forward, generator, make_case, poisoned, run
 from tests.fake_gpu import FakeGpu
 from tests.gpu.calls import CAPTURED, Scale, inputs_of, step
 from tests.judging import assert_equals_oracle
@@ -82,6 +82,7 @@ CENTERED = {"objective": gk.CISPO(), "centering": gk.ScoreCentering(IDS, torch.f
         (NARROW[1], "deferred", 8, 4, 8, {}),  # two sums, and the logits of a sequence
         (NARROW[0], "two_pass", 8, 8, 3, {}),  # dWeight, and a quarter of it in fp32
         (NARROW[1], "two_pass", None, 32, 2, {}),
+        (NARROW[1], "aligned", None, 32, 2, {}),
         (NARROW[1], "known", None, 32, 2, {"objective": gk.GRPO()}),
         (NARROW[1], "auto", 3, 3, 2, {}),  # no sequence fits, and few rows are not deferred
         (NARROW[1], "known", 16, None, None, {"objective": gk.GRPO(0.9, 9.0), "loss_mask": SOME}),
@@ -113,16 +114,21 @@ def test_peak_memory_is_what_the_plan_says(
     assert plan.gradient_bytes == sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
-@pytest.mark.parametrize("sizes", [(1.0, 2.0**-30), (2.0**-90, 2.0**10)])
+@pytest.mark.parametrize(("sizes", "factor"), [((1.0, 2.0**-30), 1.0), ((2.0**-90, 2.0**20), 2.0**-20)])
 @pytest.mark.parametrize("dtype", NARROW)
-def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
-    """The coefficients of two chunks differ by many powers of two."""
+def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes, factor):
+    """The coefficients of two chunks differ by many powers of two; only the loss times a factor has gradients
+    in the range of fp16.
+    """
     case = make_case("linear", "packed", dtype=dtype, lengths=(8, 8), bias=False)
     weights = (1 + torch.rand(16, generator=generator(0))) * torch.tensor(sizes).repeat_interleave(8)
     case, objective = replace(case, advantages=None, terms={"token_weights": weights}), gk.Linear()
     with gpu:
-        got = run(case, ENTRY, objective, "triton", schedule="known", max_chunk_bytes=8 * ROW)
-    assert_equals_oracle(got, case, objective)
+        leaves, out = forward(case, ENTRY, objective, "triton", schedule="known", max_chunk_bytes=8 * ROW)
+        (out.loss * factor).backward()
+    grads = {name: leaf.grad for name, leaf in leaves.items()}
+    got = Result(out.loss.detach() * factor, out.logprobs, grads, metrics=out.metrics)
+    assert_equals_oracle(got, replace(case, terms={"token_weights": weights * factor}), objective)
 
 
 # --- launches, and what the host waits for
@@ -309,6 +315,7 @@ def test_functions_take_a_mask_and_offsets_on_the_host(gpu, function, packed, dt
     call = arguments(function, packed, loss_mask=mask)
     call |= {"max_chunk_bytes": 4 * 11 * 4} if "hidden" in call else {}
     call |= {"temperature": torch.ones(3)} if "logits" in call else {}
+    call |= {"level": "sequence"} if function == gk.rollout_weights else {}
     results, prefetch = [], function == gk.fused_linear_policy_loss
     with gpu:
         host = {name: gpu.host(value) if name in HOST else value for name, value in call.items()}

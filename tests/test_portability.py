@@ -15,7 +15,7 @@ from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.core import exact
 from gspo_kernels.core import operators as library
 from tests.cases import KIND, forward, generator, make_case, run
-from tests.every_call import CALLS, WITHOUT_GRADIENT, prepare
+from tests.every_call import APART, CALLS, WITHOUT_GRADIENT, prepare
 from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, coefficients, examples, make_batch
 
@@ -58,9 +58,9 @@ def assert_unchanged(call, setting):
 
 @DEFAULTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CALLS | APART)
 def test_defaults_do_not_change_calls(name, dtype, setting, backend):
-    function, leaves, _ = prepare(CALLS[name], backend, dtype=dtype)
+    function, leaves, _ = prepare((CALLS | APART)[name], backend, dtype=dtype)
     assert_unchanged(partial(results, function, leaves), setting)
     if name.endswith(("aligned", "two_pass")) and backend != "reference":
         with gk.set_batch_invariant(True):
