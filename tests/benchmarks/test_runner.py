@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
     chosen = ["ours, auto", "ours, cpp", "ours, two_pass", "naive PyTorch", "CCE, unfiltered"]
     cases = ["all active", "half inactive"]
     options = ["--size", "tiny", "--repeats", "3", "--contestants", *chosen, "--cases", *cases]
-    assert command_line.main(["run", "hidden", *options, "--out", str(out)]) == 0
+    assert command_line.main(["run", "logits", "hidden", *options, "--out", str(out)]) == 0
     return out
 
 
