@@ -127,7 +127,10 @@ OVERWRITING = {
 }
 """Calls with logits that the backward may overwrite."""
 APART, INPLACE = (
-    {f"{key}, wide": outputs(name, logits=WIDE, **options, **how) for key, (name, options) in OVERWRITING.items()}
+    {
+        f"{key}, wide": outputs(name, logits=WIDE, **options, **how)
+        for key, (name, options) in OVERWRITING.items()
+    }
     for how in ({}, {"inplace_backward": True})
 )
 WHERE = {"loss_mask": torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])}
