@@ -301,8 +301,8 @@ def readme() -> str:
         shapes.append("; ".join(f"{t} on the {device}" for t, device in zip(texts, devices, strict=True)))
     first, memory = shapes[0], shapes[[row[1] for row in README_ROWS].index("memory")]
     legend = (
-        "Each cell has three results, this package / plain PyTorch / the best other implementation by name, and "
-        "the dtype of the inputs. From hidden states our logits are fp32; those of plain PyTorch and "
+        "Each cell has three results, this package / plain PyTorch / the best other implementation by name, "
+        "and the dtype of the inputs. From hidden states our logits are fp32; those of plain PyTorch and "
         "torch.compile have the dtype of the inputs. "
         "A dash means that no other implementation has the case. "
         f"The first row is for {first}. Memory was measured with other shapes: {memory}. "
