@@ -353,11 +353,12 @@ def _run(
 
     rewards = [load_reward(spec) for spec in config.reward]
     _quiet_transformers()
-    from gspo_kernels.trainer import loop
+    from gspo_kernels.trainer import GSPOTrainer
 
-    trainer = trainer or loop.GSPOTrainer
+    trainer = trainer or GSPOTrainer
     if dry_run:
-        return loop.dry_run(trainer, rewards, dataset, eval_dataset, config)
+        trainer.dry_run(rewards, dataset, eval_dataset, config)
+        return
     made = trainer(config.model, None, rewards, dataset, eval_dataset, config)
     try:
         made.train(resume=resume, overwrite=overwrite, force=force)

@@ -22,10 +22,10 @@ from pydantic import model_validator
 from torch import Tensor
 
 from gspo_kernels.cli import run
-from gspo_kernels.trainer.batch import Rollout, rollout_metrics
 from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.rewards import Rewards, differing
+from gspo_kernels.trainer.rollout import Rollout, rollout_metrics
 
 OVERLONG = "overlong"
 """The penalty's name among the rewards."""

@@ -25,11 +25,12 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.cli import run
-from gspo_kernels.trainer.batch import Batch, Rollout
 from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.model import frozen_policy, load_tokenizer
 from gspo_kernels.trainer.processes import map_shares
+from gspo_kernels.trainer.rollout import Rollout
+from gspo_kernels.trainer.update import Batch
 from gspo_kernels.trainer.vllm import VLLMServer
 
 
@@ -118,7 +119,7 @@ class Distillation(GSPOTrainer):
                 scored = list(pool.map(self.ask, (sequences[row] for row in rows)))
             return [each[-len(batch.completions[row]) :] for row, each in zip(rows, scored, strict=True)]
 
-        parts = map_shares(self.accelerator, len(sequences), share)
+        parts = map_shares(len(sequences), share)
         return torch.cat([each for part in parts for each in part])
 
     def ask(self, sequence: list[int]) -> Tensor:

@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 from pydantic import model_validator
 
 from gspo_kernels.cli import run
-from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
 from gspo_kernels.trainer.data import encode_prompt
 from gspo_kernels.trainer.loop import GSPOTrainer
-from gspo_kernels.trainer.rollout import sampling_of
+from gspo_kernels.trainer.rollout import Rollout, sampling_of
 
 
 class Options(Section):
@@ -73,8 +71,7 @@ class IGRPO(GSPOTrainer):
     def rollout(self) -> Rollout:
         """Sample drafts, then refinements of the best drafts; drafts appear in the metrics only."""
         rows, count = self.next_rows(), self.config.recipe.drafts
-        sampling = replace(sampling_of(self.config.rollout), return_mask=False)  # no loss counts drafts
-        drafts = self.sample(rows, count, sampling=sampling)
+        drafts = self.sample(rows, count, sampling=sampling_of(self.config.rollout))  # without masks
         rewards = self.score(drafts).total
         best = [first_highest(group) + start for start, group in groups_of(rewards.tolist(), count)]
 

@@ -26,13 +26,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from gspo_kernels.cli import run
-from gspo_kernels.trainer.batch import Rollout, Sample
 from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
 from gspo_kernels.trainer.data import Prompts, columns_of, encode_prompt
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.processes import on_main
 from gspo_kernels.trainer.rewards import Rewards, load_reward, own_copies, restored_globals
-from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.trainer.rollout import Rollout, Sample, Sampling
 
 
 class Options(Section):
@@ -147,7 +146,7 @@ class Turns(GSPOTrainer):
             "rewards": [None if math.isnan(reward) else reward for reward in rewards],
             **columns_of(rows, prompts.columns),
         }
-        observations = on_main(self.accelerator, lambda: self.ask(arguments))
+        observations = on_main(lambda: self.ask(arguments))
         return {
             place: continued(histories[place], sample.text, observation)
             for place, sample, observation in zip(turn.places, kept, observations, strict=True)

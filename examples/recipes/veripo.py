@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from gspo_kernels.cli import run
-from gspo_kernels.trainer.batch import Batch, Rollout, Sample
 from gspo_kernels.trainer.config import (
     InputError,
     ObjectiveConfig,
@@ -40,7 +39,8 @@ from gspo_kernels.trainer.data import columns_of
 from gspo_kernels.trainer.loop import GSPOTrainer
 from gspo_kernels.trainer.processes import on_main
 from gspo_kernels.trainer.rewards import Rewards, RewardSet, load_reward
-from gspo_kernels.trainer.update import make_objective
+from gspo_kernels.trainer.rollout import Rollout, Sample
+from gspo_kernels.trainer.update import Batch, make_objective
 
 
 class Options(Section):
@@ -155,7 +155,6 @@ class VeriPO(GSPOTrainer):
         verifier, rows = self.verifier, [self.train_prompts.rows[sample.row] for sample in samples]
         assert verifier is not None
         return on_main(
-            self.accelerator,
             lambda: (
                 verifier(
                     [row["prompt"] for row in rows],

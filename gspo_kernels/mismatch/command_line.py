@@ -25,7 +25,7 @@ from gspo_kernels.trainer.model import (
     same_weights,
     weights_digest,
 )
-from gspo_kernels.trainer.processes import ALONE, seed_everything
+from gspo_kernels.trainer.processes import seed_everything
 from gspo_kernels.trainer.rollout import ModelEngine, RolloutEngine, Sampling
 from gspo_kernels.trainer.vllm import vllm_engine
 
@@ -172,7 +172,7 @@ def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: S
     if chosen.url is not None:
         config = TrainConfig(engine=EngineConfig(url=chosen.url))
         longest = max(map(len, prompts)) + sampling.max_new_tokens
-        engine = vllm_engine(config, model, chosen.model, end_ids, longest, ALONE, _tell)
+        engine = vllm_engine(config, model, chosen.model, end_ids, longest, _tell)
     _tell(f"sampling {len(prompts)} completions")
     seed_everything(chosen.seed)
     drawn = engine.generate(prompts, sampling)

@@ -1,9 +1,8 @@
 """The directory of a run and its checkpoints: write them, resume from one, export one.
 
 A checkpoint is written into a hidden directory, flushed to disk and renamed, so the newest directory with a
-final name is complete. Each process writes and reads its shards of weights and optimizer by
-`torch.distributed.checkpoint`; the rest is one file. Nothing is deleted or overwritten in a directory without
-a run's marker file. The process that works on a run locks the marker.
+final name is complete. Each process writes and reads its shards by `torch.distributed.checkpoint`. Nothing is
+deleted or overwritten in a directory without a run's marker file, which the process of the run locks.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from typing import IO, Any
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from accelerate import PartialState
 from torch import Tensor
 
 from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, from_mapping, load_config
 from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
-from gspo_kernels.trainer.processes import ALONE, on_all, on_main
+from gspo_kernels.trainer.processes import on_all, on_main
 
 
 class RunDirectory:
@@ -87,7 +87,7 @@ class RunDirectory:
             self._lock = None
 
     def open(
-        self, config: TrainConfig, accelerator: Any, rows: str, *, resume: bool, overwrite: bool, force: bool
+        self, config: TrainConfig, rows: str, *, resume: bool, overwrite: bool, force: bool
     ) -> tuple[Path | None, list[str]]:
         """Prepare the directory for a run on rows with this digest, or raise before anything is lost.
 
@@ -115,7 +115,7 @@ class RunDirectory:
                     unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
             return changed
 
-        changed = on_main(accelerator, prepare) or []
+        changed = on_main(prepare) or []
         checkpoint = self.latest_checkpoint() if resume else None
         step = 0 if checkpoint is None else int(checkpoint.name[5:])
         if step > config.update.steps:
@@ -130,17 +130,26 @@ class RunDirectory:
         """Return the newest complete checkpoint, or None."""
         return next(reversed(self._whole_checkpoints()), None)
 
-    def save_checkpoint(
-        self, step: int, write: Callable[[Path], None], keep: int, accelerator: Any = ALONE
-    ) -> None:
-        """Write a step's checkpoint by `write_directory`; delete all but the newest ``keep`` checkpoints."""
+    def save_checkpoint(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], keep: int) -> None:
+        """Write a checkpoint of the state's step; delete all but the newest ``keep`` checkpoints.
+
+        All processes must call, with their shards of the tensors.
+        """
+        step = state["step"]
+
+        def write(path: Path) -> None:
+            with _os_errors():
+                dcp.save(dict(tensors), checkpoint_id=path / "tensors")
+            if PartialState().is_main_process:
+                torch.save(dict(state), path / "state.pt")
+
         try:
-            write_directory(self.checkpoints / f"step_{step:06d}", write, accelerator)
+            write_directory(self.checkpoints / f"step_{step:06d}", write)
         except (OSError, RuntimeError) as error:  # torch.save raises both
             last = self.latest_checkpoint()
             then = f"--resume continues from {last.name if last else 'the start'} when there is space"
             raise InputError(f"the checkpoint of step {step} cannot be written: {error}; {then}") from error
-        if accelerator.is_main_process:
+        if PartialState().is_main_process:
             for old in self._whole_checkpoints()[:-keep]:
                 shutil.rmtree(old)
 
@@ -148,16 +157,8 @@ class RunDirectory:
         return sorted(self.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
 
 
-def save_state(state: Any, tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE) -> None:
-    """Write the state of a run into a checkpoint's directory; all processes must call, with their shards."""
-    with _all_processes():
-        dcp.save(dict(tensors), checkpoint_id=path / "tensors")
-    if accelerator.is_main_process:
-        torch.save(dict(state), path / "state.pt")
-
-
 def load_state(path: Path) -> dict[str, Any]:
-    """Read the state that `save_state` wrote, without the tensors; a damaged file is an `InputError`."""
+    """Read the state of a checkpoint, without the tensors; a damaged file is an `InputError`."""
     with _reading(path):
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     return state
@@ -176,21 +177,22 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if before != now:
             other = f"it has {name[8:]} as {before}, the model as {now}"
             raise InputError(f"the checkpoint is of another model: {other}")
-    with _reading(path), _all_processes():
+    with _reading(path):
         dcp.load({n: each for n, each in tensors.items() if n in saved}, checkpoint_id=path / "tensors")
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     try:
-        yield
+        with _os_errors():
+            yield
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         remedy = "remove it to continue from the one before"
         raise InputError(f"the checkpoint {path} is damaged ({error}); {remedy}") from error
 
 
 @contextmanager
-def _all_processes() -> Iterator[None]:
+def _os_errors() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process
@@ -236,7 +238,7 @@ def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, hal
     write_directory(to, lambda path: export_model(model, tokenizer, path, dtype=dtype))
 
 
-def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
+def write_directory(final: Path, write: Callable[[Path], None]) -> None:
     """Create a directory that ``write`` fills in each process, atomically; all processes must call."""
     unfinished = final.parent / f".unfinished-{final.name}"
 
@@ -252,12 +254,12 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
         unfinished.rename(final)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    on_main(accelerator, begin)
+    on_main(begin)
     try:
-        on_all(accelerator, lambda: write(unfinished))
-        on_main(accelerator, finish)
+        on_all(lambda: write(unfinished))
+        on_main(finish)
     except Exception:
-        if accelerator.is_main_process:
+        if PartialState().is_main_process:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
 

@@ -17,7 +17,15 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -84,6 +92,11 @@ class Section(BaseModel):
 
 
 Size = Annotated[int, Field(ge=1)] | Literal["auto"]
+Directory = Annotated[str, AfterValidator(lambda path: str(Path(path).absolute()))]
+Source = Annotated[
+    str, AfterValidator(lambda name: str(Path(name).absolute()) if Path(name).exists() else name)
+]
+"""Local paths become absolute, because a reward may change the working directory."""
 
 
 class DataConfig(Section):
@@ -125,7 +138,7 @@ class EngineConfig(Section):
     """What samples: the trained model itself, or vLLM, which gets the weights after every update."""
 
     url: str | None = option(None, "vLLM server, such as http://localhost:8000; local: vLLM in this process")
-    weights: str | None = option(None, "directory that passes weights to a server; null: the output")
+    weights: Directory | None = option(None, "directory that passes weights to a server; null: the output")
     memory: float = option(0.4, "share of the GPU's memory for a local vLLM", gt=0, le=1)
 
     @model_validator(mode="after")
@@ -137,11 +150,6 @@ class EngineConfig(Section):
             is_address = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
             self.require(is_address, "url", "local, or an address as http://localhost:8000 without a path")
         return self
-
-    @field_validator("weights")
-    @classmethod
-    def _absolute(cls, path: str | None) -> str | None:
-        return path and str(Path(path).absolute())
 
 
 class UpdateConfig(Section):
@@ -222,14 +230,16 @@ Method = Literal[
 class TrainConfig(Section):
     """One training run."""
 
-    model: str = option("", "model to train: directory or name on the Hub")
+    model: Source = option("", "model to train: directory or name on the Hub")
     attn_implementation: str | None = option(None, "sdpa or flash_attention_2; null: transformers' choice")
-    dataset: str = option("", "prompts: jsonl, csv, parquet, directory or name on the Hub")
-    eval_dataset: str | None = option(None, "prompts that are never trained on")
+    dataset: Source = option("", "prompts: jsonl, csv, parquet, directory or name on the Hub")
+    eval_dataset: Source | None = option(None, "prompts that are never trained on")
     reward: tuple[str, ...] = option((), "reward functions: module:function or file.py:function(name=value)")
     reward_weights: tuple[float, ...] | None = option(None, "one weight per reward; null: all 1")
     advantages: Method = option("group_normalized", "how rewards become advantages")
-    output: str = option("runs/gspo", "directory of everything that the run writes", validate_default=True)
+    output: Directory = option(
+        "runs/gspo", "directory of everything that the run writes", validate_default=True
+    )
     seed: int = option(0, "seed of all random numbers", ge=0)
     save_rollouts: bool = option(False, "save every completion with its rewards and log-probs")
     trackers: tuple[str, ...] = option((), "trackers of the metrics: tensorboard, wandb, trackio, ...")
@@ -243,13 +253,6 @@ class TrainConfig(Section):
     lora: LoraConfig = LoraConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-
-    @field_validator("model", "dataset", "eval_dataset", "output")
-    @classmethod
-    def _absolute(cls, path: str | None, info: Any) -> str | None:
-        """Make local paths absolute, because a reward may change the working directory."""
-        local = path and (info.field_name == "output" or Path(path).exists())
-        return str(Path(path or "").absolute()) if local else path
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

@@ -232,7 +232,12 @@ def longest_prompt(model_config: Any, max_new_tokens: int) -> int | None:
 
 
 def prepare_datasets(
-    tokenizer: Any, dataset: Rows, eval_dataset: Rows | None, *, say: Callable[..., object], **limits: Any
+    tokenizer: Any,
+    dataset: Rows,
+    eval_dataset: Rows | None,
+    *,
+    say: Callable[[str], object] = print,
+    **limits: Any,
 ) -> tuple[Prompts, Prompts | None]:
     """Tokenize both datasets by `prepare_prompts`; print the first prompt, and warn of prompts in both."""
     train, held_out = prepare_prompts(tokenizer, dataset, "the training dataset", say=say, **limits), None
@@ -243,7 +248,7 @@ def prepare_datasets(
     distinct = {tuple(ids) for ids in held_out.tokens} if held_out else set()
     if shared := distinct.intersection(map(tuple, train.tokens)):
         both = f"{len(shared)} of {len(distinct)} eval prompts are in the training dataset too"
-        say(f"{both}: the eval reward is not that of unseen prompts", warning=True)
+        say(f"warning: {both}: the eval reward is not that of unseen prompts")
     return train, held_out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,42 +12,38 @@ from gspo_kernels.trainer import data
 from gspo_kernels.trainer.checkpoint import RunDirectory, load_checkpoint, saved_config
 from gspo_kernels.trainer.config import InputError, RolloutConfig, TrainConfig, load_config
 from gspo_kernels.trainer.model import end_token_ids, load_model, load_tokenizer, padding_token_id
-from gspo_kernels.trainer.processes import seed_everything, set_up
+from gspo_kernels.trainer.processes import AutoSize, seed_everything, set_up
 from gspo_kernels.trainer.rewards import RewardSet, load_reward
-from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, sampling_of
-from gspo_kernels.trainer.sizes import Size
+from gspo_kernels.trainer.rollout import Completion, ModelEngine, sampling_of
 
 
-class TrainedModel:
-    """The model of a run's newest checkpoint, or of a directory, with the options of its run."""
+def complete(
+    run: str, settings: TrainConfig, rows: data.Rows, name: str, *, greedy: Sequence[bool], seed: int
+) -> Iterator[tuple[data.Prompts, list[Completion], list[list[int]], list[str]]]:
+    """Complete each row's prompt by the model of a run's newest checkpoint, or of a directory.
 
-    def __init__(self, run: str, settings: TrainConfig) -> None:
-        is_run = RunDirectory(run).holds_a_run()
-        self.tokenizer, self.model = (
-            load_checkpoint(run) if is_run else (load_tokenizer(run), load_model(run))
-        )
-        self.accelerator, self.settings = set_up(settings.model_copy(update={"trackers": ()}))
-        self.model.to(self.accelerator.device).eval()
-        batch_size = Size.of(settings, "rollout.batch_size", self.accelerator).value
-        ends, padding = end_token_ids(self.model, self.tokenizer), padding_token_id(self.tokenizer)
-        self.engine = ModelEngine(self.model, ends, padding, batch_size)
-
-    def complete(
-        self, rows: data.Rows, name: str, sampling: Sampling
-    ) -> tuple[data.Prompts, list[Completion], list[str]]:
-        """Complete each row's prompt once; return the prompts as tokens, the completions and their texts."""
-        prompts = data.prepare_prompts(
-            self.tokenizer,
-            rows,
-            name,
-            longest=data.longest_prompt(self.model.config, sampling.max_new_tokens),
-            embedded=self.model.get_input_embeddings().weight.shape[0],
-            options=self.settings.data,
-        )
-        with self.accelerator.autocast():
-            completions = self.engine.generate(prompts.tokens, sampling)
+    Yields for each item of ``greedy`` the prompts, their completions, and the ids and texts of these.
+    """
+    is_run = RunDirectory(run).holds_a_run()
+    tokenizer, model = load_checkpoint(run) if is_run else (load_tokenizer(run), load_model(run))
+    accelerator, settings = set_up(settings.model_copy(update={"trackers": ()}))
+    model.to(accelerator.device).eval()
+    batch_size = AutoSize.of(settings, "rollout.batch_size").value
+    engine = ModelEngine(model, end_token_ids(model, tokenizer), padding_token_id(tokenizer), batch_size)
+    prompts = data.prepare_prompts(
+        tokenizer,
+        rows,
+        name,
+        longest=data.longest_prompt(model.config, settings.rollout.max_new_tokens),
+        embedded=model.get_input_embeddings().weight.shape[0],
+        options=settings.data,
+    )
+    seed_everything(seed, 0, 0)  # as in an evaluation of the trainer
+    for each in greedy:
+        with accelerator.autocast():
+            completions = engine.generate(prompts.tokens, sampling_of(settings.rollout, greedy=each))
         ids = [completion.ids.tolist() for completion in completions]
-        return prompts, completions, self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        yield prompts, completions, ids, tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def ask(arguments: Sequence[str]) -> None:
@@ -58,11 +54,10 @@ def ask(arguments: Sequence[str]) -> None:
     chosen = parser.parse_args(arguments)
     rows = [{"prompt": chosen.prompt}]
     data.check_rows(rows, "the question")
-    settings = _settings(chosen, chosen.temperature or None)
-    trained = TrainedModel(chosen.run, settings)
-    sampling = sampling_of(settings.rollout, greedy=chosen.temperature == 0, return_mask=False)
-    torch.seed()
-    print(trained.complete(rows, "the question", sampling)[2][0])
+    settings, greedy = _settings(chosen, chosen.temperature or None), [chosen.temperature == 0]
+    seed = torch.seed()  # each call samples another answer
+    for *_, texts in complete(chosen.run, settings, rows, "the question", greedy=greedy, seed=seed):
+        print(texts[0])
 
 
 def evaluate(arguments: Sequence[str]) -> None:
@@ -90,16 +85,12 @@ def evaluate(arguments: Sequence[str]) -> None:
     weights = None if chosen.reward else settings.reward_weights
     rewards = RewardSet([load_reward(spec) for spec in specs], weights)
     rewards.check(data.column_names(rows))
-    trained = TrainedModel(chosen.run, settings)
-    seed_everything(settings.seed, 0, 0)  # as in an evaluation of the trainer
-    for label in ("greedy", "sampled"):
-        sampling = sampling_of(settings.rollout, greedy=label == "greedy", return_mask=False)
-        prompts, completions, texts = trained.complete(rows, name, sampling)
-        ids = [completion.ids.tolist() for completion in completions]
+    found = complete(chosen.run, settings, rows, name, greedy=(True, False), seed=settings.seed)
+    for label, (prompts, completions, ids, texts) in zip(("greedy", "sampled"), found, strict=True):
         columns = data.columns_of(prompts.rows, prompts.columns)
-        found = rewards([row["prompt"] for row in prompts.rows], texts, ids, columns)
-        means = {key: float(values.nanmean()) for key, values in found.by_name.items()}
-        means |= {"reward": float(found.total.nanmean())} if len(means) > 1 else {}
+        values = rewards([row["prompt"] for row in prompts.rows], texts, ids, columns)
+        means = {key: float(each.nanmean()) for key, each in values.by_name.items()}
+        means |= {"reward": float(values.total.nanmean())} if len(means) > 1 else {}
         means["finished"] = sum(completion.finished for completion in completions) / len(completions)
         print(f"{label} ({len(texts)} prompts): " + ", ".join(f"{k} {v:.4g}" for k, v in means.items()))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,24 +19,30 @@ from accelerate.utils import gather_object
 
 from gspo_kernels.models.rope import varying_ropes
 from gspo_kernels.trainer import data
-from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
-from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
+from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import (
     end_token_ids,
-    export_model,
     load_model_config,
     load_tokenizer,
     make_policies,
     padding_token_id,
     weights_digest,
 )
-from gspo_kernels.trainer.processes import map_shares, on_main, seed_everything, set_up
-from gspo_kernels.trainer.report import Metrics, Report, lenient_output, read_metrics
+from gspo_kernels.trainer.processes import AutoSize, map_shares, seed_everything, set_up
+from gspo_kernels.trainer.report import Metrics, Report, lenient_output
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
-from gspo_kernels.trainer.rollout import Completion, ModelEngine, RolloutEngine, Sampling, sampling_of
-from gspo_kernels.trainer.sizes import Size
-from gspo_kernels.trainer.update import Updater, check_config, needs_reference
+from gspo_kernels.trainer.rollout import (
+    Completion,
+    ModelEngine,
+    Rollout,
+    RolloutEngine,
+    Sample,
+    Sampling,
+    rollout_metrics,
+    sampling_of,
+)
+from gspo_kernels.trainer.update import Batch, Updater, check_config, make_batch, needs_reference
 from gspo_kernels.trainer.vllm import vllm_engine
 
 
@@ -68,8 +74,7 @@ class GSPOTrainer:
         accelerator: Any = None,
     ) -> None:
         config = config or TrainConfig()
-        functions = [rewards] if callable(rewards) else list(rewards)
-        self.rewards = check_inputs(type(self), functions, dataset, eval_dataset, config)
+        self.rewards = self.check_inputs(rewards, dataset, eval_dataset, config)
         self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         self.directory = RunDirectory(config.output)
         self.accelerator, self.config = set_up(config, self.directory.trackers, accelerator)
@@ -88,10 +93,20 @@ class GSPOTrainer:
             options=config.data,
             say=self.report.say,
         )
-        self.batch_size = Size.of(config, "rollout.batch_size", self.accelerator)
+        self.batch_size = AutoSize.of(config, "rollout.batch_size")
         every = [*self.train_prompts.tokens, *(self.eval_prompts.tokens if self.eval_prompts else ())]
         length = max(map(len, every)) + config.rollout.max_new_tokens
-        self.engine: Any = self.make_engine(engine, model, length)
+        end_ids, padding = end_token_ids(self.model, self.tokenizer), padding_token_id(self.tokenizer)
+        if engine is not None and config.engine.url is not None:
+            raise InputError(
+                f"engine.url: got {config.engine.url!r} and an engine; only one of them can sample"
+            )
+        self.engine: Any = engine
+        if config.engine.url is not None:
+            say = self.report.say
+            self.engine = vllm_engine(self.config, self.model, model, end_ids, length, say)
+        elif engine is None:
+            self.engine = ModelEngine(self.model, end_ids, padding, self.batch_size.value)
         for rope in varying_ropes(self.model):
             if length > rope.limit:
                 other = f"the model's {rope.kind} RoPE changes its frequencies beyond {rope.limit} tokens"
@@ -112,20 +127,20 @@ class GSPOTrainer:
         """
         with self.directory:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
-            rows = self.train_prompts.digest
-            checkpoint, changed = self.directory.open(self.config, self.accelerator, rows, **flags)
+            rows, steps = self.train_prompts.digest, self.config.update.steps
+            checkpoint, changed = self.directory.open(self.config, rows, **flags)
             if checkpoint is not None:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
             step = None if checkpoint is None else self.step
-            self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
+            last = self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
             with defer_signals() as signals:
                 if checkpoint is None:
                     self.report.step(0, self.evaluate())
-                elif self.step == self.config.update.steps and not on_main(self.accelerator, self.evaluated):
-                    self.report.step(self.step, self.evaluate())
-                while self.step < self.config.update.steps:
+                elif self.step == steps and self.eval_prompts and "eval/greedy_reward" not in last:
+                    self.report.step(self.step, self.evaluate())  # the run was to be longer at this step
+                while self.step < steps:
                     self.take_step(signals)
-            return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
+            return self.report.finish(self.step, self.model, self.tokenizer)
 
     def take_step(self, signals: Sequence[int] = ()) -> None:
         """Take one step of the algorithm; evaluate and save if this step is due for it."""
@@ -188,8 +203,9 @@ class GSPOTrainer:
         replace those of the prompts; the reward functions still get the prompts.
         """
         source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
-        top = self.config.objective.centering
-        sampling = sampling or sampling_of(self.config.rollout, top_logprobs=top)
+        if sampling is None:
+            mask, top = self.config.rollout.keep_sampling_mask, self.config.objective.centering
+            sampling = replace(sampling_of(self.config.rollout), return_mask=mask, top_logprobs=top)
         inputs = [source.tokens[row] for row in rows] if tokens is None else tokens
 
         def complete(share: list[int]) -> list[Sample]:
@@ -205,7 +221,7 @@ class GSPOTrainer:
 
         weights, autocast = self.updater.weights_in(self.engine, self.tokenizer), self.accelerator.autocast()
         with weights, autocast:
-            shares = map_shares(self.accelerator, len(rows), complete)
+            shares = map_shares(len(rows), complete)
         return [sample for share in shares for sample in share]
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
@@ -232,7 +248,7 @@ class GSPOTrainer:
             columns = data.columns_of(rows, source.columns)
             return self.rewards([row["prompt"] for row in rows], texts, ids, columns)
 
-        return Rewards.concatenate(map_shares(self.accelerator, len(groups), rewards_of))
+        return Rewards.concatenate(map_shares(len(groups), rewards_of))
 
     def compare(self, rollout: Rollout) -> Batch:
         """Turn rewards into advantages, or the objective's other inputs; return the update's input."""
@@ -264,7 +280,7 @@ class GSPOTrainer:
         metrics: Metrics = {}
         seed_everything(self.config.seed, 0, self.accelerator.process_index)
         for label in ("greedy", "sampled"):
-            sampling = sampling_of(self.config.rollout, greedy=label == "greedy", return_mask=False)
+            sampling = sampling_of(self.config.rollout, greedy=label == "greedy")
             rollout = self.evaluation(self.eval_prompts, sampling)
             means = {name: float(values.nanmean()) for name, values in rollout.rewards.by_name.items()}
             metrics[f"eval/{label}_reward"] = float(rollout.rewards.total.nanmean())
@@ -292,14 +308,13 @@ class GSPOTrainer:
         if state["processes"] != self.accelerator.num_processes:
             self.report.say("the number of processes changed: sampling has new seeds")
 
-    def sizes(self) -> list[Size]:
+    def sizes(self) -> list[AutoSize]:
         """Return the sizes that shrink when memory runs out, which a resumed run keeps."""
         return [self.batch_size, self.updater.micro_batch_tokens]
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a state; all processes must call."""
-        write = partial(save_state, state, self.updater.tensors(), accelerator=self.accelerator)
-        self.directory.save_checkpoint(state["step"], write, self.config.checkpoint.keep, self.accelerator)
+        self.directory.save_checkpoint(state, self.updater.tensors(), self.config.checkpoint.keep)
 
     @contextmanager
     def saved_if_it_fails(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -310,62 +325,28 @@ class GSPOTrainer:
             self.save(state)
             raise
 
-    def make_engine(self, engine: RolloutEngine | None, source: Any, length: int) -> Any:
-        """Return the engine: the passed one, vLLM with the weights of ``source``, or the model itself.
+    @classmethod
+    def check_inputs(
+        cls, rewards: Any, dataset: data.Rows, eval_dataset: data.Rows | None, config: TrainConfig
+    ) -> RewardSet:
+        """Return the rewards; an `InputError` names an option, row or function that cannot be used."""
+        check_config(config, serves_turns=cls.serves_turns)
+        data.check_rows(dataset, "the training dataset")
+        if eval_dataset is not None:
+            data.check_rows(eval_dataset, "the eval dataset")
+        checked = RewardSet([rewards] if callable(rewards) else list(rewards), config.reward_weights)
+        checked.check(data.column_names(dataset))
+        return checked
 
-        Prompt and completion have at most ``length`` tokens together.
+    @classmethod
+    def dry_run(
+        cls, rewards: Any, dataset: data.Rows, eval_dataset: data.Rows | None, config: TrainConfig
+    ) -> None:
+        """Check configuration, data, rewards and tokenizer as a run does, and print the first prompt.
+
+        Of the model, only its configuration is read, and nothing is written.
         """
-        config, end_ids = self.config, end_token_ids(self.model, self.tokenizer)
-        if engine is not None and config.engine.url is not None:
-            raise InputError(
-                f"engine.url: got {config.engine.url!r} and an engine; only one of them can sample"
-            )
-        if engine is not None:
-            return engine
-        if config.engine.url is not None:
-            rest = self.accelerator, self.report.say
-            return vllm_engine(config, self.model, source, end_ids, length, *rest)
-        return ModelEngine(self.model, end_ids, padding_token_id(self.tokenizer), self.batch_size.value)
-
-    def evaluated(self) -> bool:
-        """Return whether the last step in the metrics has an evaluation, if the run evaluates."""
-        records = read_metrics(self.directory.metrics)
-        return self.eval_prompts is None or any(key.startswith("eval/") for key in (records or [{}])[-1])
-
-
-def check_inputs(
-    kind: type[GSPOTrainer],
-    rewards: Sequence[RewardFunction],
-    dataset: data.Rows,
-    eval_dataset: data.Rows | None,
-    config: TrainConfig,
-) -> RewardSet:
-    """Return the rewards; an `InputError` names an option, row or reward function that cannot be used."""
-    check_config(config, serves_turns=kind.serves_turns)
-    data.check_rows(dataset, "the training dataset")
-    if eval_dataset is not None:
-        data.check_rows(eval_dataset, "the eval dataset")
-    checked = RewardSet(rewards, config.reward_weights)
-    checked.check(data.column_names(dataset))
-    return checked
-
-
-def dry_run(
-    kind: type[GSPOTrainer],
-    rewards: Sequence[RewardFunction],
-    dataset: data.Rows,
-    eval_dataset: data.Rows | None,
-    config: TrainConfig,
-) -> None:
-    """Check configuration, data, rewards and tokenizer as a run does, and print the first prompt.
-
-    Of the model, only its configuration is read, and nothing is written.
-    """
-    check_inputs(kind, rewards, dataset, eval_dataset, config)
-    tokenizer, model_config = load_tokenizer(config.model), load_model_config(config.model)
-
-    def say(text: str, *, warning: bool = False) -> None:
-        print(f"warning: {text}" if warning else text)
-
-    longest = data.longest_prompt(model_config, config.rollout.max_new_tokens)
-    data.prepare_datasets(tokenizer, dataset, eval_dataset, longest=longest, options=config.data, say=say)
+        cls.check_inputs(rewards, dataset, eval_dataset, config)
+        tokenizer, context = load_tokenizer(config.model), load_model_config(config.model)
+        longest = data.longest_prompt(context, config.rollout.max_new_tokens)
+        data.prepare_datasets(tokenizer, dataset, eval_dataset, longest=longest, options=config.data)

@@ -13,6 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -26,10 +27,10 @@ from gspo_kernels.models import IntegrationError
 from gspo_kernels.models.lm_head import lm_head_of
 from gspo_kernels.models.rows import Tokens, check_rows_of, hidden_states, packed_row, tree_row
 from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path, reason
-from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
+from gspo_kernels.trainer.processes import reshard, seed_everything
 
 
-def load_model(path: str, half: bool = False, attention: str | None = None, accelerator: Any = ALONE) -> Any:
+def load_model(path: str, half: bool = False, attention: str | None = None, accelerator: Any = None) -> Any:
     """Load a causal language model in fp32: 16-bit weights would lose the small updates of RL.
 
     ``half`` loads frozen weights in bfloat16. With ``cpu_ram_efficient_loading`` of accelerate's FSDP2
@@ -38,7 +39,7 @@ def load_model(path: str, half: bool = False, attention: str | None = None, acce
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": torch.bfloat16 if half else torch.float32, "attn_implementation": attention}
-    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+    if accelerator and accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
         options["device_map"] = None if accelerator.is_local_main_process else "meta"
     return _loaded(AutoModelForCausalLM, path, "model", **options)
 
@@ -260,7 +261,12 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
         with accelerator.autocast():
             policy.to(accelerator.device).check()
     if frozen:
-        freeze(policy, accelerator)
+        policy.requires_grad_(False)
+    for module in policy.modules() if frozen and accelerator.mixed_precision == "bf16" else ():
+        # Store the weights that matmuls would round to bf16 in each call.
+        linear = isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+        if linear or accelerator.is_fsdp2:
+            module.bfloat16()
     if accelerator.is_fsdp2:
         policy = fsdp2_prepare_model(accelerator, policy)
         register_fsdp_forward_method(policy, "check")
@@ -271,19 +277,8 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
     return policy
 
 
-def freeze(policy: Policy, accelerator: Any) -> None:
-    """Freeze a policy; with bf16 matmuls, round the weights that they would round in each call."""
-    policy.requires_grad_(False)
-    for module in policy.modules() if accelerator.mixed_precision == "bf16" else ():
-        linear = isinstance(module, nn.Linear) and module is not policy.model.get_output_embeddings()
-        if linear or accelerator.is_fsdp2:
-            module.bfloat16()
-
-
 @torch.no_grad()
-def export_model(
-    model: Any, tokenizer: Any, path: Path, *, accelerator: Any = ALONE, dtype: torch.dtype | None = None
-) -> None:
+def export_model(model: Any, tokenizer: Any, path: Path, *, dtype: torch.dtype | None = None) -> None:
     """Write a directory for ``from_pretrained``, with adapters merged into the weights.
 
     All processes must call; the first one gathers shards in its host memory and writes. Weights are as
@@ -292,7 +287,7 @@ def export_model(
     original = model.config
     model.config = copy.deepcopy(original)  # save_pretrained changes it
     try:
-        weights, writes = exported_weights(model, dtype), accelerator.is_main_process
+        weights, writes = exported_weights(model, dtype), PartialState().is_main_process
         state = {name: weight.cpu() for name, weight in weights if writes}
         if writes:
             model.save_pretrained(path, state_dict=state, save_original_format=False)
@@ -300,8 +295,14 @@ def export_model(
                 model.config.dtype = dtype
                 model.config.save_pretrained(path)
             tokenizer.save_pretrained(path)
-        if hasattr(model, "peft_config"):
-            _write_adapters(model, path / "adapter", accelerator)
+        if hasattr(model, "peft_config"):  # every process gathers the shards of adapters, which are small
+            import peft
+
+            named = peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()
+            adapters = {f"base_model.model.{name}": _whole(weight) for name, weight in named}
+            if writes:
+                model.peft_config["default"].save_pretrained(path / "adapter")
+                save_file(adapters, path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
@@ -326,7 +327,11 @@ def exported_weights(model: Any, dtype: torch.dtype | None) -> Iterator[tuple[st
     from transformers.core_model_loading import revert_weight_conversion
 
     for name, weight in revert_weight_conversion(model, dict(_merged(model, dtype))).items():
-        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+        yield name, _whole(weight)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 @torch.no_grad()
@@ -337,7 +342,7 @@ def weights_digest(model: Any) -> str:
     """
     rows = []
     for _, weight in _merged(model, None):
-        whole = (weight.full_tensor() if isinstance(weight, DTensor) else weight).flatten()
+        whole = _whole(weight).flatten()
         values = whole[:: max(1, -(-len(whole) // 256))].bfloat16()
         rows.append(nn.functional.pad(values, (0, 256 - len(values))))
     table = torch.stack(rows).cpu().view(torch.int16).numpy()
@@ -347,14 +352,3 @@ def weights_digest(model: Any) -> str:
 def same_weights(digest: str, other: str) -> bool:
     """Return whether most hashes are equal; a few differ if adapters were merged on another device."""
     return sum(map(eq, digest.split(), other.split())) > 8
-
-
-def _write_adapters(model: Any, path: Path, accelerator: Any) -> None:
-    """Write adapters in peft's format; every process gathers FSDP2's shards, which are small."""
-    import peft
-
-    named = peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()
-    state = {f"base_model.model.{n}": x.full_tensor() if isinstance(x, DTensor) else x for n, x in named}
-    if accelerator.is_main_process:
-        model.peft_config["default"].save_pretrained(path)
-        save_file(state, path / "adapter_model.safetensors", metadata={"format": "pt"})

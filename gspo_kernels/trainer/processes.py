@@ -1,35 +1,33 @@
-"""Several processes: accelerate's setup, work that raises on all if it fails on one, gathered weights."""
+"""Processes and memory: accelerate's setup, work shared by processes, gathered weights, sizes that fit."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object, set_seed
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from gspo_kernels.trainer.config import InputError, replaced
+from gspo_kernels.trainer.config import InputError, TrainConfig, replaced
 
+_LOGGER = logging.getLogger("gspo_kernels")
 _Result = TypeVar("_Result")
-
-ALONE: Any = SimpleNamespace(
-    num_processes=1, process_index=0, is_main_process=True, is_fsdp2=False, device=torch.device("cpu")
-)
-"""A substitute for accelerate's `Accelerator` where one process runs and nothing is trained."""
 
 
 def set_up(config: Any, folder: str | Path = ".", accelerator: Any = None) -> tuple[Any, Any]:
     """Return accelerate's `Accelerator`, by default a new one with trackers that write to a folder; and the
     configuration, with the accelerator's precision if ``update.precision`` is auto.
     """
-    from accelerate import Accelerator
-
     started, precision = int(os.environ.get("WORLD_SIZE", "1")), config.update.precision
     if precision == "auto" and torch.cuda.is_available():
         precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -92,14 +90,12 @@ def check_processes(accelerator: Any) -> None:
         )
 
 
-def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
+def on_all(work: Callable[[], _Result]) -> list[_Result]:
     """Run ``work`` on every process and return the results of all; if one fails, all raise.
 
     Otherwise the others would wait forever in the next collective.
     """
-    from accelerate.utils import gather_object
-
-    if accelerator.num_processes == 1:
+    if PartialState().num_processes == 1:
         return [work()]
     outcome: Any
     try:
@@ -114,22 +110,21 @@ def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
     return outcomes
 
 
-def on_main(accelerator: Any, work: Callable[[], _Result]) -> _Result | None:
+def on_main(work: Callable[[], _Result]) -> _Result | None:
     """Run ``work`` in the first process and return its result in all; if it fails, all raise."""
-    return on_all(accelerator, lambda: work() if accelerator.is_main_process else None)[0]
+    return on_all(lambda: work() if PartialState().is_main_process else None)[0]
 
 
-def map_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
+def map_shares(count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
     """Call ``work`` in each process on its share of ``range(count)``; return all results, in order."""
-    share = np.array_split(np.arange(count), accelerator.num_processes)[accelerator.process_index].tolist()
-    parts = on_all(accelerator, lambda: work(share) if share else None)
+    state = PartialState()
+    share = np.array_split(np.arange(count), state.num_processes)[state.process_index].tolist()
+    parts = on_all(lambda: work(share) if share else None)
     return [part for part in parts if part is not None]
 
 
 def seed_everything(*numbers: int) -> None:
     """Seed the generators of Python, NumPy and torch from all numbers."""
-    from accelerate.utils import set_seed
-
     set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
@@ -155,3 +150,54 @@ def reshard(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+AUTO = {"micro_batch_tokens": 16384, "batch_size": 256}
+"""The first value of ``auto`` on a GPU; a quarter of it on a CPU, where the system may kill the process."""
+
+
+@dataclass
+class AutoSize:
+    """The value of ``update.micro_batch_tokens`` or ``rollout.batch_size``."""
+
+    option: str
+    value: int
+    shrinks: bool  # when memory runs out: for auto, in a single process
+
+    @classmethod
+    def of(cls, config: TrainConfig, option: str) -> AutoSize:
+        """Return the configured size. ``auto`` does not shrink in several processes, which must agree."""
+        section, _, name = option.partition(".")
+        value = getattr(getattr(config, section), name)
+        if value != "auto":
+            return cls(option, value, False)
+        start = AUTO[name] if PartialState().device.type == "cuda" else AUTO[name] // 4
+        return cls(option, start, PartialState().num_processes == 1)
+
+    def fit(self, work: Callable[[], _Result]) -> _Result:
+        """Return the result of ``work``; while memory runs out, halve the value and call it again.
+
+        Every attempt starts with the same random numbers. If a smaller value is not possible, an `InputError`
+        names other options that help.
+        """
+        while True:
+            state = torch.get_rng_state()
+            cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+            try:
+                return work()
+            except RuntimeError as error:
+                message = str(error)
+                on_cpu = "can't allocate memory" in message
+                if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
+                    raise
+            # Outside of the except block, where the traceback would hold the tensors of the failed attempt.
+            if self.value == 1 or not self.shrinks:
+                smaller = "rollout.max_new_tokens" if self.value == 1 else self.option
+                helps = f"a smaller {smaller}, update.gradient_checkpointing or lora.rank"
+                tried = f"out of memory with {self.option} = {self.value}; what helps: {helps}"
+                raise InputError(f"{tried}; --resume continues from the last checkpoint ({message:.200})")
+            self.value //= 2
+            clear_device_cache(garbage_collection=True)
+            _LOGGER.warning("out of memory: %s is halved to %d", self.option, self.value)
+            torch.set_rng_state(state)
+            torch.cuda.set_rng_state_all(cuda_states)

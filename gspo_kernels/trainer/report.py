@@ -22,12 +22,13 @@ import yaml
 from accelerate.utils import gather_object
 
 from gspo_kernels.plots import plot_progress
-from gspo_kernels.trainer.batch import Batch, Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
 from gspo_kernels.trainer.config import InputError, TrainConfig, flat, reason
 from gspo_kernels.trainer.data import Prompts, shortened
+from gspo_kernels.trainer.model import export_model
 from gspo_kernels.trainer.processes import on_main
-from gspo_kernels.trainer.rollout import sampling_of
+from gspo_kernels.trainer.rollout import Rollout
+from gspo_kernels.trainer.update import Batch
 
 Metrics = dict[str, Any]
 
@@ -69,8 +70,11 @@ class Report:
                 self.say(f"{what} cannot be written; the run continues: {reason(error)}", warning=True)
             self.failing.add(what)
 
-    def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> None:
-        """Start trackers, print notes, write the configuration, drop metrics after ``step`` (None: all)."""
+    def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> Metrics:
+        """Start trackers, print notes, write the configuration, drop metrics after ``step`` (None: all).
+
+        Returns the metrics of that step.
+        """
         config, directory, last = self.config, self.directory, -1 if step is None else step
         if step is not None:
             self.say(f"resuming {directory.path} after step {step}")
@@ -85,10 +89,14 @@ class Report:
             two = "top_p or top_k excludes tokens from sampling, but not from the trained log-probs"
             self.say(f"{two}; rollout.keep_sampling_mask excludes them from both", warning=True)
         settings = config.model_dump(mode="json")
-        if self.accelerator.is_main_process:
+
+        def write() -> Metrics:
             records = [each for each in read_metrics(directory.metrics) if each["step"] <= last]
             write_text(directory.metrics, "".join(json.dumps(each) + "\n" for each in records))
             write_text(directory.config, yaml.safe_dump(settings, sort_keys=False))
+            return (records or [{}])[-1]
+
+        before = on_main(write) or {}
         name = directory.path.resolve().name
         options = {
             "tensorboard": {"purge_step": last + 1},
@@ -101,6 +109,7 @@ class Report:
         for tracker in self.accelerator.trackers:
             if step is None or tracker.name != "tensorboard":  # where each call adds a run
                 tracker.store_init_configuration(plain)
+        return before
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write, track and print a step, and the warnings that are due.
@@ -178,16 +187,16 @@ class Report:
             prompt = shortened(tokenizer.decode(sample.prompt))
             self.say(f"[reward {total:.3f}] {prompt} -> {shortened(sample.text)}")
 
-    def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
+    def finish(self, step: int, model: Any, tokenizer: Any) -> Metrics:
         """Export the model, draw the plot, print the gain; return the last evaluation's metrics."""
-        directory, accelerator = self.directory, self.accelerator
+        directory = self.directory
         try:
-            write_directory(directory.model, partial(write_model, accelerator=accelerator), accelerator)
-            on_main(accelerator, lambda: plot_run(directory.path))
+            write_directory(directory.model, partial(export_model, model, tokenizer))
+            on_main(lambda: plot_run(directory.path))
         except (OSError, RuntimeError) as error:
             space = "--resume writes them when there is space"
             raise InputError(f"the model or the plot cannot be written: {error}; {space}") from error
-        for tracker in accelerator.trackers:
+        for tracker in self.accelerator.trackers:
             with self.output_to("a tracker"):
                 tracker.finish()
         records = read_metrics(directory.metrics) + list(map(json.loads, self.unwritten.splitlines()))
@@ -314,9 +323,10 @@ class Health:
     """
 
     def __init__(self, config: TrainConfig) -> None:
+        rollout = config.rollout
         # Limit of the gap between sampling and training, in nats per token. Rounding causes 1e-6 in fp32, and
         # 0.01 in bf16 if the engine rounds its logits. If sampling alone excludes tokens, there is no limit.
-        excludes = sampling_of(config.rollout).cuts and not config.rollout.keep_sampling_mask
+        excludes = not rollout.keep_sampling_mask and (rollout.top_p < 1 or rollout.top_k > 0)
         self.mismatch = math.inf if excludes else 0.1 if config.update.precision == "bf16" else 1e-3
         self.streaks: dict[str, int] = {}
 

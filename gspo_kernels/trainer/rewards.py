@@ -24,7 +24,6 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,18 +165,11 @@ class RewardSet:
         """Score every completion with every function; an `InputError` names a function that fails."""
         self.check(columns)
         arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
-        functions = self.functions.items()
-
-        def plain(function: RewardFunction) -> Any:
-            return function(**own_copies(_accepted(function, arguments)))
-
         with restored_globals():
-            started = {name: self._start(f, arguments) for name, f in functions if _is_async(f)}
-            calls = {name: partial(plain, f) for name, f in functions if name not in started}
-            calls |= {name: partial(_result, future) for name, future in started.items()}
+            calls = {name: self._call(function, arguments) for name, function in self.functions.items()}
             values = {
-                name: _values(name, self.functions[name], call, prompts, completions)
-                for name, call in calls.items()
+                name: _values(name, function, calls[name], prompts, completions)
+                for name, function in sorted(self.functions.items(), key=lambda each: _is_async(each[1]))
             }
         by_name = {n: torch.tensor(values[n], dtype=torch.float32, device="cpu") for n in self.names}
         weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])
@@ -187,8 +179,10 @@ class RewardSet:
         total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
         return Rewards(total, by_name, self.weights)
 
-    def _start(self, function: RewardFunction, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Start an ``async`` function with this thread's torch state; its future returns errors as values."""
+    def _call(self, function: RewardFunction, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+        """Return a call of a function; an ``async`` one starts now, with this thread's torch state."""
+        if not _is_async(function):
+            return lambda: function(**own_copies(_accepted(function, arguments)))
         if self._loop is None or self._thread is None or not self._thread.is_alive():  # as after a fork
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -205,7 +199,14 @@ class RewardSet:
             except BaseException as error:  # SystemExit would end the event loop
                 return error
 
-        return asyncio.run_coroutine_threadsafe(outcome(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
+
+        def result() -> Any:
+            if isinstance(value := future.result(), BaseException):
+                raise value
+            return value
+
+        return result
 
 
 def _is_async(function: RewardFunction) -> bool:
@@ -217,12 +218,6 @@ def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[st
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in arguments.items() if takes_all or name in parameters}
-
-
-def _result(future: Future[Any]) -> Any:
-    if isinstance(outcome := future.result(), BaseException):
-        raise outcome
-    return outcome
 
 
 def _values(
@@ -286,29 +281,25 @@ def own_copies(arguments: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     return {n: [list(x) if n == ids else copy.deepcopy(x) for x in each] for n, each in arguments.items()}
 
 
-def advantages_of(rewards: Rewards, *, group_size: int, method: str, lengths: Tensor | None = None) -> Tensor:
+def advantages_of(rewards: Rewards, *, group_size: int, method: str, lengths: Tensor) -> Tensor:
     """Return [B] fp32 advantages by a function of `gk.advantages`; 0 where no reward applies.
 
-    ``method`` is one of config's ``Method``. "gdpo" normalizes each reward separately, then sums them; the
-    others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it whitens
-    over the batch, "reinforce_plus_plus" only whitens. "optimal_baseline" needs ``lengths``, [B], the numbers
-    of counted tokens.
+    ``method`` is one of config's ``Method``, and ``lengths``, [B], are the numbers of counted tokens. "gdpo"
+    takes each reward separately, the other methods their weighted sum.
     """
     total = rewards.total
     if method == "group_normalized":
         return advantages.group_normalized(total, group_size=group_size)
     if method == "leave_one_out":
         return advantages.leave_one_out(total, group_size=group_size)
-    if method == "optimal_baseline" and lengths is not None:
+    if method == "optimal_baseline":
         return advantages.optimal_baseline(total, lengths, group_size=group_size)
-    if method in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        size = group_size if method.endswith("baseline") else None
-        return advantages.reinforce_plus_plus(total, group_size=size)
     if method == "gdpo":
         table_BK = total.new_tensor([values.tolist() for values in rewards.by_name.values()]).T
         weights = total.new_tensor([rewards.weights.get(name, 1.0) for name in rewards.by_name])
         return advantages.gdpo(table_BK, group_size=group_size, weights=weights)
-    raise InputError(f"advantages: unknown method {method!r}, or lengths are missing")
+    whole = method == "reinforce_plus_plus"  # otherwise minus the group's mean
+    return advantages.reinforce_plus_plus(total, group_size=None if whole else group_size)
 
 
 def levels(total: Tensor, group_size: int) -> Tensor:

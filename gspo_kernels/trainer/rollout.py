@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -17,6 +17,7 @@ from gspo_kernels.logits.centering import ScoreCentering
 from gspo_kernels.models.rope import own_frequencies, varying_ropes
 from gspo_kernels.off_policy import SamplingMask, sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
+from gspo_kernels.trainer.rewards import Rewards, differing
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,11 @@ class Sampling:
         return self.top_p < 1.0 or self.top_k > 0
 
 
-def sampling_of(
-    config: RolloutConfig, *, greedy: bool = False, return_mask: bool | None = None, top_logprobs: int = 0
-) -> Sampling:
-    """Return the sampling of a run's rollouts, or greedy sampling; ``return_mask`` None: as configured."""
+def sampling_of(config: RolloutConfig, *, greedy: bool = False) -> Sampling:
+    """Return the sampling of a run's rollouts, or greedy sampling, in both cases without masks."""
     if greedy:
         return Sampling(config.max_new_tokens, temperature=0.0)
-    names = ("max_new_tokens", "temperature", "top_p", "top_k")
-    mask = config.keep_sampling_mask if return_mask is None else return_mask
-    rules = {name: getattr(config, name) for name in names}
-    return Sampling(**rules, return_mask=mask, top_logprobs=top_logprobs)
+    return Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)
 
 
 @dataclass(frozen=True)
@@ -77,6 +73,46 @@ class Completion:
             raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
         written = torch.ones_like(self.ids) if self.turn_ids is None else self.turn_ids + 1
         return (written > 0) & (self.finished or truncated == "keep")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion of C tokens, and the prompt that it completes."""
+
+    row: int  # the prompt's index in the dataset
+    prompt: list[int]  # token ids
+    text: str  # what the reward functions see
+    completion: Completion
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids of the completion, [C], with the end token if there is one."""
+        return self.completion.ids
+
+
+class Rollout(NamedTuple):
+    """B scored completions; the completions of a group are consecutive."""
+
+    samples: list[Sample]
+    rewards: Rewards
+    group_size: int
+    metrics: Mapping[str, float] = {}  # that a recipe adds
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return rewards, lengths, and the share of groups with equal rewards."""
+    rewards, samples = rollout.rewards, rollout.samples
+    if not samples:  # a recipe's step that uses an earlier rollout
+        return dict(rollout.metrics)
+    same = ~differing(rewards.total, rollout.group_size)
+    return {
+        "reward/mean": float(rewards.total.nanmean()),
+        **{f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()},
+        "groups_without_variance": float(same.float().mean()),
+        "completions/length": sum(len(sample.ids) for sample in samples) / len(samples),
+        "completions/finished": sum(sample.completion.finished for sample in samples) / len(samples),
+        **rollout.metrics,
+    }
 
 
 class RolloutEngine(Protocol):

@@ -22,15 +22,17 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
+from accelerate import PartialState
 
 from gspo_kernels.logits.centering import ScoreCentering
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, exported_weights
-from gspo_kernels.trainer.processes import on_all, on_main
+from gspo_kernels.trainer.processes import AutoSize, on_all, on_main
 from gspo_kernels.trainer.rollout import Completion, Sampling
-from gspo_kernels.trainer.sizes import Size
 
 WAIT = 600.0  # seconds that a server may take to load its model and listen
+TIMEOUT = 1800.0  # seconds for one answer or a reload
+AT_ONCE = 256  # maximum number of concurrent requests
 IMPOSSIBLE = -9999.0  # a server's log-prob of a token with probability 0
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
@@ -44,11 +46,8 @@ class VLLMResponse(NamedTuple):
     top: list[dict[int, float]] | None = None  # for each token, the most likely ids and their log-probs
 
 
-Say = Callable[[str], None]
-
-
 def vllm_engine(
-    config: TrainConfig, model: Any, source: Any, end_ids: list[int], longest: int, accelerator: Any, say: Say
+    config: TrainConfig, model: Any, source: Any, end_ids: list[int], longest: int, say: Any
 ) -> VLLMEngine:
     """Return the engine that ``engine.url`` selects, once it is ready; a local vLLM loads ``source``.
 
@@ -60,24 +59,21 @@ def vllm_engine(
         raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
 
     def start() -> None:
-        vllm: Any = LocalVLLM(config, source, longest, accelerator) if local else VLLMServer(url, say=say)
+        vllm: Any = LocalVLLM(config, source, longest) if local else VLLMServer(url, say=say)
         if longest > (vllm.max_model_len or longest):
             both = f"prompt and completion have up to {longest} tokens"
             raise InputError(f"{vllm.name} takes {vllm.max_model_len}, and {both}: --max-model-len")
         ready.append(vllm)  # an engine cannot be sent between processes, as a result of on_all is
 
-    on_all(accelerator, start)
+    on_all(start)
     return VLLMEngine(ready[0], end_ids, model.get_input_embeddings().weight.shape[0])
 
 
 class VLLMServer:
-    """A vLLM server with one model; the environment variable ``VLLM_API_KEY`` has its key, if it needs one.
+    """A vLLM server with one model; its key, if it needs one, is in the variable ``VLLM_API_KEY``."""
 
-    ``timeout`` is in seconds, for one answer or a reload; at most ``at_once`` requests are sent concurrently.
-    """
-
-    def __init__(self, url: str, *, timeout: float = 1800.0, at_once: int = 256, say: Say = print) -> None:
-        self.url, self.timeout, self.at_once = url.rstrip("/"), timeout, at_once
+    def __init__(self, url: str, *, say: Callable[[str], object] = print) -> None:
+        self.url = url.rstrip("/")
         self.name = f"the vLLM server at {self.url}"
         self._open = build_opener(ProxyHandler({})).open  # proxies are for outside addresses
         self._headers = {"Content-Type": "application/json"}
@@ -87,17 +83,17 @@ class VLLMServer:
         def read(answer: Any) -> dict[str, Any]:  # the parent of an adapter is its base model
             return {m["id"]: m.get("max_model_len") for m in answer["data"] if not m.get("parent")}
 
-        served, waits, ends = None, False, time.monotonic() + WAIT
+        served, started = None, time.monotonic()
         while served is None:
             try:
                 served = self.ask("/v1/models", read=read)
             except InputError as error:
                 refused = isinstance(getattr(error.__cause__, "reason", None), ConnectionRefusedError)
-                if not refused or time.monotonic() >= ends:
+                waited = time.monotonic() - started
+                if not refused or waited >= WAIT:
                     raise
-                if not waits:
+                if waited < 1:  # once
                     say(f"waiting up to {WAIT:g} seconds for {self.name}, which does not listen yet")
-                waits = True
                 time.sleep(1)
         if len(served) != 1:
             raise InputError(f"{self.name} serves {', '.join(served) or 'nothing'}; expected one model")
@@ -107,27 +103,24 @@ class VLLMServer:
         """Complete each prompt with its options, which are fields of vLLM's ``SamplingParams``."""
 
         def work(i: int) -> tuple[int, VLLMResponse]:
-            return i, self._complete(prompts[i], options[i])
+            request = {"model": self.model, "prompt": prompts[i], "return_token_ids": True, **options[i]}
+            if options[i].get("logprobs"):  # otherwise the most likely tokens are returned as texts
+                request["return_tokens_as_token_ids"] = True
+            return i, self.ask("/v1/completions", request, read)
 
-        # The first failed request raises here; requests in flight continue in daemon threads.
-        with ThreadPool(min(self.at_once, len(prompts)) or 1) as pool:
-            responses = dict(pool.imap_unordered(work, range(len(prompts))))
-        return [responses[i] for i in range(len(prompts))]
-
-    def _complete(self, prompt: list[int], options: dict[str, Any]) -> VLLMResponse:
         def read(answer: Any) -> VLLMResponse:
             (choice,) = answer["choices"]
             values, top = choice.get("logprobs"), None
-            if values is not None and options.get("logprobs"):
+            if values is not None and options[0].get("logprobs"):
                 places = values["top_logprobs"]  # each {"token_id:5": -0.1}
                 top = [{int(key.rpartition(":")[2]): float(x) for key, x in p.items()} for p in places]
             logprobs = None if values is None else list(map(float, values["token_logprobs"]))
             return VLLMResponse(list(map(int, choice["token_ids"])), logprobs, choice["finish_reason"], top)
 
-        request = {"model": self.model, "prompt": prompt, "return_token_ids": True, **options}
-        if options.get("logprobs"):  # otherwise the most likely tokens are returned as texts
-            request["return_tokens_as_token_ids"] = True
-        return self.ask("/v1/completions", request, read)
+        # The first failed request raises here; requests in flight continue in daemon threads.
+        with ThreadPool(min(AT_ONCE, len(prompts)) or 1) as pool:
+            responses = dict(pool.imap_unordered(work, range(len(prompts))))
+        return [responses[i] for i in range(len(prompts))]
 
     def load(self, path: Path) -> None:
         """Load weights from a directory in ``from_pretrained``'s format, and clear the prefix cache."""
@@ -141,7 +134,7 @@ class VLLMServer:
         url, text = f"{self.url}{path}", ""
         data = None if body is None else json.dumps(body).encode()
         try:
-            with self._open(Request(url, data, self._headers), timeout=self.timeout) as answer:
+            with self._open(Request(url, data, self._headers), timeout=TIMEOUT) as answer:
                 text = answer.read().decode()
             return read(json.loads(text) if text else None)
         except HTTPError as error:
@@ -151,7 +144,7 @@ class VLLMServer:
             message = error.read().decode(errors="replace")
             raise InputError(f"{url} answered {error.code} {error.reason}: {message:.300}{hint}") from error
         except TimeoutError as error:
-            raise InputError(f"{url} did not answer within {self.timeout:g} seconds") from error
+            raise InputError(f"{url} did not answer within {TIMEOUT:g} seconds") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
             hint = f"is the server running ({_START}), and engine.url its address?"
@@ -168,7 +161,7 @@ class LocalVLLM:
 
     name = "vLLM in this process"
 
-    def __init__(self, config: TrainConfig, model_path: str, longest: int, accelerator: Any) -> None:
+    def __init__(self, config: TrainConfig, model_path: str, longest: int) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
             self.vllm = importlib.import_module("vllm")
@@ -177,14 +170,16 @@ class LocalVLLM:
                 dtype="bfloat16" if config.update.precision == "bf16" else "float32",
                 gpu_memory_utilization=config.engine.memory,
                 max_model_len=longest,
-                max_num_seqs=Size.of(config, "rollout.batch_size", accelerator).value,
+                max_num_seqs=AutoSize.of(config, "rollout.batch_size").value,
                 enable_sleep_mode=True,
-                seed=config.seed + accelerator.process_index,
+                seed=config.seed + PartialState().process_index,
                 logprobs_mode="processed_logprobs",
                 max_logprobs=max(20, config.objective.centering),
                 skip_tokenizer_init=True,
                 # one vLLM per process; torchrun or accelerate started the processes
-                distributed_executor_backend="external_launcher" if accelerator.num_processes > 1 else None,
+                distributed_executor_backend="external_launcher"
+                if PartialState().num_processes > 1
+                else None,
             )
         except Exception as error:
             raise InputError(f"engine.url local: vLLM cannot start with {model_path}: {error!r}") from error
@@ -277,7 +272,13 @@ class VLLMEngine:
             if len(top or ()) != count or not all(0 <= token < self.vocabulary for token in known):
                 fault = f"returned log-probs of {len(top or ())} places, or of unknown tokens, for {count}"
             else:
-                centering = _most_likely(top or (), sampling.top_logprobs)
+                rows = []
+                for values in top or ():  # vLLM adds the sampled token to the most likely ones
+                    drawable = [(token, x) for token, x in values.items() if x > IMPOSSIBLE]
+                    row = sorted(drawable, key=lambda each: -each[1])[: sampling.top_logprobs]
+                    rows.append(row + [(-1, 0.0)] * (sampling.top_logprobs - len(row)))
+                table = torch.tensor(rows, dtype=torch.float64, device="cpu")
+                centering = ScoreCentering(table[..., 0].int(), table[..., 1].float())
         if fault:
             raise InputError(f"{self.vllm.name} {fault}")
         return Completion(
@@ -288,44 +289,28 @@ class VLLMEngine:
         )
 
 
-def _most_likely(places: Sequence[dict[int, float]], count: int) -> ScoreCentering:
-    """Return the ``count`` most likely ids of each token; vLLM adds the sampled id to them."""
-    rows = []
-    for values in places:
-        drawable = [(token, x) for token, x in values.items() if x > IMPOSSIBLE]
-        row = sorted(drawable, key=lambda each: -each[1])[:count]
-        rows.append(row + [(-1, 0.0)] * (count - len(row)))
-    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    return ScoreCentering(table[..., 0].int(), table[..., 1].float())
-
-
-def sync_weights(
-    engine: VLLMEngine, model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any
-) -> None:
+def sync_weights(engine: VLLMEngine, model: Any, tokenizer: Any, config: TrainConfig) -> None:
     """Give vLLM the model's weights; all processes must call.
 
     A vLLM in the process takes the tensors. A server reads a hidden directory with a new name each time: a
     server that cannot see it fails, and no cache returns old weights.
     """
-    vllm, path = engine.vllm, Path()
+    vllm, path, prefix = engine.vllm, Path(), ".unfinished-weights-"
     dtype = torch.bfloat16 if config.update.precision == "bf16" else torch.float32
     folder = Path(config.engine.weights or config.output)
 
-    def new_directory() -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".unfinished-weights-", dir=folder.resolve()))
-
     try:
         if isinstance(vllm, LocalVLLM):
-            on_all(accelerator, lambda: vllm.load(exported_weights(model, dtype)))
+            on_all(lambda: vllm.load(exported_weights(model, dtype)))
         else:
-            path = on_main(accelerator, new_directory) or path
-            options = {"accelerator": accelerator, "dtype": dtype}
-            on_all(accelerator, lambda: export_model(model, tokenizer, path, **options))
-            on_main(accelerator, lambda: vllm.load(path))
+            on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+            name = on_main(lambda: tempfile.mkdtemp(prefix=prefix, dir=folder.resolve()))
+            path = Path(str(name))
+            on_all(lambda: export_model(model, tokenizer, path, dtype=dtype))
+            on_main(lambda: vllm.load(path))
     except Exception as error:
         must = f"must see them there, be able to reload ({_START}), and have their shapes and vocabulary"
         raise InputError(f"engine.weights: {vllm.name} {must}; they are in {folder}: {error}") from error
     finally:
-        if accelerator.is_main_process and path.name:
+        if PartialState().is_main_process and path.name:
             shutil.rmtree(path, ignore_errors=True)

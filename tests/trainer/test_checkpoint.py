@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals
+from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state
 from gspo_kernels.trainer.config import InputError, TrainConfig
-from gspo_kernels.trainer.processes import ALONE
 from gspo_kernels.trainer.report import read_metrics
 from tests.draws import shifted_seed
 from tests.forks import exit_code, forked
@@ -23,16 +22,12 @@ from tests.trainer.conftest import ROWS, make_trainer, same, small_config, weigh
 
 
 def prepare(run, *, resume=False, overwrite=False):
-    run.open(TrainConfig(), ALONE, "the same rows", resume=resume, overwrite=overwrite, force=False)
+    run.open(TrainConfig(), "the same rows", resume=resume, overwrite=overwrite, force=False)
 
 
-def writer(text):
-    def write(path):
-        (path / "inner").mkdir()
-        (path / "inner" / "a.txt").write_text(text)
-        torch.save({"dataset": "the same rows"}, path / "state.pt")
-
-    return write
+def save(run, step, text):
+    state = {"step": step, "dataset": "the same rows", "text": text}
+    run.save_checkpoint(state, {"weights/a": torch.ones(2)}, keep=1)
 
 
 class Killed(BaseException):
@@ -46,23 +41,17 @@ class Killed(BaseException):
 def test_a_kill_while_saving_keeps_a_checkpoint(tmp_path, monkeypatch, moment, same_step):
     run = RunDirectory(tmp_path)
     prepare(run)
-    run.save_checkpoint(1, writer("whole"), keep=1)
-
-    def write(path):
-        writer("half")(path)
-        if moment == "while writing":
-            raise Killed
-
-    if moment == "before the rename":
-        monkeypatch.setattr("pathlib.Path.rename", lambda *args: (_ for _ in ()).throw(Killed()))
+    save(run, 1, "whole")
+    name = "os.sync" if moment == "before the rename" else "torch.distributed.checkpoint.save"
+    monkeypatch.setattr(name, lambda *_, **__: (x for x in ()).throw(Killed()))
     with pytest.raises(Killed):
-        run.save_checkpoint(1 if same_step else 2, write, keep=1)
+        save(run, 1 if same_step else 2, "half")
     monkeypatch.undo()
     run.__exit__()  # The system releases the lock of a dead process.
     again = RunDirectory(tmp_path)
     prepare(again, resume=True)
     assert again.latest_checkpoint().name == "step_000001"
-    assert (again.latest_checkpoint() / "inner" / "a.txt").read_text() == "whole"
+    assert load_state(again.latest_checkpoint())["text"] == "whole"
     assert [path.name for path in again.checkpoints.iterdir()] == ["step_000001"], "leftovers are removed"
 
 
@@ -72,7 +61,7 @@ def test_a_run_is_never_lost_by_accident(tmp_path):
         prepare(run, resume=True)
     prepare(run)
     run.metrics.write_text("{}\n")
-    run.save_checkpoint(1, writer("1"), keep=1)
+    save(run, 1, "1")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"--resume.*--overwrite"):
         prepare(run)
@@ -85,9 +74,8 @@ def test_a_run_is_never_lost_by_accident(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
     # The directory of another run holds a base model, under the name that the run would use.
     other = RunDirectory(tmp_path / "other")
-    writer("mine")(tmp_path)
-    other.path.mkdir()
-    (tmp_path / "inner").rename(other.model)
+    other.model.mkdir(parents=True)
+    (other.model / "a.txt").write_text("mine")
     for overwrite in (True, False):
         with pytest.raises(InputError, match="has model, and no run wrote that"):
             prepare(other, overwrite=overwrite)

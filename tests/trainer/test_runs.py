@@ -8,7 +8,6 @@ import random
 import shutil
 import sys
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -169,12 +168,22 @@ def test_trackers_get_metrics_and_settings(tmp_path, tokenizer, monkeypatch):
     assert settings == [2, 4], "a resumed run is a new one in wandb, which needs its settings"
 
 
-def test_a_failure_leaves_a_checkpoint(tmp_path, tokenizer, straight):
-    """The evaluation after step 2 fails, then the reward in step 3, then the engine in step 4."""
-    config = small_config(tmp_path, checkpoint={"every": 100}, save_rollouts=True)
+def test_failures_leave_a_checkpoint(tmp_path, tokenizer, monkeypatch, straight):
+    """The evaluation after step 2 fails, then the reward in step 3, then the engine in step 4.
+
+    Rewards change grad mode and directory, the engine clears prompts; relative paths are those of the start.
+    """
+    for each in (tiny_qwen3(tokenizer), tokenizer):
+        each.save_pretrained(tmp_path / "base")
+    rows = copy.deepcopy(ROWS)
 
     def trainer_that(fails):
         def some_values(completion_ids):
+            torch.set_grad_enabled(False)
+            os.chdir(tmp_path)
+            shutil.rmtree("gone", ignore_errors=True)
+            Path("gone").mkdir()
+            os.chdir("gone")
             evaluates = len(completion_ids) == 3
             wrong = {"evaluation": trainer.step == 2 and evaluates, "reward": trainer.step == 3}
             return [1.0] if wrong.get(fails, False) else some(completion_ids)
@@ -182,11 +191,14 @@ def test_a_failure_leaves_a_checkpoint(tmp_path, tokenizer, straight):
         def generate(prompts, sampling):
             if fails == "engine" and trainer.step == 4:
                 raise SystemExit("the engine is gone")
-            return inner(prompts, sampling)
+            completions = inner(prompts, sampling)
+            for prompt in prompts:
+                prompt.clear()
+            return completions
 
-        # A run that resumes takes the weights of its checkpoint, not these.
-        model = tiny_qwen3(tokenizer, seed=0 if fails == "evaluation" else 7)
-        trainer = make_trainer(tokenizer, ROWS, some_values, config, model=model)
+        monkeypatch.chdir(tmp_path)
+        config = small_config("run", model="base", checkpoint={"every": 100}, save_rollouts=True)
+        trainer = make_trainer(tokenizer, rows, some_values, config, model="base")
         inner, trainer.engine.generate = trainer.engine.generate, generate
         return trainer
 
@@ -196,47 +208,16 @@ def test_a_failure_leaves_a_checkpoint(tmp_path, tokenizer, straight):
         ("engine", "the engine is gone", 3),
     ):
         trainer = trainer_that(fails)
-        with pytest.raises((InputError, SystemExit), match=words):
+        with torch.enable_grad(), pytest.raises((InputError, SystemExit), match=words):
             trainer.train(resume=fails != "evaluation")
         assert trainer.directory.latest_checkpoint().name == f"step_00000{reached}"
         records = read_metrics(trainer.directory.metrics)
         assert [record["step"] for record in records] == [*range(reached + 1)]
         assert records[-1]["grad_norm"] > 0
     trainer = trainer_that("no more")
+    tokens = copy.deepcopy(trainer.train_prompts.tokens)
     trainer.train(resume=True)
-    assert same(weights(trainer.model), weights(straight.model))
-
-
-def test_paths_and_prompts_survive_rewards_and_engines(tmp_path, tokenizer, monkeypatch, straight):
-    """Relative paths are those of the start, also for the checkpoint that an error leaves."""
-    for each in (tiny_qwen3(tokenizer), tokenizer):
-        each.save_pretrained(tmp_path / "base")
-    rows = copy.deepcopy(ROWS)
-
-    def moves(completion_ids):
-        torch.set_grad_enabled(False)
-        os.chdir(tmp_path)
-        shutil.rmtree("gone", ignore_errors=True)
-        Path("gone").mkdir()
-        os.chdir("gone")
-        return [1.0] if fails and trainer.step == 3 else some(completion_ids)
-
-    def generate(prompts, sampling):
-        completions = inner(prompts, sampling)
-        for prompt in prompts:
-            prompt.clear()
-        return completions
-
-    for fails in (True, False):
-        monkeypatch.chdir(tmp_path)
-        config = small_config("run", model="base", checkpoint={"every": 100})
-        trainer = make_trainer(tokenizer, rows, moves, config, model="base")
-        tokens, inner = copy.deepcopy(trainer.train_prompts.tokens), trainer.engine.generate
-        trainer.engine.generate = generate
-        with torch.enable_grad(), pytest.raises(InputError) if fails else nullcontext():
-            trainer.train(resume=not fails)
-        assert trainer.directory.latest_checkpoint().name == f"step_{2 if fails else 4:06d}"
-        assert trainer.train_prompts.tokens == tokens and rows == ROWS
+    assert trainer.train_prompts.tokens == tokens and rows == ROWS
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert same(weights(saved), weights(straight.model))
 

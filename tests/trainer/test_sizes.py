@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gspo_kernels.trainer import sizes
+from gspo_kernels.trainer import processes
 from gspo_kernels.trainer.checkpoint import load_state
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.model import Policy
@@ -65,7 +65,7 @@ def test_halved_sizes_give_the_run_that_had_them(trainer_of, tmp_path, monkeypat
     """
     explicit = trainer_of(tmp_path / "explicit", 12, 4, steps=2)
     explicit.train()
-    monkeypatch.setattr(sizes, "AUTO", {"micro_batch_tokens": 4 * 24, "batch_size": 4 * 8})
+    monkeypatch.setattr(processes, "AUTO", {"micro_batch_tokens": 4 * 24, "batch_size": 4 * 8})
     calls = []
 
     def runs_out(prompts, completions, terms=None, mask=None):
@@ -120,7 +120,7 @@ def test_what_cannot_shrink_is_an_error(trainer_of, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"out of memory with update\.micro_batch_tokens = 24"):
         trainer.train()
     assert trainer.directory.latest_checkpoint().name == "step_000002"
-    monkeypatch.setattr(sizes, "AUTO", {"micro_batch_tokens": 4 * 24, "batch_size": 4 * 8})
+    monkeypatch.setattr(processes, "AUTO", {"micro_batch_tokens": 4 * 24, "batch_size": 4 * 8})
     trainer = trainer_of(tmp_path / "auto", "auto", "auto")
     trainer.step = 2
     fail(monkeypatch, ModelEngine, "_complete", FULL, lambda *_: True)

@@ -14,10 +14,10 @@ import gspo_kernels as gk
 from gspo_kernels.core.bits import columns
 from gspo_kernels.models.rows import packed_row, tree_row
 from gspo_kernels.off_policy import SamplingMask
-from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.config import InputError, UpdateConfig
 from gspo_kernels.trainer.model import Policy, add_adapters, make_policies
 from gspo_kernels.trainer.update import (
+    Batch,
     Updater,
     learning_rate_factor,
     make_objective,

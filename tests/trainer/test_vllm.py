@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer import vllm
 from gspo_kernels.trainer.config import InputError, from_mapping
-from gspo_kernels.trainer.processes import ALONE
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 from gspo_kernels.trainer.vllm import VLLMEngine, VLLMServer
@@ -40,12 +39,14 @@ def stand_in(model):
         yield found
 
 
-def make_server(stand_in, **changes):
-    return VLLMServer(stand_in.url, **({"timeout": 60.0, "at_once": 3} | changes))
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    for name, value in {"TIMEOUT": 60.0, "AT_ONCE": 3}.items():
+        monkeypatch.setattr(vllm, name, value)
 
 
-def make_engine(stand_in, end_ids=ENDS, **changes):
-    return VLLMEngine(make_server(stand_in, **changes), list(end_ids), vocabulary=258)
+def make_engine(stand_in, end_ids=ENDS):
+    return VLLMEngine(VLLMServer(stand_in.url), list(end_ids), vocabulary=258)
 
 
 def test_greedy_completions_are_those_of_the_model(stand_in, model):
@@ -81,7 +82,7 @@ def test_most_likely_tokens_come_with_logprobs(stand_in, model, local, top_k, mo
     if local:
         monkeypatch.setitem(sys.modules, "vllm", LocalModule(stand_in))
         config = from_mapping({"objective": {"name": "CISPO", "centering": 30}})
-        engine = VLLMEngine(vllm.LocalVLLM(config, "model", 20, ALONE), ENDS, 258)
+        engine = VLLMEngine(vllm.LocalVLLM(config, "model", 20), ENDS, 258)
         assert engine.vllm.vllm.options["max_logprobs"] == 30
     sampling = Sampling(7, 0.8, top_k=top_k % 258, top_logprobs=K)
     completions = engine.generate(PROMPTS * 3, sampling)
@@ -144,16 +145,18 @@ def test_a_server_that_refuses_is_named(stand_in, monkeypatch):
     ):
         with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
             patch.setattr(stand_in, change, value)
-            make_server(stand_in, timeout=0.2 if change == "seconds" else 60.0)
+            patch.setattr(vllm, "TIMEOUT", 0.2 if change == "seconds" else 60.0)
+            VLLMServer(stand_in.url)
     stand_in.key = "secret"
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("http_proxy", "http://localhost:1")
     make_engine(stand_in).generate([[65]], Sampling(2))
 
 
-def test_failures_wait_for_no_other_completion(stand_in):
+def test_failures_wait_for_no_other_completion(stand_in, monkeypatch):
     """Two requests run at once: the first takes long, the second fails. Most others are never sent."""
-    engine, complete = make_engine(stand_in, at_once=2), stand_in.complete
+    monkeypatch.setattr(vllm, "AT_ONCE", 2)
+    engine, complete = make_engine(stand_in), stand_in.complete
     asked, released = [], threading.Event()
 
     def first_is_slow(body):
@@ -176,7 +179,7 @@ def test_failures_wait_for_no_other_completion(stand_in):
 
 
 def test_weights_that_cannot_be_loaded_are_an_error(tmp_path, stand_in, tokenizer):
-    server = make_server(stand_in)
+    server = VLLMServer(stand_in.url)
     with pytest.raises(InputError, match=f"no such directory {tmp_path}/none"):
         server.load(tmp_path / "none")
     tiny_qwen3(tokenizer, vocab_size=300).save_pretrained(tmp_path / "another")

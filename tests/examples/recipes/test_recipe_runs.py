@@ -10,8 +10,8 @@ from examples.recipes import veripo
 from gspo_kernels import demo
 from gspo_kernels.objectives import DPO
 from gspo_kernels.trainer import InputError
-from gspo_kernels.trainer.batch import Batch
 from gspo_kernels.trainer.report import read_metrics
+from gspo_kernels.trainer.update import Batch
 from gspo_kernels.trainer.vllm import VLLMServer
 from tests.draws import shifted_seed
 from tests.examples.recipes.common import make_trainer

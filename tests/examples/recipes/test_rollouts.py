@@ -9,9 +9,8 @@ import torch
 from examples.recipes import dapo
 from examples.recipes.igrpo import refined_prompt
 from examples.recipes.turns import continued
-from gspo_kernels.trainer.batch import Rollout, Sample
 from gspo_kernels.trainer.rewards import Rewards
-from gspo_kernels.trainer.rollout import Completion
+from gspo_kernels.trainer.rollout import Completion, Rollout, Sample
 from tests.examples.recipes.common import scripted
 
 NAN = math.nan
