@@ -16,14 +16,16 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
+from gspo_kernels.logits.centering import ScoreCentering
 from gspo_kernels.models.rope import varying_ropes
 from gspo_kernels.trainer import data
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import (
     end_token_ids,
-    load_model_config,
+    load_pretrained,
     load_tokenizer,
     make_policies,
     padding_token_id,
@@ -42,7 +44,7 @@ from gspo_kernels.trainer.rollout import (
     rollout_metrics,
     sampling_of,
 )
-from gspo_kernels.trainer.update import Batch, Updater, check_config, make_batch, needs_reference
+from gspo_kernels.trainer.update import Batch, Updater, check_config, needs_reference
 from gspo_kernels.trainer.vllm import vllm_engine
 
 
@@ -251,18 +253,46 @@ class GSPOTrainer:
         return Rewards.concatenate(map_shares(len(groups), rewards_of))
 
     def compare(self, rollout: Rollout) -> Batch:
-        """Turn rewards into advantages, or the objective's other inputs; return the update's input."""
+        """Turn rewards into advantages, or the objective's other inputs; return the update's input.
+
+        Completions without a reward are masked.
+        """
         config, rewards, size = self.config, rollout.rewards, rollout.group_size
+        counted = [sample.completion.counted(config.rollout.truncated) for sample in rollout.samples]
         kind = self.updater.objective.advantages_are
         if kind == "rewards":
             advantages = rewards.total
         elif kind == "levels":
             advantages = levels(rewards.total, size)
         else:
-            counted = [int(s.completion.counted(config.rollout.truncated).sum()) for s in rollout.samples]
-            lengths = torch.tensor(counted, dtype=torch.int64, device="cpu")
+            lengths = torch.stack([tokens.sum() for tokens in counted])
             advantages = advantages_of(rewards, group_size=size, method=config.advantages, lengths=lengths)
-        return make_batch(rollout, advantages, config.rollout.truncated, self.accelerator.device)
+        device = self.accelerator.device
+        completions = [sample.completion for sample in rollout.samples]
+
+        def packed(name: str) -> Tensor | None:
+            values = [getattr(completion, name) for completion in completions]
+            return None if any(value is None for value in values) else torch.cat(values).to(device)
+
+        tops = [completion.centering for completion in completions if completion.centering is not None]
+        centering = None
+        if len(tops) == len(completions):
+            ids, logprobs = ([getattr(top, name) for top in tops] for name in ("ids", "logprobs"))
+            centering = ScoreCentering(torch.cat(ids).to(device), torch.cat(logprobs).to(device))
+        masks = [completion.mask for completion in completions]
+        rewarded = (~rewards.total.isnan()).tolist()
+        mask = torch.cat([tokens & known for tokens, known in zip(counted, rewarded, strict=True)])
+        return Batch(
+            prompts=[torch.tensor(s.prompt, dtype=torch.int64, device=device) for s in rollout.samples],
+            completions=[completion.ids.to(device) for completion in completions],
+            advantages=advantages.nan_to_num(0.0).to(device),
+            loss_mask=mask.to(device),
+            group_ids=torch.arange(len(completions), device=device) // size,
+            rollout_logprobs=packed("logprobs"),
+            turn_ids=packed("turn_ids"),
+            masks=None if None in masks else [mask.to(device) for mask in masks if mask is not None],
+            centering=centering,
+        )
 
     def update(self, batch: Batch) -> Metrics:
         """Take one optimizer step for each minibatch."""
@@ -347,6 +377,7 @@ class GSPOTrainer:
         Of the model, only its configuration is read, and nothing is written.
         """
         cls.check_inputs(rewards, dataset, eval_dataset, config)
-        tokenizer, context = load_tokenizer(config.model), load_model_config(config.model)
-        longest = data.longest_prompt(context, config.rollout.max_new_tokens)
+        tokenizer = load_tokenizer(config.model)
+        model_config = load_pretrained("AutoConfig", config.model, "model")
+        longest = data.longest_prompt(model_config, config.rollout.max_new_tokens)
         data.prepare_datasets(tokenizer, dataset, eval_dataset, longest=longest, options=config.data)

@@ -13,6 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+import transformers
 from accelerate import PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from safetensors import SafetensorError
@@ -36,37 +37,27 @@ def load_model(path: str, half: bool = False, attention: str | None = None, acce
     ``half`` loads frozen weights in bfloat16. With ``cpu_ram_efficient_loading`` of accelerate's FSDP2
     plugin, only the first process of a node reads weights, and `_prepared` sends the others their shards.
     """
-    from transformers import AutoModelForCausalLM
-
     options = {"dtype": torch.bfloat16 if half else torch.float32, "attn_implementation": attention}
     if accelerator and accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
         options["device_map"] = None if accelerator.is_local_main_process else "meta"
-    return _loaded(AutoModelForCausalLM, path, "model", **options)
-
-
-def load_model_config(path: str) -> Any:
-    """Load a model's configuration from a directory or the Hub."""
-    from transformers import AutoConfig
-
-    return _loaded(AutoConfig, path, "model")
+    return load_pretrained("AutoModelForCausalLM", path, "model", **options)
 
 
 def load_tokenizer(path: Any) -> Any:
     """Load a model's tokenizer from a directory or the Hub."""
-    from transformers import AutoTokenizer
-
     if not isinstance(path, str | Path):
         raise InputError("tokenizer: got None with a model that is already loaded; expected its tokenizer")
-    tokenizer = _loaded(AutoTokenizer, str(path), "the tokenizer of")
+    tokenizer = load_pretrained("AutoTokenizer", str(path), "the tokenizer of")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one without files
         raise InputError(f"the tokenizer of {str(path)!r} has only special tokens: its files are missing")
     return tokenizer
 
 
-def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
+def load_pretrained(kind: str, path: str, what: str, **options: Any) -> Any:
+    """Load ``what`` from a directory or the Hub by a class of transformers."""
     check_model_path(path)
     try:
-        return kind.from_pretrained(path, **options)
+        return getattr(transformers, kind).from_pretrained(path, **options)
     except Exception as error:  # the readers' errors have many types
         has = ", ".join(sorted(file.name for file in Path(path).glob("*")))
         has = shorten(f"; the directory has {has or 'no files'}", 200) if Path(path).is_dir() else ""
@@ -211,8 +202,6 @@ def make_policies(
     Returns the transformers model, with adapters if configured; the policy around it; and the reference if
     needed: a frozen copy, or a function that calls the policy without its adapters.
     """
-    from transformers import PreTrainedModel
-
     adapted, attention = config.lora.rank > 0, config.attn_implementation
     if isinstance(model, str | Path):
         half = adapted and config.update.precision == "bf16"
@@ -220,7 +209,7 @@ def make_policies(
     elif attention is not None:
         raise InputError(f"attn_implementation: got {attention!r} with a loaded model; expected None")
     has_adapters = hasattr(model, "peft_config")  # also of models that peft changed in place
-    if has_adapters or not isinstance(model, PreTrainedModel):
+    if has_adapters or not isinstance(model, transformers.PreTrainedModel):
         got = f"{type(model).__name__}{' with adapters' if has_adapters else ''}"
         instead = "merge_and_unload() of peft merges adapters, and lora.rank trains new ones"
         raise InputError(f"model: got {got}, expected a plain PreTrainedModel; {instead}")

@@ -73,7 +73,15 @@ def _import(location: str) -> Any:
     folder = str(path.parent if is_file else Path.cwd())
     if folder not in sys.path:  # stays there: processes started by a reward import the module by its name
         sys.path.append(folder)
-    name = _module_name(path) if is_file else location
+    name = location
+    if is_file:  # by its stem every process can import it, unless that name is taken
+        try:
+            importable = importlib.util.find_spec(path.stem)
+        except (ImportError, ValueError):  # a name with dots, or the running program
+            importable = None
+        found = None if importable is None else Path(importable.origin or "").resolve()
+        unique = f"{path.stem.replace('.', '_')}_{zlib.crc32(bytes(path)):08x}"
+        name = path.stem if found == path else unique
     sys.path.insert(0, folder)  # while the module loads, as for a script
     try:
         if not is_file:
@@ -86,17 +94,6 @@ def _import(location: str) -> Any:
         return module
     finally:
         sys.path.remove(folder)
-
-
-def _module_name(path: Path) -> str:
-    """Return a name by which every process can import a file, or a unique one if that name is taken."""
-    try:
-        importable = importlib.util.find_spec(path.stem)
-    except (ImportError, ValueError):  # a name with dots, or the running program
-        importable = None
-    if importable is not None and Path(importable.origin or "").resolve() == path:
-        return path.stem
-    return f"{path.stem.replace('.', '_')}_{zlib.crc32(bytes(path)):08x}"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches
 from gspo_kernels.trainer.model import Policy
 from gspo_kernels.trainer.processes import AutoSize, reshard, whole_weights
-from gspo_kernels.trainer.rollout import Rollout
 from gspo_kernels.trainer.vllm import VLLMEngine, sync_weights
 
 Metrics = dict[str, float]
@@ -87,12 +86,6 @@ class Batch:
         lengths = [self.lengths[row] for row in chosen]
         return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, self.loss_mask.device)
 
-    def inputs(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor], SamplingMask | None]:
-        """Return the prompts and completions of these rows, and their sampling mask, if any."""
-        chosen, masks = rows.tolist(), self.masks
-        mask = None if masks is None else SamplingMask.concatenate([masks[row] for row in chosen])
-        return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen], mask
-
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         """Return these rows' part of a loss's terms, tensors of which are [B] or [N], with ``cu_seqlens``."""
         places, B, device = self.places(rows), len(self.completions), self.loss_mask.device
@@ -108,36 +101,6 @@ class Batch:
     def by_token(self, values: Tensor) -> Tensor:
         """Repeat one value per row, [B], for each of its tokens, [N]."""
         return values.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64, device=values.device))
-
-
-def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: torch.device) -> Batch:
-    """Return the update's input; completions without a reward (NaN) are masked."""
-    samples, size = rollout.samples, rollout.group_size
-    completions = [sample.completion for sample in samples]
-    applies = (~rollout.rewards.total.isnan()).tolist()
-
-    def packed(name: str) -> Tensor | None:
-        values = [getattr(completion, name) for completion in completions]
-        return None if any(value is None for value in values) else torch.cat(values).to(device)
-
-    tops = [completion.centering for completion in completions if completion.centering is not None]
-    centering = None
-    if len(tops) == len(completions):
-        ids, logprobs = ([getattr(top, name) for top in tops] for name in ("ids", "logprobs"))
-        centering = ScoreCentering(torch.cat(ids).to(device), torch.cat(logprobs).to(device))
-    masks = [completion.mask for completion in completions]
-    counted = [c.counted(truncated) & known for c, known in zip(completions, applies, strict=True)]
-    return Batch(
-        prompts=[torch.tensor(sample.prompt, dtype=torch.int64, device=device) for sample in samples],
-        completions=[completion.ids.to(device) for completion in completions],
-        advantages=advantages.nan_to_num(0.0).to(device),
-        loss_mask=torch.cat(counted).to(device),
-        group_ids=torch.arange(len(samples), device=device) // size,
-        rollout_logprobs=packed("logprobs"),
-        turn_ids=packed("turn_ids"),
-        masks=None if None in masks else [mask.to(device) for mask in masks if mask is not None],
-        centering=centering,
-    )
 
 
 def micro_batches(batch: Batch, rows: Tensor, grouped: bool, budget: int, accelerator: Any) -> list[Tensor]:
@@ -358,7 +321,10 @@ class Updater:
         for number, rows in enumerate(micros, start=1):
             counts = len(rows) > 0
             rows = rows if counts else rows.new_zeros(1)  # a masked row, for the collectives
-            prompts, completions, mask = batch.inputs(rows)
+            chosen, masks = rows.tolist(), batch.masks
+            mask = None if masks is None else SamplingMask.concatenate([masks[row] for row in chosen])
+            pairs = batch.prompts, batch.completions
+            prompts, completions = ([each[row] for row in chosen] for each in pairs)
             local = None if terms is None else batch.pick(terms, rows)
             reduces = number == len(micros) or self.sharded  # FSDP keeps only shards of gradients
             with nullcontext() if local is None or reduces else self.accelerator.no_sync(self.policy):
