@@ -223,9 +223,6 @@ def test_errors_are_one_line_that_says_what_to_change(tmp_path, tokenizer, llama
         ("--model", str(tmp_path / "gguf"), "; the directory has model.gguf"),
         ("--model", str(tmp_path / "bare"), "has only special tokens: its files are missing"),
         ("--eval_dataset", "no/such/file.jsonl", "there is no dataset file no/such/file.jsonl"),
-        ("--reward", "math:sqrt", "reward function sqrt cannot be called"),
-        ("--update.minibatches", "9", "update.minibatches must be at most the 8"),
-        ("--rollout.max-new-tokens", "61", "row 4: the prompt has 4 tokens"),
         ("--attn_implementation", "eager", "'eager'; load it with sdpa"),
     ):
         line = [*options(llama, jsonl, reward_file, tmp_path / "run"), key, value]

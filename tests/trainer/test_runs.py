@@ -143,29 +143,26 @@ def test_trackers_get_metrics_and_settings(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     monkeypatch.setattr(torch.utils, "tensorboard", board, raising=False)
-
-    def trained(steps, **flags):
+    writer, folder = board.SummaryWriter.return_value, f"{tmp_path}/mine/trackers"
+    for steps, flags in ((1, {}), (2, {"resume": True})):
         options = {"trackers": ["tensorboard", "wandb"], "reward": ["a.py:f", "b.py:g"]}
         config = small_config(tmp_path / "mine", update={"steps": steps}, **options)
         make_accelerator()
-        accelerator = Accelerator(project_dir=tmp_path / "mine" / "trackers")
+        accelerator = Accelerator(project_dir=folder)
         accelerator.log_with = [LoggerType.TENSORBOARD, LoggerType.WANDB]
-        make_trainer(tokenizer, ROWS, some, config, accelerator=accelerator).train(**flags)
-        return board.SummaryWriter.call_args, wandb.init.call_args.kwargs
-
-    (folder, purge), run = trained(2)
-    writer = board.SummaryWriter.return_value
+        rest = {"accelerator": accelerator, "eval_dataset": None}
+        make_trainer(tokenizer, ROWS, some, config, **rest).train(**flags)
+        # a resumed run purges later steps of TensorBoard's, and is a new one in wandb
+        expected = ((f"{folder}/gspo",), {"purge_step": 2 if flags else 0})
+        assert board.SummaryWriter.call_args == expected
+        assert wandb.init.call_args.kwargs == {"project": "gspo", "name": "mine", "dir": folder}
     plain = writer.add_hparams.call_args.args[0]
     assert {*map(type, plain.values())} <= {bool, int, float, str} and "b.py:g" in plain["reward"]
-    assert folder == (f"{tmp_path}/mine/trackers/gspo",) and purge == {"purge_step": 0}
-    assert run["project"] == "gspo" and run["name"] == "mine" and run["dir"] == f"{tmp_path}/mine/trackers"
     logged = [call.args[0] for call in wandb.init.return_value.log.call_args_list]
     assert any({"tokens_per_second", "memory/peak_gib"} <= values.keys() for values in logged)
-    (_, purge), same_run = trained(4, resume=True)
-    assert purge == {"purge_step": 3} and same_run == run
     assert writer.add_hparams.call_count == 1  # each call is another run of TensorBoard's
     settings = [call.args[0]["update.steps"] for call in wandb.config.update.call_args_list]
-    assert settings == [2, 4], "a resumed run is a new one in wandb, which needs its settings"
+    assert settings == [1, 2], "a resumed run is a new one in wandb, which needs its settings"
 
 
 def test_failures_leave_a_checkpoint(tmp_path, tokenizer, monkeypatch, straight):
@@ -417,20 +414,14 @@ def test_a_column_that_is_not_json_ends_no_run(tmp_path, tokenizer, capsys):
 
 def test_a_seed_has_an_effect(tmp_path, tokenizer):
     """A seed decides what is sampled of one prompt, not only in which order prompts come."""
-
-    def sampled(seed):
-        seen = []
-
-        def reward(completion_ids):
-            seen.extend(completion_ids)
-            return odd_share(completion_ids)
-
-        config = small_config(tmp_path, seed=seed)
-        make_trainer(tokenizer, ROWS[:1], reward, config, eval_dataset=None).take_step()
-        return seen
-
-    first = sampled(0)
-    assert sampled(0) == first != sampled(1)
+    found = []
+    for seed in (0, 0, 1):
+        trainer = make_trainer(tokenizer, ROWS[:1], odd_share, small_config(tmp_path, seed=seed))
+        inner = trainer.rollout
+        trainer.rollout = lambda inner=inner: found.append(inner()) or found[-1]
+        trainer.take_step()
+    first, same_seed, other = ([sample.ids.tolist() for sample in each.samples] for each in found)
+    assert first == same_seed != other
 
 
 def test_options_that_change_no_other_run_here(tmp_path, tokenizer):
