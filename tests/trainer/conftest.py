@@ -1,5 +1,6 @@
 """A tiny model, a toy task and a small configuration for the trainer's tests."""
 
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -155,6 +156,14 @@ def make_trainer(own_tokenizer, rows, reward, config, **changes):
     if hasattr(trainer.engine, "end_ids"):
         trainer.engine.end_ids = list(range(0, 250, 3))
     return trainer
+
+
+def copy_after(step, run, copy):
+    """Copy a finished run's directory as a kill after this step would leave it."""
+    shutil.copytree(run, copy)
+    for path in (copy / "model", *(copy / "checkpoints").glob("step_*")):
+        if path.name == "model" or int(path.name[5:]) > step:
+            shutil.rmtree(path)
 
 
 def batch_of(trainer):

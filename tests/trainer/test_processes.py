@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.checkpoint import RunDirectory, load_state
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.processes import check_processes
+from gspo_kernels.trainer.processes import check_processes, on_main
 from gspo_kernels.trainer.report import read_metrics
 from tests.forks import in_processes
 from tests.trainer.conftest import (
     batch_of,
+    copy_after,
     make_accelerator,
     make_trainer,
     odd_share,
@@ -133,9 +134,10 @@ def test_processes_resume_bitwise_and_export(tmp_path, tokenizer, kind, capfd):
         return make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator)
 
     def train(rank):
-        for name, steps, resume in (("straight", 2, False), ("stopped", 1, False), ("stopped", 2, True)):
-            last = trainer(name, steps)
-            last.train(resume=resume)
+        trainer("straight", 2).train()
+        on_main(lambda: copy_after(1, tmp_path / "straight", tmp_path / "stopped"))
+        last = trainer("stopped", 2)
+        last.train(resume=True)
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped" / "model")
         assert same(whole(dict(last.model.named_parameters())), dict(exported.named_parameters()))
         tensors = whole(last.updater.tensors())

@@ -10,13 +10,14 @@ from examples.recipes import veripo
 from gspo_kernels import demo
 from gspo_kernels.objectives import DPO
 from gspo_kernels.trainer import InputError
+from gspo_kernels.trainer.processes import on_main
 from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.update import Batch
 from gspo_kernels.trainer.vllm import VLLMServer
 from tests.draws import shifted_seed
 from tests.examples.recipes.common import make_trainer
 from tests.forks import in_processes
-from tests.trainer.conftest import ROWS, make_accelerator, odd_share, plain_logprobs, tiny_qwen3
+from tests.trainer.conftest import ROWS, copy_after, make_accelerator, odd_share, plain_logprobs, tiny_qwen3
 
 NAN = math.nan
 
@@ -93,7 +94,7 @@ def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name)
         "dapo": ({"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}}, 2, 3),
         "veripo": ({"recipe": {"grpo_steps": 2, "dpo_steps": 2, "verifier": f"{__name__}:small"}}, 3, 4),
     }[name]
-    sections = {"evaluation": {"every": 100}} | sections
+    sections = {"evaluation": {"every": 100}, "checkpoint": {"every": stop}} | sections
 
     def train(rank):
         def ended(run, steps, resume=False):
@@ -105,7 +106,7 @@ def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name)
             return torch.cat([p.flatten() for p in trainer.model.state_dict().values()])
 
         straight = ended("straight", last)
-        assert not torch.equal(ended("stopped", stop), straight)
+        on_main(lambda: copy_after(stop, tmp_path / "straight", tmp_path / "stopped"))
         assert torch.equal(ended("stopped", last, resume=True), straight)
         both = [torch.zeros_like(straight) for _ in range(2)]
         torch.distributed.all_gather(both, straight)
