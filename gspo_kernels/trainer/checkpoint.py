@@ -115,7 +115,7 @@ class RunDirectory:
                     unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
             return changed
 
-        changed = on_main(prepare) or []
+        changed = on_main(prepare)
         checkpoint = self.latest_checkpoint() if resume else None
         step = 0 if checkpoint is None else int(checkpoint.name[5:])
         if step > config.update.steps:

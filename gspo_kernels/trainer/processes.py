@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -110,9 +110,10 @@ def on_all(work: Callable[[], _Result]) -> list[_Result]:
     return outcomes
 
 
-def on_main(work: Callable[[], _Result]) -> _Result | None:
+def on_main(work: Callable[[], _Result]) -> _Result:
     """Run ``work`` in the first process and return its result in all; if it fails, all raise."""
-    return on_all(lambda: work() if PartialState().is_main_process else None)[0]
+    result: Any = on_all(lambda: work() if PartialState().is_main_process else None)[0]
+    return cast(_Result, result)
 
 
 def map_shares(count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:

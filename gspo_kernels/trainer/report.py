@@ -49,7 +49,12 @@ class Report:
 
     def __init__(self, config: TrainConfig, accelerator: Any, directory: RunDirectory) -> None:
         self.config, self.accelerator, self.directory = config, accelerator, directory
-        self.health = Health(config)
+        # Limit of the gap between sampling and training, in nats per token. Rounding causes 1e-6 in fp32, and
+        # 0.01 in bf16 if the engine rounds its logits. If sampling alone excludes tokens, there is no limit.
+        rollout = config.rollout
+        excludes = not rollout.keep_sampling_mask and (rollout.top_p < 1 or rollout.top_k > 0)
+        self.mismatch = math.inf if excludes else 0.1 if config.update.precision == "bf16" else 1e-3
+        self.streaks: dict[str, int] = {}  # consecutive steps with a symptom
         self.unwritten = b""  # metrics to write when the disk has space again
         self.last: Metrics = {}  # of the last step, for processes of nodes without the file
         self.failing: set[str] = set()
@@ -85,7 +90,7 @@ class Report:
         if config.update.minibatches * config.update.epochs == 1:
             use = "use 2 to 8 minibatches unless on-policy updates are intended"
             self.say(f"one minibatch and one epoch: ratios are 1 and nothing is clipped; {use}", warning=True)
-        if self.health.mismatch == math.inf:
+        if self.mismatch == math.inf:
             two = "top_p or top_k excludes tokens from sampling, but not from the trained log-probs"
             self.say(f"{two}; rollout.keep_sampling_mask excludes them from both", warning=True)
         settings = config.model_dump(mode="json")
@@ -96,7 +101,7 @@ class Report:
             write_text(directory.config, yaml.safe_dump(settings, sort_keys=False))
             return (records or [{}])[-1]
 
-        before = on_main(write) or {}
+        before = on_main(write)
         name = directory.path.resolve().name
         options = {
             "tensorboard": {"purge_step": last + 1},
@@ -142,8 +147,23 @@ class Report:
             self.say(f"step {step}/{steps}  {metrics_line(record, STEP)}  {left:.0f} s left")
         if "eval/greedy_reward" in record:
             self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
-        for warning in self.health.check(record) if step > 0 else ():
+        for warning in self.symptoms(record) if step > 0 else ():
             self.say(f"step {step}: {warning}", warning=True)
+
+    def symptoms(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """Return the warnings that are due after a step, one each time that a symptom sets in.
+
+        A step without a symptom's metric does not change its count.
+        """
+        # comparisons with NaN are false
+        m = defaultdict(lambda: math.nan, {k: value for k, value in metrics.items() if value is not None})
+        m["limit"], due = self.mismatch, []
+        for name, (is_present, text) in SYMPTOMS.items():
+            if name in metrics:
+                self.streaks[name] = self.streaks.get(name, 0) + 1 if is_present(m) else 0
+                if self.streaks[name] == PATIENCE:
+                    due.append(f"for {PATIENCE} steps in a row {text}.")
+        return due
 
     def save_rollout(
         self, step: int, rollout: Rollout, batch: Batch, prompts: Prompts, tokenizer: Any, digest: str
@@ -314,33 +334,6 @@ SYMPTOMS: dict[str, tuple[Callable[[Mapping[str, float]], bool], str]] = {
     ),
 }
 """For the metric that shows a symptom: a test of the step's metrics; its meaning and its remedy."""
-
-
-class Health:
-    """A counter of symptoms over consecutive steps, for one warning each time a symptom sets in.
-
-    A step without the metric does not change the count.
-    """
-
-    def __init__(self, config: TrainConfig) -> None:
-        rollout = config.rollout
-        # Limit of the gap between sampling and training, in nats per token. Rounding causes 1e-6 in fp32, and
-        # 0.01 in bf16 if the engine rounds its logits. If sampling alone excludes tokens, there is no limit.
-        excludes = not rollout.keep_sampling_mask and (rollout.top_p < 1 or rollout.top_k > 0)
-        self.mismatch = math.inf if excludes else 0.1 if config.update.precision == "bf16" else 1e-3
-        self.streaks: dict[str, int] = {}
-
-    def check(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Return the warnings that are due after a step with these metrics."""
-        # comparisons with NaN are false
-        m = defaultdict(lambda: math.nan, {k: value for k, value in metrics.items() if value is not None})
-        m["limit"], due = self.mismatch, []
-        for name, (is_present, text) in SYMPTOMS.items():
-            if name in metrics:
-                self.streaks[name] = self.streaks.get(name, 0) + 1 if is_present(m) else 0
-                if self.streaks[name] == PATIENCE:
-                    due.append(f"for {PATIENCE} steps in a row {text}.")
-        return due
 
 
 def plot_run(run: str | Path) -> Path:

@@ -304,8 +304,7 @@ def sync_weights(engine: VLLMEngine, model: Any, tokenizer: Any, config: TrainCo
             on_all(lambda: vllm.load(exported_weights(model, dtype)))
         else:
             on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
-            name = on_main(lambda: tempfile.mkdtemp(prefix=prefix, dir=folder.resolve()))
-            path = Path(str(name))
+            path = Path(on_main(lambda: tempfile.mkdtemp(prefix=prefix, dir=folder.resolve())))
             on_all(lambda: export_model(model, tokenizer, path, dtype=dtype))
             on_main(lambda: vllm.load(path))
     except Exception as error:

@@ -17,7 +17,6 @@ from gspo_kernels.trainer.report import (
     PATIENCE,
     STEP,
     SYMPTOMS,
-    Health,
     Report,
     metrics_line,
     read_metrics,
@@ -122,11 +121,11 @@ FINE = {"reward/mean": 0.5, "groups_without_variance": 0.5, "completions/finishe
     ],
 )
 def test_warnings_come_after_some_steps_and_once(symptom):
-    health = Health(TrainConfig())
+    report = Report(TrainConfig(), None, RunDirectory("unused"))
     steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] + [FINE | symptom] * (PATIENCE + 2)
     if not symptom.keys() & FINE.keys():  # a step that does not measure a symptom leaves its count alone
         steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] * 3 + [FINE | symptom] * 2
-    warnings = [health.check(metrics) for metrics in steps]
+    warnings = [report.symptoms(metrics) for metrics in steps]
     (warning,) = (each for some in warnings for each in some)
     (text,) = (text for name, (_, text) in SYMPTOMS.items() if name in symptom)
     assert text in warning

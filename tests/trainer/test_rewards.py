@@ -134,13 +134,18 @@ def test_async_rewards_run_at_the_same_time():
         async def reward(completions):
             loops.append((name, asyncio.get_running_loop()))
             meet.append(name)
-            while len(meet) < 2:  # each waits for the other
-                await asyncio.sleep(0.001)
-            return [float(name), None]
+            for _ in range(5000):  # each waits for all others, for at most some seconds
+                if len(meet) < 3:
+                    await asyncio.sleep(0.001)
+            return [float(name) * (len(meet) == 3), None]
 
         return reward
 
-    rewards = RewardSet([make(1), lambda *a, **k: [0.5, 0.25], make(2)], [1.0, 1.0, 10.0])
+    def plain(completions):
+        meet.append(0)
+        return [0.5, 0.25]
+
+    rewards = RewardSet([make(1), plain, make(2)], [1.0, 1.0, 10.0])
     for _ in range(2):
         meet.clear()
         assert rewards(*ARGUMENTS).total.tolist() == [21.5, 0.25]
