@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gspo_kernels.trainer.config import TrainConfig, from_mapping
+from gspo_kernels.trainer.report import read_metrics
 from tests.draws import shifted_seed
 
 
@@ -156,6 +157,12 @@ def make_trainer(own_tokenizer, rows, reward, config, **changes):
     if hasattr(trainer.engine, "end_ids"):
         trainer.engine.end_ids = list(range(0, 250, 3))
     return trainer
+
+
+def untimed(run):
+    """Return the records of a run's metrics without times and memory."""
+    timed, records = ("seconds", "tokens_per_second", "memory"), read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if not key.startswith(timed)} for record in records]
 
 
 def copy_after(step, run, copy):

@@ -252,9 +252,8 @@ def run(tokenizer, output, url, *, model=None, **sections):
 
 
 RUNS = {
-    "server": {"rollout": {"temperature": 0.8}},
     "local": {"rollout": {"batch_size": 9}, "engine": {"memory": 0.25}, "seed": 3},
-    "adapters elsewhere": {"lora": {"rank": 2}},
+    "adapters elsewhere": {"lora": {"rank": 2}, "rollout": {"temperature": 0.8}},
     "bf16": {"update": {"precision": "bf16"}},
     "off-policy weights": {"off_policy": {"level": "token"}, "rollout": {"top_k": 20, "temperature": 0.7}},
 }

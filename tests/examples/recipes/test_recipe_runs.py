@@ -17,7 +17,15 @@ from gspo_kernels.trainer.vllm import VLLMServer
 from tests.draws import shifted_seed
 from tests.examples.recipes.common import make_trainer
 from tests.forks import in_processes
-from tests.trainer.conftest import ROWS, copy_after, make_accelerator, odd_share, plain_logprobs, tiny_qwen3
+from tests.trainer.conftest import (
+    ROWS,
+    copy_after,
+    make_accelerator,
+    odd_share,
+    plain_logprobs,
+    tiny_qwen3,
+    untimed,
+)
 
 NAN = math.nan
 
@@ -80,13 +88,6 @@ def test_veripo_learns(learned):
     assert gain("reward/odd_share") > 0.25 and gain("verifier/mean") > 0.1
 
 
-def records_of(path):
-    """Return the metrics of a run without times and evaluations."""
-    timed = ("seconds", "tokens_per_second", "memory", "eval")
-    records = read_metrics(path / "metrics.jsonl")
-    return [{key: v for key, v in record.items() if not key.startswith(timed)} for record in records]
-
-
 @pytest.mark.parametrize("name", ["dapo", "veripo"])
 def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name):
     """The checkpoints of these recipes hold more: taken prompts; kept rollouts, and the phase."""
@@ -113,9 +114,9 @@ def test_two_processes_train_alike_and_resume_exactly(tmp_path, tokenizer, name)
         assert torch.equal(*both)
 
     in_processes(2, train)
-    straight = records_of(tmp_path / "straight")
+    straight = untimed(tmp_path / "straight")
     assert any(record.get("grad_norm", 0.0) > 0 for record in straight)
-    assert records_of(tmp_path / "stopped") == straight and len(straight) == last + 1
+    assert untimed(tmp_path / "stopped") == straight and len(straight) == last + 1
     if name == "dapo":  # the checkpoint knows how many prompts were taken
         assert max(record["dapo/batches"] for record in straight[1:3]) > 1
 
@@ -219,7 +220,6 @@ def teacher(tmp_path, tokenizer):
     [
         ("igrpo", {"drafts": 2, "template": "{prompt};{draft};"}, "reward/refinements"),
         ("turns", {"count": 2, "feedback": f"{__name__}:goes_on"}, "reward/turn_2"),
-        ("dapo", {"batches": 2, "overlong_buffer": 3, "overlong_penalty": 0.3}, "reward/overlong"),
         ("distillation", {}, "distillation/reverse_kl"),
     ],
 )
