@@ -295,8 +295,10 @@ def advantages_of(rewards: Rewards, *, group_size: int, method: str, lengths: Te
         table_BK = total.new_tensor([values.tolist() for values in rewards.by_name.values()]).T
         weights = total.new_tensor([rewards.weights.get(name, 1.0) for name in rewards.by_name])
         return advantages.gdpo(table_BK, group_size=group_size, weights=weights)
-    whole = method == "reinforce_plus_plus"  # otherwise minus the group's mean
-    return advantages.reinforce_plus_plus(total, group_size=None if whole else group_size)
+    if method in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        size = group_size if method.endswith("baseline") else None
+        return advantages.reinforce_plus_plus(total, group_size=size)
+    raise InputError(f"advantages: unknown method {method!r}")
 
 
 def levels(total: Tensor, group_size: int) -> Tensor:

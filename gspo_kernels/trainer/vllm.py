@@ -83,17 +83,17 @@ class VLLMServer:
         def read(answer: Any) -> dict[str, Any]:  # the parent of an adapter is its base model
             return {m["id"]: m.get("max_model_len") for m in answer["data"] if not m.get("parent")}
 
-        served, started = None, time.monotonic()
+        served, waits, ends = None, False, time.monotonic() + WAIT
         while served is None:
             try:
                 served = self.ask("/v1/models", read=read)
             except InputError as error:
                 refused = isinstance(getattr(error.__cause__, "reason", None), ConnectionRefusedError)
-                waited = time.monotonic() - started
-                if not refused or waited >= WAIT:
+                if not refused or time.monotonic() >= ends:
                     raise
-                if waited < 1:  # once
+                if not waits:
                     say(f"waiting up to {WAIT:g} seconds for {self.name}, which does not listen yet")
+                waits = True
                 time.sleep(1)
         if len(served) != 1:
             raise InputError(f"{self.name} serves {', '.join(served) or 'nothing'}; expected one model")
@@ -106,12 +106,12 @@ class VLLMServer:
             request = {"model": self.model, "prompt": prompts[i], "return_token_ids": True, **options[i]}
             if options[i].get("logprobs"):  # otherwise the most likely tokens are returned as texts
                 request["return_tokens_as_token_ids"] = True
-            return i, self.ask("/v1/completions", request, read)
+            return i, self.ask("/v1/completions", request, lambda answer: read(answer, options[i]))
 
-        def read(answer: Any) -> VLLMResponse:
+        def read(answer: Any, options: dict[str, Any]) -> VLLMResponse:
             (choice,) = answer["choices"]
             values, top = choice.get("logprobs"), None
-            if values is not None and options[0].get("logprobs"):
+            if values is not None and options.get("logprobs"):
                 places = values["top_logprobs"]  # each {"token_id:5": -0.1}
                 top = [{int(key.rpartition(":")[2]): float(x) for key, x in p.items()} for p in places]
             logprobs = None if values is None else list(map(float, values["token_logprobs"]))
