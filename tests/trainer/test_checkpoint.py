@@ -42,7 +42,7 @@ def test_a_kill_while_saving_keeps_a_checkpoint(tmp_path, monkeypatch, moment, s
     run = RunDirectory(tmp_path)
     prepare(run)
     save(run, 1, "whole")
-    name = "os.sync" if moment == "before the rename" else "torch.distributed.checkpoint.save"
+    name = "pathlib.Path.rename" if moment == "before the rename" else "torch.distributed.checkpoint.save"
     monkeypatch.setattr(name, lambda *_, **__: (x for x in ()).throw(Killed()))
     with pytest.raises(Killed):
         save(run, 1 if same_step else 2, "half")

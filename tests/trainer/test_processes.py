@@ -244,9 +244,16 @@ def test_a_failure_in_one_process_ends_all(tmp_path, tokenizer, failing):
 
 
 def test_setups_that_would_train_otherwise_are_refused(monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(InputError, match="2 processes were started and"):
-        patch.setenv("WORLD_SIZE", "2")
-        check_processes(make_accelerator())
+    accelerator = make_accelerator()
+    state = accelerator.state
+    for change, words in (
+        (("setenv", "WORLD_SIZE", "2"), "2 processes were started and accelerate set up 1"),
+        (("setitem", vars(state), "_mixed_precision", "fp16"), "got fp16, expected no or bf16"),
+        (("setattr", state, "distributed_type", DistributedType.DEEPSPEED), "FSDP version 2"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
+            getattr(patch, change[0])(*change[1:])
+            check_processes(accelerator)
     for name, value in (
         ("activation_checkpointing", True),
         ("ignored_modules", "lm_head"),

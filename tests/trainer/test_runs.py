@@ -216,6 +216,7 @@ def test_failures_leave_a_checkpoint(tmp_path, tokenizer, monkeypatch, straight)
     tokens = copy.deepcopy(trainer.train_prompts.tokens)
     trainer.train(resume=True)
     assert trainer.train_prompts.tokens == tokens and rows == ROWS
+    assert trainer.config.output == str(tmp_path / "run")  # vLLM gets weights there
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert same(weights(saved), weights(straight.model))
 
