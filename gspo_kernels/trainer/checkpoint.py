@@ -22,12 +22,11 @@ from typing import IO, Any
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from accelerate import PartialState
 from torch import Tensor
 
 from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, from_mapping, load_config
 from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
-from gspo_kernels.trainer.processes import on_all, on_main
+from gspo_kernels.trainer.processes import on_all, on_main, process_state
 
 
 class RunDirectory:
@@ -140,7 +139,7 @@ class RunDirectory:
         def write(path: Path) -> None:
             with _os_errors():
                 dcp.save(dict(tensors), checkpoint_id=path / "tensors")
-            if PartialState().is_main_process:
+            if process_state().is_main_process:
                 torch.save(dict(state), path / "state.pt")
 
         try:
@@ -149,7 +148,7 @@ class RunDirectory:
             last = self.latest_checkpoint()
             then = f"--resume continues from {last.name if last else 'the start'} when there is space"
             raise InputError(f"the checkpoint of step {step} cannot be written: {error}; {then}") from error
-        if PartialState().is_main_process:
+        if process_state().is_main_process:
             for old in self._whole_checkpoints()[:-keep]:
                 shutil.rmtree(old)
 
@@ -259,7 +258,7 @@ def write_directory(final: Path, write: Callable[[Path], None]) -> None:
         on_all(lambda: write(unfinished))
         on_main(finish)
     except Exception:
-        if PartialState().is_main_process:
+        if process_state().is_main_process:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
 

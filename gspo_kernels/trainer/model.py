@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import PartialState
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -28,7 +27,7 @@ from gspo_kernels.models import IntegrationError
 from gspo_kernels.models.lm_head import lm_head_of
 from gspo_kernels.models.rows import Tokens, check_rows_of, hidden_states, packed_row, tree_row
 from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path, reason
-from gspo_kernels.trainer.processes import reshard, seed_everything
+from gspo_kernels.trainer.processes import process_state, reshard, seed_everything
 
 
 def load_model(path: str, half: bool = False, attention: str | None = None, accelerator: Any = None) -> Any:
@@ -276,7 +275,7 @@ def export_model(model: Any, tokenizer: Any, path: Path, *, dtype: torch.dtype |
     original = model.config
     model.config = copy.deepcopy(original)  # save_pretrained changes it
     try:
-        weights, writes = exported_weights(model, dtype), PartialState().is_main_process
+        weights, writes = exported_weights(model, dtype), process_state().is_main_process
         state = {name: weight.cpu() for name, weight in weights if writes}
         if writes:
             model.save_pretrained(path, state_dict=state, save_original_format=False)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import is_initialized
 from accelerate.utils import gather_object, set_seed
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
@@ -90,12 +92,22 @@ def check_processes(accelerator: Any) -> None:
         )
 
 
+def process_state() -> Any:
+    """Return accelerate's state, or that of a single process without an `Accelerator` (``gspo export``).
+
+    `PartialState` would join the processes of a launcher's environment, which may not all call.
+    """
+    if is_initialized():
+        return PartialState()
+    return SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cpu"))
+
+
 def on_all(work: Callable[[], _Result]) -> list[_Result]:
     """Run ``work`` on every process and return the results of all; if one fails, all raise.
 
     Otherwise the others would wait forever in the next collective.
     """
-    if PartialState().num_processes == 1:
+    if process_state().num_processes == 1:
         return [work()]
     outcome: Any
     try:
@@ -112,13 +124,13 @@ def on_all(work: Callable[[], _Result]) -> list[_Result]:
 
 def on_main(work: Callable[[], _Result]) -> _Result:
     """Run ``work`` in the first process and return its result in all; if it fails, all raise."""
-    result: Any = on_all(lambda: work() if PartialState().is_main_process else None)[0]
+    result: Any = on_all(lambda: work() if process_state().is_main_process else None)[0]
     return cast(_Result, result)
 
 
 def map_shares(count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
     """Call ``work`` in each process on its share of ``range(count)``; return all results, in order."""
-    state = PartialState()
+    state = process_state()
     share = np.array_split(np.arange(count), state.num_processes)[state.process_index].tolist()
     parts = on_all(lambda: work(share) if share else None)
     return [part for part in parts if part is not None]
@@ -172,8 +184,8 @@ class AutoSize:
         value = getattr(getattr(config, section), name)
         if value != "auto":
             return cls(option, value, False)
-        start = AUTO[name] if PartialState().device.type == "cuda" else AUTO[name] // 4
-        return cls(option, start, PartialState().num_processes == 1)
+        start = AUTO[name] if process_state().device.type == "cuda" else AUTO[name] // 4
+        return cls(option, start, process_state().num_processes == 1)
 
     def fit(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of ``work``; while memory runs out, halve the value and call it again.

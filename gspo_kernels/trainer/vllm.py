@@ -22,12 +22,11 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
-from accelerate import PartialState
 
 from gspo_kernels.logits.centering import ScoreCentering
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.model import export_model, exported_weights
-from gspo_kernels.trainer.processes import AutoSize, on_all, on_main
+from gspo_kernels.trainer.processes import AutoSize, on_all, on_main, process_state
 from gspo_kernels.trainer.rollout import Completion, Sampling
 
 WAIT = 600.0  # seconds that a server may take to load its model and listen
@@ -172,13 +171,13 @@ class LocalVLLM:
                 max_model_len=longest,
                 max_num_seqs=AutoSize.of(config, "rollout.batch_size").value,
                 enable_sleep_mode=True,
-                seed=config.seed + PartialState().process_index,
+                seed=config.seed + process_state().process_index,
                 logprobs_mode="processed_logprobs",
                 max_logprobs=max(20, config.objective.centering),
                 skip_tokenizer_init=True,
                 # one vLLM per process; torchrun or accelerate started the processes
                 distributed_executor_backend="external_launcher"
-                if PartialState().num_processes > 1
+                if process_state().num_processes > 1
                 else None,
             )
         except Exception as error:
@@ -311,5 +310,5 @@ def sync_weights(engine: VLLMEngine, model: Any, tokenizer: Any, config: TrainCo
         must = f"must see them there, be able to reload ({_START}), and have their shapes and vocabulary"
         raise InputError(f"engine.weights: {vllm.name} {must}; they are in {folder}: {error}") from error
     finally:
-        if PartialState().is_main_process and path.name:
+        if process_state().is_main_process and path.name:
             shutil.rmtree(path, ignore_errors=True)
