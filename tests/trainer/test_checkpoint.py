@@ -42,8 +42,14 @@ def test_a_kill_while_saving_keeps_a_checkpoint(tmp_path, monkeypatch, moment, s
     run = RunDirectory(tmp_path)
     prepare(run)
     save(run, 1, "whole")
-    name = "pathlib.Path.rename" if moment == "before the rename" else "torch.distributed.checkpoint.save"
-    monkeypatch.setattr(name, lambda *_, **__: (x for x in ()).throw(Killed()))
+
+    def kill(*_, **__):
+        raise Killed
+
+    if moment == "before the rename":
+        monkeypatch.setattr("os.sync", lambda: monkeypatch.setattr("pathlib.Path.rename", kill))
+    else:
+        monkeypatch.setattr("torch.distributed.checkpoint.save", kill)
     with pytest.raises(Killed):
         save(run, 1 if same_step else 2, "half")
     monkeypatch.undo()
