@@ -292,22 +292,12 @@ def readme() -> str:
         rows[0].append(f"{record['device']}{', commit ' * ('commit' in record)}{record.get('commit', '')}")
         devices.append(record["device"].partition(", ")[0])
     for words, suite, name in README_ROWS:
-        found = [
-            [case for case in each.get(suite, {}).get("cases", []) if case["name"] == name]
-            for each in columns
-        ]
-        rows.append([words, *(readme_cell(case, words[-3:].strip(": ")) for (case,) in found)])
-        texts = [shape_text(case["shape"]).partition(", ")[2] for (case,) in found]  # cells have the dtype
+        found = [case for each in columns for case in each[suite]["cases"] if case["name"] == name]
+        rows.append([words, *(readme_cell(case, words[-3:].strip(": ")) for case in found)])
+        texts = [shape_text(case["shape"]).partition(", ")[2] for case in found]  # cells have the dtype
         shapes.append("; ".join(f"{t} on the {device}" for t, device in zip(texts, devices, strict=True)))
     first, memory = shapes[0], shapes[[row[1] for row in README_ROWS].index("memory")]
-    legend = (
-        "Each cell has three results, this package / plain PyTorch / the best other implementation by name, "
-        "and the dtype of the inputs. From hidden states our logits are fp32; those of plain PyTorch and "
-        "torch.compile have the dtype of the inputs. "
-        "A dash means that no other implementation has the case. "
-        f"The first row is for {first}. Memory was measured with other shapes: {memory}. "
-        "[Benchmarks](docs/benchmarks.md) has the shapes of the other rows, and more cases."
-    )
+    legend = f"The first row is for {first}. Memory was measured with other shapes: {memory}."
     return replaced(README, f"{legend}\n\n{markdown(rows)}\n")
 
 

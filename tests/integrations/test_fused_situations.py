@@ -337,7 +337,7 @@ CASES = [(name, used) for name in SITUATIONS for used in (False, True) if not (u
 @pytest.mark.parametrize(
     ("name", "used"), CASES, ids=lambda x: x if isinstance(x, str) else ("new", "used")[x]
 )
-def test_log_probs_and_gradients_are_those_of_the_logits(name, used, monkeypatch):
+def test_log_probs_and_gradients_are_the_logits(name, used, monkeypatch):
     model = tiny(num_hidden_layers=1) if name in TRACED else tiny()
     monkeypatch.setattr(type(model), "forward", type(model).forward)  # undone afterwards
     fuse_lm_head(model)

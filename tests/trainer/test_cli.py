@@ -52,7 +52,7 @@ def options(model, jsonl, reward_file, output):
     ]
 
 
-def test_a_file_has_no_subset_which_the_other_dataset_needs(tmp_path, monkeypatch, llama, jsonl, reward_file):
+def test_a_file_lacks_a_subset_of_the_other_dataset(tmp_path, monkeypatch, llama, jsonl, reward_file):
     seen = []
 
     def load(source, **options):
