@@ -103,6 +103,12 @@ class Pairwise(Objective):
         groups = Groups(group_ids, nonempty)
         return exact(self._pairs(groups, groups.table(advantages)).sum())
 
+    def paired(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
+        """Return which sequences are in a pair, [B] bool."""
+        groups = Groups(group_ids, nonempty)
+        pairs = self._pairs(groups, groups.table(advantages))
+        return groups.flat(pairs.any(1) | pairs.any(2))
+
     def _pairs(self, groups: Groups, values: Tensor) -> Tensor:
         return self.pairs(values) & groups.present.unsqueeze(2) & groups.present.unsqueeze(1)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from transformers.integrations import PeftAdapterMixin
 
 from gspo_kernels.trainer.config import TrainConfig, from_mapping
 from gspo_kernels.trainer.report import read_metrics
@@ -20,6 +21,20 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_adapters_of_transformers(monkeypatch):
+    """Adapters are trained, saved, resumed, exported and used without transformers' own methods for them,
+    most of which need peft 0.22 from transformers 5.24 on.
+    """
+
+    def refuse(*_, **__):
+        raise AssertionError("transformers' own method for adapters was called")
+
+    verbs = "load_adapter add_adapter set_adapter delete_adapter disable_adapters enable_adapters"
+    for name in (*verbs.split(), "active_adapters", "get_adapter_state_dict"):
+        monkeypatch.setattr(PeftAdapterMixin, name, refuse)
 
 
 def make_accelerator(precision="fp32"):
