@@ -24,7 +24,7 @@ _FRAMEWORKS = {
     "skyrl": "pip install 'gspo_kernels[skyrl]', in a separate environment",
     "torchtitan": "pip install 'gspo_kernels[torchtitan]', in a separate environment",
 }
-"""How to install the frameworks that have an adapter; this package's extras have their versions."""
+"""How to install the frameworks that have an integration; this package's extras have their versions."""
 
 
 def _version(package: str) -> str:
@@ -35,12 +35,12 @@ def _version(package: str) -> str:
 
 
 def _frameworks() -> list[str]:
-    """Return a line per framework: its version, and whether the adapter supports it."""
+    """Return a line per framework: its version, and whether the integration supports it."""
     lines = []
     for framework, advice in _FRAMEWORKS.items():
         installed, supported = _version(framework), declared_range(framework)
         if installed == "not installed":
-            verdict = f"adapter for {supported or 'any version'}: {advice}"
+            verdict = f"integration for {supported or 'any version'}: {advice}"
         else:
             try:
                 require_package(framework)
@@ -98,7 +98,7 @@ def report() -> str:
         "",
         f"batch-invariant mode is {'on' if is_batch_invariant() else 'off'}",
         "",
-        "frameworks with an adapter (docs/integrations):",
+        "frameworks with an integration (docs/integrations):",
         *_frameworks(),
         "",
     ]

@@ -32,7 +32,7 @@ def lines(monkeypatch, **versions):
 def test_versions_are_judged_by_the_extras(monkeypatch):
     """Every framework has a line, with the supported version if the installed one is not."""
     for line in lines(monkeypatch).values():
-        assert re.match(r"not installed +adapter for [><=.,0-9]+: pip ", line), line
+        assert re.match(r"not installed +integration for [><=.,0-9]+: pip ", line), line
     found = lines(monkeypatch, transformers="99.0", trl="1.15.0", verl="99.0", skyrl="0.5.0")
     for name, served in (("transformers", True), ("verl", True), ("trl", False), ("skyrl", True)):
         assert ("not supported" in found[name]) != served, found[name]

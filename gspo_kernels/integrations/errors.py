@@ -1,4 +1,4 @@
-"""Checks of a framework: whether it is installed, and whether its functions take what an adapter knows."""
+"""Checks of a framework: whether it is installed, and whether its functions have known parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def require_package(distribution: str) -> None:
     This package's extras have no upper bound: `check_signature` finds out whether a newer version fits.
     """
     specifier = declared_range(distribution)
-    needed = f"this adapter needs {distribution}{specifier}"
+    needed = f"this integration needs {distribution}{specifier}"
     try:
         installed = version(distribution)
     except PackageNotFoundError:
@@ -49,13 +49,13 @@ def require_package(distribution: str) -> None:
 
 
 def check_signature(distribution: str, path: str, theirs: Any, ours: Callable[..., Any] | str) -> None:
-    """Raise IntegrationError unless a framework's function has the parameters that an adapter knows.
+    """Raise IntegrationError unless a framework's function has the parameters that an integration knows.
 
     Args:
         distribution, path: the framework as pip knows it, and the function's name, for the message.
         theirs: the function; None if the framework has none of this name.
         ours: the function that replaces it and must take every call of it; or the names of its first
-            parameters, separated by spaces, if the adapter calls it.
+            parameters, separated by spaces, if the integration calls it.
     """
     found = None if theirs is None else _parameters(theirs)
     if isinstance(ours, str):

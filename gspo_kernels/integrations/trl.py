@@ -1,7 +1,7 @@
 """TRL: ``FusedGRPOTrainer`` is ``GRPOTrainer`` with log-probs and loss from this package.
 
-TRL keeps generation, rewards, advantages, metrics and its entropy controller. The adapter replaces the head:
-it computes scores (old, reference and current log-probs) and the loss inside the model's forward, so that the
+TRL keeps generation, rewards, advantages, metrics and its entropy controller. The integration replaces the
+head: it computes old, reference and current log-probs and the loss inside the model's forward, so that the
 hooks of DDP, FSDP and ZeRO fire.
 """
 

@@ -53,5 +53,5 @@ def test_missing_or_old_frameworks_are_refused(installed, says, needed, call, mo
     skyrl._utilities.cache_clear()
     # The TRL adapter checks the version when it is imported.
     monkeypatch.delitem(sys.modules, "gspo_kernels.integrations.trl", raising=False)
-    with pytest.raises(IntegrationError, match=f"^[a-z-]+: {says} adapter needs {re.escape(needed)}"):
+    with pytest.raises(IntegrationError, match=f"^[a-z-]+: {says} integration needs {re.escape(needed)}"):
         call()
