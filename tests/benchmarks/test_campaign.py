@@ -27,10 +27,10 @@ STAGES = {
 
 def test_a_campaign_survives_its_stages(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
-    plan = [campaign.Stage(name, "suite", 2.0) for name in ("hangs", "fails", "passes")]
+    plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
     plan.append(campaign.Stage("left out", "suite", 0))
     start = time.perf_counter()
-    assert campaign.main(tmp_path, "cpu", 0.2, plan) == 0
+    assert campaign.main(tmp_path, "cpu", 0.3, plan) == 0
     assert time.perf_counter() - start < 40
     record = json.loads((tmp_path / "campaign.json").read_text())
     assert record["rehearsal"] and record["versions"]["torch"] == torch.__version__
