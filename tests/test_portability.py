@@ -29,17 +29,13 @@ def results(function, leaves):
 
 # --- defaults
 
-DEFAULTS = pytest.mark.parametrize("setting", [torch.bfloat16, torch.device("meta")], ids=str)
-
 
 @contextmanager
-def default(setting):
-    """Set the default dtype or device. On "meta" nothing can be computed, so no tensor may land there."""
+def other_defaults():
+    """Set bf16 as the default dtype, and a default device on which nothing can be computed."""
     dtype = torch.get_default_dtype()
-    if isinstance(setting, torch.dtype):
-        torch.set_default_dtype(setting)
-    else:
-        torch.set_default_device(setting)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
     try:
         yield
     finally:
@@ -47,45 +43,42 @@ def default(setting):
         torch.set_default_device(None)
 
 
-def assert_unchanged(call, setting):
+def assert_unchanged(call):
     expected = call()
-    with default(setting):
+    with other_defaults():
         found = call()
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype and one.device == other.device
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@DEFAULTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CALLS | APART)
-def test_defaults_do_not_change_calls(name, dtype, setting, backend):
+def test_defaults_do_not_change_calls(name, dtype, backend):
     function, leaves, _ = prepare((CALLS | APART)[name], backend, dtype=dtype)
-    assert_unchanged(partial(results, function, leaves), setting)
+    assert_unchanged(partial(results, function, leaves))
     if name.endswith(("aligned", "two_pass")) and backend != "reference":
         with gk.set_batch_invariant(True):
-            assert_unchanged(partial(results, function, leaves), setting)
+            assert_unchanged(partial(results, function, leaves))
 
 
-@DEFAULTS
 @pytest.mark.parametrize("entry", KIND)
-def test_defaults_do_not_change_metrics(entry, setting, backend):
+def test_defaults_do_not_change_metrics(entry, backend):
     case = make_case(KIND[entry], "padded", "all", lengths=(3, 1), vocabulary=21)
 
     def call():
         output = forward(case, entry, gk.GSPO(), backend)[1]
         return [output.loss.detach(), output.logprobs.detach(), *output.metrics.values()]
 
-    assert_unchanged(call, setting)
+    assert_unchanged(call)
 
 
-@DEFAULTS
-def test_defaults_do_not_change_other_functions(setting):
+def test_defaults_do_not_change_other_functions():
     for call in WITHOUT_GRADIENT.values():
-        assert_unchanged(lambda call=call: [call()], setting)
+        assert_unchanged(lambda call=call: [call()])
     for objective in examples():
         batch = make_batch(objective)
-        assert_unchanged(lambda batch=batch, each=objective: [coefficients(batch, each)], setting)
+        assert_unchanged(lambda batch=batch, each=objective: [coefficients(batch, each)])
 
 
 # --- without fp64
