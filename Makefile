@@ -42,6 +42,8 @@ real: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt gguf
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples.smollm2
 
+# Idle OpenMP threads of one test process would otherwise spin on the cores of the others.
+test quick: export OMP_WAIT_POLICY = PASSIVE
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
