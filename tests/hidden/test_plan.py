@@ -1,10 +1,16 @@
 """Plans from numbers alone: which rows are in which step, and where chunks end."""
 
 import itertools
+from dataclasses import FrozenInstanceError, fields
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gspo_kernels as gk
+from gspo_kernels.hidden import loss
+from gspo_kernels.hidden.call import call_of
 from gspo_kernels.hidden.chunk import cut
 from gspo_kernels.hidden.plan import make_plan
 
@@ -84,3 +90,36 @@ def test_cut_gives_chunks_of_similar_size(count, max_rows, multiple):
         assert max(sizes, default=0) - min(sizes, default=0) <= 1
     elif max_rows % multiple == 0:
         assert all(size % multiple == 0 for size in sizes[:-1])
+
+
+CALLS = [("auto", False), ("deferred", False), ("aligned", False), ("auto", True), ("two_pass", True)]
+
+
+@pytest.mark.parametrize(("schedule", "invariant"), CALLS)
+def test_only_accumulators_change(schedule, invariant, monkeypatch):
+    """Call and plan are frozen, and the matmul is the same object with the same attributes after the call."""
+    seen = []
+
+    def recorded(*arguments, **options):
+        call = call_of(*arguments, **options)
+        seen.append((call, dict(vars(call.matmul))))
+        return call
+
+    monkeypatch.setattr(loss, "call_of", recorded)
+    plans, plan_of = [], loss.plan_of
+    monkeypatch.setattr(loss, "plan_of", lambda *given: plans.append(plan_of(*given)) or plans[-1])
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*size, generator=generator) for size in ((3, 8, 16), (50, 16)))
+    labels = torch.randint(50, (3, 8), generator=generator)
+    mask = torch.arange(8) < torch.tensor([[8], [5], [2]])
+    out = gk.fused_linear_policy_loss(
+        hidden.requires_grad_(), weight.requires_grad_(), labels, torch.full((3, 8), -4.0), torch.ones(3),
+        loss_mask=mask, schedule=schedule, max_chunk_bytes=50 * 4 * 9, batch_invariant=invariant,
+        entropy_coef=0.0 if schedule == "deferred" else 0.01, objective=gk.GSPO(0.2, 0.2),
+    )  # fmt: skip
+    out.loss.backward()
+    (call, before), ((plan, _),) = seen[0], plans
+    assert all(value is before[name] for name, value in vars(call.matmul).items())
+    for frozen in (call, plan):
+        with pytest.raises(FrozenInstanceError):
+            setattr(frozen, fields(frozen)[0].name, None)

@@ -120,7 +120,7 @@ def test_every_backend(schedule, backend):
     ],
 )
 def test_two_passes_over_16_bit_weights(dtype, terms, logit_options, backend, monkeypatch):
-    """Each block of dWeight is one product of all active rows, and is rounded once."""
+    """Logits are recomputed by blocks of columns; the last one has fewer."""
     monkeypatch.setattr(gradients, "BLOCK_COLUMNS", {"cpu": 24, "cuda": 24})
     case = make_case("linear", "packed", terms, dtype=dtype, logit_options=logit_options, advantages=HALF)
     options = {"schedule": "two_pass", "max_chunk_bytes": 6 * ROW}
