@@ -1,7 +1,7 @@
 """What the site shows besides docs/: pages from elsewhere in the tree, the reference, and links that hold.
 
 MkDocs calls the two functions whose names begin with ``on_`` (``hooks`` in mkdocs.yml). Pages are written for
-who reads the tree; here their links are turned to where the site has the target. Files that are no pages
+who reads the tree; here their links are turned to where the site has the target. Files that are not pages
 become plain names, or links into the repository once ``repo_url`` says where that is.
 """
 
@@ -92,7 +92,7 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
     Args:
         markdown: as it is in the tree.
         place: of the page in the site.
-        repository: address under which files that are no pages can be read.
+        repository: address under which files that are not pages can be read.
     """
     source = ROOT / OUTSIDE[place] if place in OUTSIDE else DOCS / place
 

@@ -161,7 +161,7 @@ WITHOUT_GRADIENT = {
 
 
 def centered(backend, constant, dtype=torch.float64):
-    """Build centered losses, like ``loss``. They are not in ``CALLS``: their gradients are no derivatives."""
+    """Build centered losses like ``loss``; not in ``CALLS``, as their gradients are not derivatives."""
     ids = IDS.flip(-1).masked_fill(IDS.flip(-1) < 0, -1)
     given = {"objective": gk.PrimeIPO(), "advantages": torch.ones(2), "old_logprobs": -torch.ones(2, 2)}
     given["centering"] = gk.ScoreCentering(ids, torch.full(ids.shape, -2.0))

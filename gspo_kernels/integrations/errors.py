@@ -48,21 +48,21 @@ def require_package(distribution: str) -> None:
         raise IntegrationError(f"{distribution}: version {installed} is installed, {needed}")
 
 
-def check_signature(distribution: str, path: str, theirs: Any, ours: Callable[..., Any] | str) -> None:
+def check_signature(distribution: str, path: str, function: Any, expected: Callable[..., Any] | str) -> None:
     """Raise IntegrationError unless a framework's function has the parameters that an integration knows.
 
     Args:
         distribution, path: the framework as pip knows it, and the function's name, for the message.
-        theirs: the function; None if the framework has none of this name.
-        ours: the function that replaces it and must take every call of it; or the names of its first
+        function: the function; None if the framework has none of this name.
+        expected: the function that replaces it and must take every call of it; or the names of its first
             parameters, separated by spaces, if the integration calls it.
     """
-    found = None if theirs is None else _parameters(theirs)
-    if isinstance(ours, str):
-        names = ours.split()
+    found = None if function is None else _parameters(function)
+    if isinstance(expected, str):
+        names = expected.split()
         fits = found is not None and found[: len(names)] == names
     else:
-        known = inspect.signature(ours).parameters
+        known = inspect.signature(expected).parameters
         names = [*known]
         required = sum(each.default is each.empty for each in known.values())
         fits = found is not None and len(found) >= required and found == names[: len(found)]

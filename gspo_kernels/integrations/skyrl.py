@@ -167,12 +167,12 @@ def _correction(
     options = getattr(config, "off_policy_correction", None)
     if rollout_logprobs is None or options is None:
         return None, {}
-    theirs = _utilities("off_policy_correction_utils")
-    if not theirs.off_policy_correction_enabled(options):
+    correction = _utilities("off_policy_correction_utils")
+    if not correction.off_policy_correction_enabled(options):
         return None, {}
     ones = torch.ones_like(old_log_probs)
     mask = ones if loss_mask is None else loss_mask
-    weights, kept, metrics = theirs.apply_off_policy_correction(
+    weights, kept, metrics = correction.apply_off_policy_correction(
         ones, old_log_probs, rollout_logprobs, mask, options
     )
     return torch.where(kept != 0, weights, 0.0), metrics
@@ -204,8 +204,8 @@ def _registry() -> Any:
         ("ppo_utils", "ppo_policy_loss", LOSSES["gk_gspo"]),
         ("off_policy_correction_utils", "apply_off_policy_correction", correction),
     ):
-        theirs = getattr(_utilities(module), function, None)
-        check_signature("skyrl", f"backends.skyrl_train.utils.{module}.{function}", theirs, ours)
+        original = getattr(_utilities(module), function, None)
+        check_signature("skyrl", f"backends.skyrl_train.utils.{module}.{function}", original, ours)
     return _utilities("ppo_utils").PolicyLossRegistry
 
 

@@ -171,8 +171,8 @@ def objective_of(args: Any) -> Objective:
 def _renamed(error: Exception) -> str:
     """Return an error's message with GRPOConfig's names of our options."""
     option, colon, reason = str(error).partition(": ")
-    for ours, theirs in _OPTION.items():
-        reason = reason.replace(ours, theirs)
+    for name, trl_name in _OPTION.items():
+        reason = reason.replace(name, trl_name)
     return f"{_OPTION.get(option, option)}{colon}{reason}"
 
 
@@ -294,7 +294,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute our loss; TRL's own code gets detached log-probs for its metrics and entropy control."""
         step = _Step(model, inputs)
-        theirs = super()._compute_loss(step, inputs)
+        trl_loss = super()._compute_loss(step, inputs)
         assert step.loss is not None
         metrics = self._metrics["train" if self.model.training else "eval"]
         names = ["ratio/min", "ratio/max", "active_fraction"]
@@ -306,15 +306,16 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         lowest, highest, *others = self.accelerator.gather(shown.unsqueeze(0)).unbind(1)
         values = [nanmin(lowest), nanmax(highest), *(each.mean() for each in others)]
         # one sync for all of them
-        *values, ours, theirs = torch.stack([*values, step.loss.detach(), theirs]).tolist()
+        *values, our_loss, trl_loss = torch.stack([*values, step.loss.detach(), trl_loss]).tolist()
         for name, value in zip(names, values, strict=True):
             metrics[name].append(value)
         # 1e-2 is far above rounding in fp32
-        if not self._own and 1e-2 * max(abs(theirs), 1.0) < abs(ours - theirs) < math.inf:
+        if not self._own and 1e-2 * max(abs(trl_loss), 1.0) < abs(our_loss - trl_loss) < math.inf:
             installed = version("trl")
             raise IntegrationError(
-                f"trl: GRPOTrainer._compute_loss returns {theirs:g} in version {installed}, expected "
-                f'{ours:g} from the same log-probs; install an older version: pip install "trl<{installed}"'
+                f"trl: GRPOTrainer._compute_loss returns {trl_loss:g} in version {installed}, expected "
+                f"{our_loss:g} from the same log-probs; install an older version: "
+                f'pip install "trl<{installed}"'
             )
         return step.loss
 

@@ -139,9 +139,9 @@ class VerlPolicyLoss:
         return output.loss, hooks.floats(metrics)
 
     def _objective(self, mode: str, config: Any, info: Mapping[str, Any], response_mask: Tensor) -> Objective:
-        theirs = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]
-        aggregation = theirs if self.follow_config else self.objective.aggregation
-        if aggregation != theirs:
+        configured = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]
+        aggregation = configured if self.follow_config else self.objective.aggregation
+        if aggregation != configured:
             ours = next(key for key, value in AGGREGATIONS.items() if value == aggregation)
             other = f", or take {self.name}_config" if isinstance(self.objective, type) else ""
             hooks.warn_once(
@@ -206,9 +206,9 @@ def _algorithms() -> Any:
     """Return verl's module of losses; raise IntegrationError if it is too old or calls them differently."""
     require_package("verl")
     algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
-    theirs = getattr(algorithms, "compute_policy_loss_vanilla", None)
+    original = getattr(algorithms, "compute_policy_loss_vanilla", None)
     name = "trainer.ppo.core_algos.compute_policy_loss_vanilla"
-    check_signature("verl", name, theirs, LOSSES["gk_gspo"])
+    check_signature("verl", name, original, LOSSES["gk_gspo"])
     return algorithms
 
 

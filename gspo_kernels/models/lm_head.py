@@ -135,7 +135,7 @@ def head_module(model: Any) -> Any:
     name = type(model).__name__
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if getattr(head, "weight", None) is None or getattr(model.config, "is_encoder_decoder", False):
-        raise IntegrationError(f"model: {name} is no causal language model with a linear lm_head")
+        raise IntegrationError(f"model: {name} is not a causal language model with a linear lm_head")
     weight = weight_of(head)
     weight = weight.weight if isinstance(weight, LoRAHead) else weight
     if reason := unknown_part(head):
@@ -162,7 +162,7 @@ def unknown_part(head: Any) -> str | None:
             inner = module._old_forward if _origin(forward).startswith("accelerate.hooks.") else forward
             known = _origin(inner).startswith(("trl.", "transformers.distributed."))
             if module is not head or not (known or getattr(inner, "__func__", None) is kind.forward):
-                return f"has a forward of its own, {_origin(forward)}"
+                return f"has its own forward, {_origin(forward)}"
         hooks = [*module._forward_hooks.values(), *every_module._global_forward_hooks.values()]
         hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
         accelerate = vars(module).get("_hf_hook")

@@ -174,9 +174,9 @@ def check_rows_of(
 ) -> None:
     """Refuse a model whose hidden states in a common row differ from those of the sequences alone.
 
-    Attention that leaks changes hidden states by about their own size, rounding by some multiples of eps. The
-    positions of the last sequence end where the context does: this shows what frequencies of RoPE beyond a
-    length do to shorter sequences in the row. The tokens are fixed, and there is no dropout.
+    Attention across sequences changes hidden states by about their own size, rounding by some multiples of
+    eps. The positions of the last sequence reach the maximum of the context, to show whether RoPE frequencies
+    that depend on the length change shorter sequences in the row. The tokens are fixed, and dropout is off.
 
     ``layout`` lays sequences out in a row, as `packed_row` does. ``call``: see `last_hidden_states`.
     ``device`` is that of the tokens; None: the model's.

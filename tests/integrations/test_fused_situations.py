@@ -441,18 +441,18 @@ def scaled(model, change=lambda logits: logits * 2):
 REFUSED = {
     "another class": (on_head(fake_quantized), "FakeQuantized, whose forward is not that of Linear"),
     "another head": (lambda m: with_head(m, FakeQuantized(32, 96)), "FakeQuantized, whose forward"),
-    "own forward": (on_head(with_own_forward), "a forward of its own, tests.*with_own_forward"),
+    "own forward": (on_head(with_own_forward), "its own forward, tests.*with_own_forward"),
     "hook": (on_head(with_hook), "a hook, tests.*with_hook"),
     "hook that is called always": (on_head(lambda h: with_hook(h, always_call=True)), "a hook"),
     "backward hook": (on_head(lambda h: h.register_full_backward_pre_hook(with_hook)), "a hook, tests"),
     "hook of accelerate": (on_head(lambda h: given_to_accelerate(h, None)), "a hook, tests.*Doubling"),
     "own forward above accelerate's": (
         on_head(lambda h: given_to_accelerate(h, with_own_forward)),
-        "a forward of its own, tests.*with_own_forward",
+        "its own forward, tests.*with_own_forward",
     ),
     "partial above accelerate's": (
         on_head(lambda h: given_to_accelerate(h, with_partial_forward)),
-        "a forward of its own, tests.*FakeQuantized.forward",
+        "its own forward, tests.*FakeQuantized.forward",
     ),
     "other result": (
         on_head(lambda h: setattr(h, "__class__", Returning)),
@@ -460,7 +460,7 @@ REFUSED = {
     ),
     "dynamic quantization": (
         lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True),
-        "no causal language model with a linear lm_head|holds a|whose forward|torch.qint8 weight",
+        "not a causal language model with a linear lm_head|holds a|whose forward|torch.qint8 weight",
     ),
     "tensor subclass": (
         on_head(lambda h: setattr(h, "weight", nn.Parameter(Quantized(h.weight.data)))),

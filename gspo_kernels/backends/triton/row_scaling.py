@@ -167,7 +167,7 @@ def sum_unit_kernel(
     coefficients_ptr, factors_ptr, before_ptr, out_ptr, count: tl.int32, stride: tl.int64, bound: tl.float64,
     STATS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the unit in one program for all rows, which are no more than a chunk has."""
+    """Compute the unit in one program for all rows, at most those of a chunk."""
     peaks = tl.zeros([BLOCK], STATS)
     for start in range(0, count, BLOCK):
         rows = start + tl.arange(0, BLOCK)

@@ -54,27 +54,27 @@ class Replacements:
             owner = self._module(module)
             for each in classes:
                 owner = getattr(owner, each, None)
-            theirs: Any = getattr(owner, name, None)
+            original: Any = getattr(owner, name, None)
             path = path.replace(":", ".")
-            check_signature(self.framework, path, theirs, ours)
-            found.append((owner, name, theirs, _either(path, ours, theirs), bool(classes)))
-        for owner, name, theirs, stand_in, in_class in found:
+            check_signature(self.framework, path, original, ours)
+            found.append((owner, name, original, _either(path, ours, original), bool(classes)))
+        for owner, name, original, stand_in, in_class in found:
             self._set(owner, name, stand_in)
             if in_class:
                 continue
             for importer, loaded in list(sys.modules.items()):
                 if importer.startswith(f"{self.framework}.") and loaded is not None:
-                    for attribute in [key for key, value in vars(loaded).items() if value is theirs]:
+                    for attribute in [key for key, value in vars(loaded).items() if value is original]:
                         self._set(loaded, attribute, stand_in)
 
     def remove(self) -> None:
         """Restore the framework's functions."""
         while self._undo:
-            owner, name, theirs = self._undo.pop()
-            if theirs is _INHERITED:
+            owner, name, original = self._undo.pop()
+            if original is _INHERITED:
                 delattr(owner, name)
             else:
-                setattr(owner, name, theirs)
+                setattr(owner, name, original)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, vars(owner).get(name, _INHERITED)))
@@ -90,14 +90,14 @@ class Replacements:
             return None
 
 
-def _either(path: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
+def _either(path: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def stand_in(*arguments: Any, **named: Any) -> Any:
         try:
             result = ours(*arguments, **named)
         except NotServedError as reason:
             _log_once(f"{path} stays as it is where {reason}")
-            return theirs(*arguments, **named)
+            return original(*arguments, **named)
         _log_once(f"{path} runs in gspo_kernels")
         return result
 

@@ -95,16 +95,16 @@ def _chunked_divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, theirs, mask = student_hidden_states, teacher_hidden_states, completion_mask != 0
+    hidden, teacher, mask = student_hidden_states, teacher_hidden_states, completion_mask != 0
     options: dict[str, Any] = {
         "temperature": temperature,
         "logit_scale": student_logit_scale,
         "softcap": student_final_logit_softcapping,
     }
     weight, options["bias"] = head_of(hidden, student_lm_head_weight, student_lm_head_bias)
-    teacher_weight, teacher_bias = head_of(theirs, teacher_lm_head_weight, teacher_lm_head_bias)
+    teacher_weight, teacher_bias = head_of(teacher, teacher_lm_head_weight, teacher_lm_head_bias)
     output = gk.fused_linear_distillation_loss(
-        hidden, weight, theirs, teacher_weight, teacher_bias=teacher_bias, beta=beta, loss_mask=mask,
+        hidden, weight, teacher, teacher_weight, teacher_bias=teacher_bias, beta=beta, loss_mask=mask,
         aggregation="sum", teacher_logit_scale=teacher_logit_scale,
         teacher_softcap=teacher_final_logit_softcapping, **options,
     )  # fmt: skip
