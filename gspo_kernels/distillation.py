@@ -412,6 +412,6 @@ def fused_linear_distillation_loss(
     hidden = as_rows(hidden, packed)
     teacher_hidden = None if teacher_hidden is None else as_rows(teacher_hidden, packed)
     operands = LinearOperands(hidden, weight, bias, call.labels, call.options, chunking, base)
-    rest = (call.teacher, call.spec, call.shares, torch.compiler.is_compiling())
-    loss, each = LinearDistillationFunction.apply(*operands, teacher_hidden, *teacher_head, *rest)
+    rest = (teacher_hidden, *teacher_head, call.teacher, call.spec, call.shares)
+    loss, each = LinearDistillationFunction.apply(torch.compiler.is_compiling(), rest, *operands)
     return DistillationOutput(loss, from_rows(each.detach(), packed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.cache import cache_key, lookup, store
+from gspo_kernels.arguments.cache import DECISIONS, cache_key, store
 from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_labels_match
 from gspo_kernels.arguments.prefetch import take_prefetched
@@ -79,7 +79,7 @@ def token_logprobs(
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          backend),
     )  # fmt: skip
-    row_options = lookup(key)
+    row_options = DECISIONS.get(key)
     if row_options is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
@@ -169,7 +169,7 @@ def linear_token_logprobs(
     )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
         key = None  # inputs are cast
-    if (decided := lookup(key)) is not None:
+    if (decided := DECISIONS.get(key)) is not None:
         base = None
         chunking, row_options = decided
         row_labels = mask_rows(labels, loss_mask, ignore_index)
@@ -190,7 +190,7 @@ def linear_token_logprobs(
     lengths = take_prefetched(labels, loss_mask, None, None, ignore_index) if labels.is_cuda else None
     chunking = chunking._replace(lengths=lengths)
     operands = LinearOperands(as_rows(hidden, packed), weight, bias, row_labels, row_options, chunking, base)
-    logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
+    logprobs, entropy = LinearTokenLogprobsFunction.apply(return_entropy, True, *operands)
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
 
@@ -331,5 +331,5 @@ def linear_selected_logprobs(
     # the label is the largest id, or -100 for tokens without ids
     labels = row_ids.amax(-1)
     operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, row_options, chunking, base)
-    logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
+    logprobs, tail = LinearSelectedLogprobsFunction.apply(row_ids, normalize_within, *operands)
     return _output(logprobs, tail, packed, normalize_within)

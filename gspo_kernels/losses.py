@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.cache import cache_key, lookup, store
+from gspo_kernels.arguments.cache import DECISIONS, cache_key, store
 from gspo_kernels.arguments.head import (
     LEAST_BYTES,
     HeadOptions,
@@ -130,7 +130,7 @@ def policy_loss(
         "policy_loss", logprobs, objective, parallel, (logprobs, entropy, *passed),
         (centering, selected_logprobs),
     )  # fmt: skip
-    decided, centered = lookup(key), None
+    decided, centered = DECISIONS.get(key), None
     if decided is None:
         rows, entropy, terms, form, centered = _normalize_logprobs(
             "policy_loss", logprobs, entropy, passed, objective, parallel, centering, selected_logprobs
@@ -295,7 +295,7 @@ def fused_policy_loss(
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          centering, backend),
     )  # fmt: skip
-    plan, centered = lookup(key), None
+    plan, centered = DECISIONS.get(key), None
     if plan is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         rows, row_labels, terms, plan, centered = _normalize_logits(
@@ -512,14 +512,14 @@ def fused_linear_policy_loss(
     if centered is not None:
         centered = centered.weighted(operands.labels, terms, operands.options, len(operands.weight))
     if decisions.schedule == "two_pass" and centered is not None:
-        selected = LinearSelectedLogprobsFunction.apply(*operands, centered.ids, False)
+        selected = LinearSelectedLogprobsFunction.apply(centered.ids, False, *operands)
         logprobs, ids = selected[0][..., 0], (selected, centered)
         return _loss_from_logprobs(logprobs, None, terms, backend, decisions.ratio_clip, ids)
     # batch-invariant schedules multiply by the upstream gradient in the same operation
     if decisions.schedule == "two_pass" and not (
         operands.chunking.batch_invariant and any(decisions.requires_grad)
     ):
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, with_entropy, decisions.skips)
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(with_entropy, decisions.skips, *operands)
         entropy = entropy if with_entropy else None
         return _loss_from_logprobs(logprobs, entropy, terms, backend, decisions.ratio_clip)
     if (small := small_loss(operands, terms, decisions)) is not None:
@@ -527,7 +527,7 @@ def fused_linear_policy_loss(
         return output_of(loss, metrics, logprobs, None, terms)
     traced = torch.compiler.is_compiling()
     loss, metrics, logprobs, entropy = applied(LinearPolicyFunction)(
-        *operands, traced, terms, decisions, *(centered or (None, None, None))
+        traced, terms, decisions, centered or (None, None, None), *operands
     )
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
@@ -629,7 +629,7 @@ def _normalize_linear(
     if torch._C._is_any_autocast_enabled() or centering is not None:
         key = None  # not cached: inputs are cast, or there are ids
     base = None
-    decided = lookup(key)
+    decided = DECISIONS.get(key)
     if decided is not None:
         form, chunking, row_options, decisions, reason = decided
         terms = form.apply(passed, labels)

@@ -22,7 +22,8 @@ _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((type(None), bool, int, float, str))
 _MAX_DECISIONS = 1024
 
-_DECISIONS: dict[CacheKey, Any] = {}
+DECISIONS: dict[CacheKey | None, Any] = {}
+"""Decisions by the ``cache_key`` of their call; None is never a key."""
 
 
 def cache_key(
@@ -83,14 +84,9 @@ def cache_key(
     return tuple(parts)
 
 
-def lookup(key: CacheKey | None) -> Any:
-    """Return the cached decision for this key, or None."""
-    return None if key is None else _DECISIONS.get(key)
-
-
 def store(key: CacheKey | None, decision: Any) -> None:
     """Cache a decision unless the key is None."""
     if key is not None:
-        if len(_DECISIONS) >= _MAX_DECISIONS:
-            _DECISIONS.clear()
-        _DECISIONS[key] = decision
+        if len(DECISIONS) >= _MAX_DECISIONS:
+            DECISIONS.clear()
+        DECISIONS[key] = decision

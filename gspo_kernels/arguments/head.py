@@ -68,12 +68,6 @@ class LinearOperands(NamedTuple):
     chunking: Chunking
     base: Tensor | None = None
 
-    @classmethod
-    def split(cls, arguments: tuple[Any, ...]) -> tuple[LinearOperands, tuple[Any, ...]]:
-        """Split the arguments of an autograd function into operands, passed field by field, and the rest."""
-        count = len(cls._fields)
-        return cls(*arguments[:count]), arguments[count:]
-
     def with_count(self) -> LinearOperands:
         """Return the operands with the number of active rows, to sync once for forward and backward."""
         chunking = self.chunking

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.backends.reference.hidden import lengths as sequence_lengths
 from gspo_kernels.core import checks
-from gspo_kernels.core.exact import exact
-from gspo_kernels.core.layout import as_rows, layout_of, queued
+from gspo_kernels.core.layout import as_rows, queued
 
 
 class Read:
@@ -83,9 +83,11 @@ def prefetch(
     if loss_mask is not None:
         shape = tuple(labels.shape)
         checks.tensor("loss_mask", loss_mask, shape, "the labels' shape", labels.device, host=True)
+    sequences = 1 if packed else labels.shape[0]
+    if cu_seqlens is not None:
+        sequences = len(cu_seqlens) - 1
     if advantages is not None:
         checks.tensor("advantages", advantages, None, "[B] or the labels' shape", labels.device)
-        sequences = labels.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         if advantages.shape not in ((sequences,), labels.shape):
             raise ValueError(
                 f"advantages: got shape {tuple(advantages.shape)}, expected {(sequences,)} or "
@@ -94,17 +96,13 @@ def prefetch(
     if not labels.is_cuda:
         return
     tokens = as_rows(labels, packed)
-    counted = tokens != ignore_index
     if loss_mask is not None:
-        counted = counted & (queued(as_rows(loss_mask, packed), labels.device, "loss_mask") != 0)
-    layout = layout_of(tokens, cu_seqlens)
-    counts = layout.sum(exact(counted))
-    inactive = torch.zeros_like(counts)
-    if advantages is not None and len(advantages) == len(counts) and advantages.ndim == 1:
-        inactive = exact(advantages == 0)
-    elif advantages is not None:
-        inactive = exact(layout.sum(exact(counted & (as_rows(advantages, packed) != 0))) == 0)
-    lengths = Read(torch.stack([counts, inactive]).to(torch.int64))
+        mask = queued(as_rows(loss_mask, packed), labels.device, "loss_mask")
+        tokens = tokens.masked_fill(mask == 0, ignore_index)
+    factors = advantages
+    if advantages is not None and advantages.shape != (sequences,):
+        factors = as_rows(advantages, packed)
+    lengths = Read(sequence_lengths(tokens, ignore_index, cu_seqlens, factors))
     key = id(labels)
     tensors = (labels, loss_mask, advantages, cu_seqlens)
     inputs = [None if x is None else (weakref.ref(x), _version(x)) for x in tensors]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.dispatch import load, resolve
+from gspo_kernels.backends.dispatch import automatic, load
 from gspo_kernels.core import bits
 from gspo_kernels.core.exact import exact_dtype
 from gspo_kernels.core.operators import checked_values, operator
@@ -54,7 +54,7 @@ def check_mask(loss_mask: Tensor) -> Tensor:
 
 def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     """Return which tokens count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
-    backend = load(resolve("auto", loss_mask.device))
+    backend = load(automatic(loss_mask.device))
     counted, merged, binary = backend.merge_mask(loss_mask, labels, ignore_index)
     if binary is None and checked_values(loss_mask.device):
         binary = torch.equal((loss_mask != 0).to(loss_mask.dtype), loss_mask)
@@ -82,10 +82,10 @@ def check_normalizer(normalizer: Tensor | None) -> None:
 
 
 def check_temperature(
-    temperature: Tensor | None, labels: Tensor, ignore_index: int, name: str = "temperature"
+    temperature: Tensor, labels: Tensor, ignore_index: int, name: str = "temperature"
 ) -> None:
     """Check that temperatures [B, T] are positive where tokens count."""
-    if temperature is None or not checked_values(temperature.device):
+    if not checked_values(temperature.device):
         return
     if bool((wrong := ~(temperature > 0) & (labels != ignore_index)).any()):
         got = temperature[wrong][0].item()

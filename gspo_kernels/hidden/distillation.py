@@ -57,7 +57,8 @@ def linear_distillation(
     """
     call, of_teacher = call_of(operands, whole_logits=True), None
     temperature, ignore_index = teacher.transform.row_temperature, operands.options.ignore_index
-    check_temperature(temperature, operands.labels, ignore_index, "teacher_temperature")
+    if temperature is not None:
+        check_temperature(temperature, operands.labels, ignore_index, "teacher_temperature")
     matmul, device, chunk_rows = call.matmul, call.hidden.device, call.chunk_rows
     if teacher_hidden is not None and teacher_weight is not None:
         of_teacher = call_of(
@@ -137,15 +138,14 @@ def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> LinearDistilled
 class LinearDistillationFunction(torch.autograd.Function):
     """Loss and divergences; the forward also computes the gradients.
 
-    The arguments are the operands (field by field), the teacher's hidden, weight, bias and rows, the form,
-    shares, and whether the call is traced.
+    The arguments are whether the call is traced, those of ``linear_distillation`` after ``needs``, and the
+    fields of the operands.
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        operands, (*rest, traced) = LinearOperands.split(arguments)
-        call = (operands, needs, *rest)
+    def forward(ctx: Any, traced: bool, rest: tuple[Any, ...], *fields: Any) -> tuple[Tensor, Tensor]:
+        needs = RequiresGrad(*ctx.needs_input_grad[2:5])
+        call = (LinearOperands(*fields), needs, *rest)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
         ctx.mark_non_differentiable(result.divergences)
@@ -154,4 +154,4 @@ class LinearDistillationFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
         gradients = (None,) * 3 if grad is None else take_gradients(ctx, grad)
-        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
+        return None, None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 5)

@@ -68,13 +68,13 @@ def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
 class LinearTokenLogprobsFunction(torch.autograd.Function):
     """Differentiable log-probs and entropy; the backward recomputes the logits.
 
-    The arguments are the operands (field by field), whether the entropy is computed, and ``skip`` as in
-    ``linear_logprobs_backward``.
+    The arguments are whether the entropy is computed, ``skip`` as in ``linear_logprobs_backward``, and the
+    fields of the operands.
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        operands, (entropy, skip) = LinearOperands.split(arguments)
+    def forward(ctx: Any, entropy: bool, skip: bool, *fields: Any) -> tuple[Tensor, Tensor]:
+        operands = LinearOperands(*fields)
         if operands.labels.is_cuda:
             operands = operands.with_count()
         stats = linear_logprobs_forward(operands, entropy)
@@ -95,10 +95,10 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(grad_entropy)
         operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base)
         stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
-        needs = RequiresGrad(*ctx.needs_input_grad[:3])
+        needs = RequiresGrad(*ctx.needs_input_grad[2:5])
         gradients = linear_logprobs_backward(operands, needs, stats, grad_logprobs, grad_entropy, ctx.skip)
         of_inputs = needs.select(gradients.hidden, gradients.weight, gradients.bias)
-        return *of_inputs, *(None,) * (len(ctx.needs_input_grad) - 3)
+        return None, None, *of_inputs, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
 @matrix_operator
@@ -165,12 +165,12 @@ def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
 class LinearSelectedLogprobsFunction(torch.autograd.Function):
     """Differentiable log-probs of ids; the backward recomputes the logits.
 
-    The arguments are the operands (field by field), ids and ``within``.
+    The arguments are ids, ``within``, and the fields of the operands.
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        operands, (ids, within) = LinearOperands.split(arguments)
+    def forward(ctx: Any, ids: Tensor, within: bool, *fields: Any) -> tuple[Tensor, Tensor]:
+        operands = LinearOperands(*fields)
         if operands.labels.is_cuda:
             operands = operands.with_count()
         rows = linear_selected_forward(operands, ids, within)
@@ -188,7 +188,7 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
                 return (None,) * len(ctx.needs_input_grad)
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base)
-        needs, grads = RequiresGrad(*ctx.needs_input_grad[:3]), SelectedGradients(grad_logprobs, grad_tail)
+        needs, grads = RequiresGrad(*ctx.needs_input_grad[2:5]), SelectedGradients(grad_logprobs, grad_tail)
         gradients = linear_selected_backward(operands, needs, ids, SelectedRows(*rows), grads, ctx.within)
         of_inputs = needs.select(gradients.hidden, gradients.weight, gradients.bias)
-        return *of_inputs, *(None,) * (len(ctx.needs_input_grad) - 3)
+        return None, None, *of_inputs, *(None,) * (len(ctx.needs_input_grad) - 5)

@@ -66,8 +66,8 @@ def linear_policy(
         schedule = SCHEDULES[part.step.schedule] if centering is None else known_with_centering
         schedule(call, part, out)
     out.sequence_sums = None  # free the memory for the rounded dWeight
-    step, (logprobs, _, entropy) = out.evaluation(), LogprobRows.of(out.stats)
-    loss = step.loss
+    step, (logprobs, _, entropy) = out.evaluation(), out.stats
+    loss, entropy = step.loss, logprobs.new_empty(0) if entropy is None else entropy
     if centering is not None:
         centered = sum_(terms.cp_group, out.centered) if terms.cp_group else out.centered
         loss = (loss + centered).to(loss.dtype)
@@ -221,14 +221,14 @@ def _(operands: LinearOperands, terms: Terms, decisions: Decisions, *_: Any) -> 
 class LinearPolicyFunction(torch.autograd.Function):
     """Loss, metrics, log-probs and entropy; the forward also computes the gradients.
 
-    The arguments are the operands (field by field), whether the call is traced, and the other arguments of
-    ``linear_policy``.
+    The arguments are whether the call is traced, those of ``linear_policy``, and the fields of the operands.
     """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        operands, (traced, terms, decisions, *centering) = LinearOperands.split(arguments)
-        call = (operands, terms, decisions, *centering)
+    def forward(
+        ctx: Any, traced: bool, terms: Terms, decisions: Decisions, centering: tuple[Any, ...], *fields: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        call = (LinearOperands(*fields), terms, decisions, *centering)
         result = linear_policy(*call)
         save_gradients(ctx, result.gradients, decisions.requires_grad, linear_policy, call, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
@@ -237,4 +237,4 @@ class LinearPolicyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
         gradients = (None,) * 3 if grad is None else take_gradients(ctx, grad)
-        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
+        return *(None,) * 4, *gradients, *(None,) * (len(ctx.needs_input_grad) - 7)

@@ -167,7 +167,8 @@ def summed(divergences: Tensor, shares: Tensor) -> Tensor:
 def _checked(pair: Pair, options: RowOptions) -> None:
     check_rows(pair.labels, pair.logits.shape[-1], options)
     of_teacher = pair.teacher.transform.row_temperature
-    check_temperature(of_teacher, pair.labels, options.ignore_index, "teacher_temperature")
+    if of_teacher is not None:
+        check_temperature(of_teacher, pair.labels, options.ignore_index, "teacher_temperature")
 
 
 @operator

@@ -68,7 +68,8 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
         if options.shard.start >= 0 and checked_values(labels.device):
             check_ranges(gathered_numbers(options.shard.group, labels.device, local_range), options)
         return
-    check_temperature(options.transform.row_temperature, labels, options.ignore_index)
+    if options.transform.row_temperature is not None:
+        check_temperature(options.transform.row_temperature, labels, options.ignore_index)
     if not checked_values(labels.device) or not labels.numel():
         return
     lowest, highest = labels.aminmax()
@@ -96,7 +97,8 @@ def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int,
     Raises:
         ValueError: a wrong value on this rank.
     """
-    check_temperature(options.transform.row_temperature, labels, options.ignore_index)
+    if options.transform.row_temperature is not None:
+        check_temperature(options.transform.row_temperature, labels, options.ignore_index)
     start, total = columns_of(options.shard, width)
     counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
     lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)

@@ -88,11 +88,6 @@ class StreamedMatmul(SlabMatmul):
     fuses = False
 
     @property
-    def min_statistics_rows(self) -> int:  # type: ignore[override]
-        """Rows per chunk for statistics without logits."""
-        return STATISTICS_ROWS if self.fuses and self.streams else 1
-
-    @property
     def streams(self) -> bool:
         """Whether statistics write no logits (C++ backend, fp32 or fp64 logits)."""
         return self.backend is cpp and self.dtype not in (torch.float16, torch.bfloat16)
@@ -122,6 +117,11 @@ class CppMatmul(StreamedMatmul):
     name = "the C++ backend"
     fuses = True
     mm: Callable[..., Tensor] = staticmethod(multiply)
+
+    @property
+    def min_statistics_rows(self) -> int:  # type: ignore[override]
+        """Rows per chunk for statistics without logits."""
+        return STATISTICS_ROWS if self.streams else 1
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """Write fp32 logits, or rounded ones as PyTorch does."""
