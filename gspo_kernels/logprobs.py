@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.cache import DECISIONS, cache_key, store
+from gspo_kernels.arguments.cache import look_up, store
 from gspo_kernels.arguments.head import HeadOptions, LinearOperands, check_inputs
 from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, check_labels_match
 from gspo_kernels.arguments.prefetch import take_prefetched
@@ -74,12 +74,11 @@ def token_logprobs(
             otherwise the log-prob of such a label is NaN.
         RuntimeError: the backend doesn't support the tensors' device.
     """
-    key = cache_key(
+    key, row_options = look_up(
         "token_logprobs", labels, None, parallel, (labels, logits),
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          backend),
     )  # fmt: skip
-    row_options = DECISIONS.get(key)
     if row_options is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         Parallel.check(parallel, "token_logprobs", ("tp_group", "vocab_range"))
@@ -163,13 +162,13 @@ def linear_token_logprobs(
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
-    key = cache_key(
-        "linear_token_logprobs", labels, None, parallel, (hidden, weight, bias, labels),
-        (return_entropy, *options, *head_options),
-    )  # fmt: skip
-    if torch._C._is_any_autocast_enabled():
-        key = None  # inputs are cast
-    if (decided := DECISIONS.get(key)) is not None:
+    key, decided = None, None
+    if not torch._C._is_any_autocast_enabled():  # which casts inputs
+        key, decided = look_up(
+            "linear_token_logprobs", labels, None, parallel, (hidden, weight, bias, labels),
+            (return_entropy, *options, *head_options),
+        )  # fmt: skip
+    if decided is not None:
         base = None
         chunking, row_options = decided
         row_labels = mask_rows(labels, loss_mask, ignore_index)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.cache import DECISIONS, cache_key, store
+from gspo_kernels.arguments.cache import look_up, store
 from gspo_kernels.arguments.head import (
     LEAST_BYTES,
     HeadOptions,
@@ -126,11 +126,11 @@ def policy_loss(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-    key = cache_key(
+    key, decided = look_up(
         "policy_loss", logprobs, objective, parallel, (logprobs, entropy, *passed),
         (centering, selected_logprobs),
     )  # fmt: skip
-    decided, centered = DECISIONS.get(key), None
+    centered = None
     if decided is None:
         rows, entropy, terms, form, centered = _normalize_logprobs(
             "policy_loss", logprobs, entropy, passed, objective, parallel, centering, selected_logprobs
@@ -290,12 +290,12 @@ def fused_policy_loss(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-    key = cache_key(
+    key, plan = look_up(
         "fused_policy_loss", labels, objective, parallel, (labels, logits, *passed),
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          centering, backend),
     )  # fmt: skip
-    plan, centered = DECISIONS.get(key), None
+    centered = None
     if plan is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
         rows, row_labels, terms, plan, centered = _normalize_logits(
@@ -335,7 +335,7 @@ def fused_policy_loss(
 
 
 class LogitsPlan(NamedTuple):
-    """The cached decisions of a loss from logits, by its ``cache_key``.
+    """The cached decisions of a loss from logits; see ``cache.look_up``.
 
     Attributes:
         form: the conversion of the terms.
@@ -622,14 +622,12 @@ def _normalize_linear(
     """Check the arguments of a loss over hidden states, convert them to rows, and choose the schedule; the
     last outputs are the reason for the choice, and the rows of score centering.
     """
-    key = cache_key(
-        function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
-        (*options, *head_options, return_entropy, schedule, skip_inactive),
-    )  # fmt: skip
-    if torch._C._is_any_autocast_enabled() or centering is not None:
-        key = None  # not cached: inputs are cast, or there are ids
-    base = None
-    decided = DECISIONS.get(key)
+    key, decided, base = None, None, None
+    if not torch._C._is_any_autocast_enabled():  # which casts inputs
+        key, decided = look_up(
+            function, labels, objective, parallel, (hidden, weight, bias, labels, *passed),
+            (*options, *head_options, return_entropy, schedule, skip_inactive, centering),
+        )  # fmt: skip
     if decided is not None:
         form, chunking, row_options, decisions, reason = decided
         terms = form.apply(passed, labels)

@@ -22,19 +22,19 @@ _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _OPTIONS = frozenset((type(None), bool, int, float, str))
 _MAX_DECISIONS = 1024
 
-DECISIONS: dict[CacheKey | None, Any] = {}
-"""Decisions by the ``cache_key`` of their call; None is never a key."""
+_DECISIONS: dict[CacheKey, Any] = {}
 
 
-def cache_key(
+def look_up(
     function: str,
     tokens: Any,
     objective: Any,
     parallel: Any,
     arguments: Iterable[Any],
     options: Iterable[Any] = (),
-) -> CacheKey | None:
-    """Return the cache key of a call, or None if its checks depend on more than the key can hold.
+) -> tuple[CacheKey | None, Any]:
+    """Return the cache key of a call, or None if its checks depend on more than the key can hold, and the
+    cached decision for this key, or None.
 
     The key omits the number of tokens, which varies between packed calls, and records only which sizes equal
     it. It is included if another size differs from it by 1, such as B + 1 offsets for B tokens, or if it
@@ -46,14 +46,14 @@ def cache_key(
         objective: the objective, or None if the function has none.
         parallel: the ranks of the call.
         arguments: tensors, and numbers that may be tensors, in a fixed order.
-        options: all other arguments, in a fixed order; None is returned if one is a tensor.
+        options: all other arguments, in a fixed order; the key is None if one is a tensor.
     """
     if is_compiling() or validates() or type(parallel) is not Parallel or not parallel._is_default:
-        return None
+        return None, None
     if type(tokens) not in _TENSORS or tokens.is_nested or tokens.ndim == 0:
-        return None
+        return None, None
     if objective is not None and Objective not in type(objective).__mro__:
-        return None
+        return None, None
     *leading, length = shape = tokens.shape
     spec = None if objective is None else objective.spec
     parts = [function, spec, torch.is_grad_enabled(), min(length, 2)]
@@ -64,7 +64,7 @@ def cache_key(
             parts += kind, value
             continue
         if kind not in _TENSORS or value.is_nested:
-            return None
+            return None, None
         parts += value.dtype, value.device, value.layout, value.requires_grad
         if value.shape == shape:
             parts.append("tokens")
@@ -79,14 +79,15 @@ def cache_key(
     for option in options:
         kind = type(option)
         if kind not in _OPTIONS:
-            return None
+            return None, None
         parts += kind, option
-    return tuple(parts)
+    key = tuple(parts)
+    return key, _DECISIONS.get(key)
 
 
 def store(key: CacheKey | None, decision: Any) -> None:
     """Cache a decision unless the key is None."""
     if key is not None:
-        if len(DECISIONS) >= _MAX_DECISIONS:
-            DECISIONS.clear()
-        DECISIONS[key] = decision
+        if len(_DECISIONS) >= _MAX_DECISIONS:
+            _DECISIONS.clear()
+        _DECISIONS[key] = decision

@@ -159,7 +159,7 @@ _BROADCAST_TERMS = tuple(label for label, spec in _ARGUMENTS.items() if spec.sha
 
 
 class TermsForm(NamedTuple):
-    """Conversion of a call's terms to the operators' form, cached by the call's ``cache_key``.
+    """Conversion of a call's terms to the operators' form, cached by ``cache.look_up``.
 
     Attributes:
         changes: pairs of a field's position and its conversion, or None to drop a number without effect.

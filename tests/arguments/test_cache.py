@@ -67,7 +67,7 @@ def test_cached_decisions_keep_value_checks(name):
     each = [call for size in sizes for call in calls(name, *size)]
     after_others = [outcome(name, call) for call in each]
     for call, got in zip(each, after_others, strict=True):
-        cache.DECISIONS.clear()
+        cache._DECISIONS.clear()
         assert got == outcome(name, call), call
     errors = sum("Error" in got for got in after_others)
     assert 0.2 * len(each) < errors < 0.9 * len(each)

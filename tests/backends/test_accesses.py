@@ -34,7 +34,7 @@ ROWS = Rows("triton")
 def triton_from_log_probs(monkeypatch):
     """Take Triton for losses from log-probs, too: on the CPU these losses take another backend."""
     monkeypatch.setattr("gspo_kernels.losses.resolve", lambda *_: "triton")
-    monkeypatch.setattr("gspo_kernels.arguments.cache.DECISIONS", {})
+    monkeypatch.setattr("gspo_kernels.arguments.cache._DECISIONS", {})
 
 
 def scaled(factor=0.5):

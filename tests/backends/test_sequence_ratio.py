@@ -124,7 +124,7 @@ class Launch:
     def __init__(self, backend, monkeypatch):
         self.backend, self.device, self.patch = backend, device_of(backend), monkeypatch
         monkeypatch.setattr(losses, "resolve", lambda *_: backend)
-        monkeypatch.setattr("gspo_kernels.arguments.cache.DECISIONS", {})
+        monkeypatch.setattr("gspo_kernels.arguments.cache._DECISIONS", {})
 
     def there(self, values):
         return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
@@ -135,7 +135,7 @@ class Launch:
             patch.setattr(policy_step, "evaluate", None)  # one launch must not call it
             if form is not None:
                 patch.setattr(losses, "ratio_clip_of", lambda *_: form)
-                patch.setattr("gspo_kernels.arguments.cache.DECISIONS", {})
+                patch.setattr("gspo_kernels.arguments.cache._DECISIONS", {})
             if "logprobs" in values:
                 return self._of_logprobs(values, upstream)
             patch.setattr(losses, "TokenLogprobsFunction", None)
@@ -155,7 +155,7 @@ class Launch:
             del values["logits"]
         with self.patch.context() as patch:
             patch.setattr(losses, "ratio_clip_of", lambda *_: NO_RATIO)
-            patch.setattr("gspo_kernels.arguments.cache.DECISIONS", {})
+            patch.setattr("gspo_kernels.arguments.cache._DECISIONS", {})
             return self._of_logprobs(values, upstream)
 
     def _of_logprobs(self, values, upstream):
