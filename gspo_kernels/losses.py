@@ -43,7 +43,12 @@ from gspo_kernels.logits.centering import normalize as normalize_centering
 from gspo_kernels.logits.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction, logprobs_forward
 from gspo_kernels.logits.policy_step import PolicyLossFunction, known_coefficients, output_of, policy_step
 from gspo_kernels.logits.selected import SelectedLogprobsFunction
-from gspo_kernels.logits.sequence_ratio import SequenceRatioFunction, ratio_clip_of, ratio_operands
+from gspo_kernels.logits.sequence_ratio import (
+    SequenceRatioFunction,
+    is_sequence_ratio,
+    ratio_clip_of,
+    ratio_operands,
+)
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.objectives.evaluate import coefficients_depend_on
@@ -290,28 +295,28 @@ def fused_policy_loss(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-    key, plan = look_up(
+    key, decisions = look_up(
         "fused_policy_loss", labels, objective, parallel, (labels, logits, *passed),
         (temperature, logit_scale, softcap, kept_mask, ignore_index, return_entropy, inplace_backward,
          centering, backend),
     )  # fmt: skip
     centered = None
-    if plan is None:
+    if decisions is None:
         options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-        rows, row_labels, terms, plan, centered = _normalize_logits(
+        rows, row_labels, terms, decisions, centered = _normalize_logits(
             logits, labels, passed, options, return_entropy, inplace_backward, centering, objective,
             parallel,
         )  # fmt: skip
-        store(key, plan)
+        store(key, decisions)
     else:
         if inplace_backward:
             check_inplace(logits, inplace_backward)
         packed = cu_seqlens is not None
         rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
-        terms = plan.form.apply(passed, labels)
-        if plan.merges_mask:
+        terms = decisions.form.apply(passed, labels)
+        if decisions.merges_mask:
             row_labels, terms = merge_mask(row_labels, terms, ignore_index)
-    row_options, ratio_clip, with_entropy = plan.options, plan.ratio_clip, plan.entropy
+    row_options, ratio_clip, with_entropy = decisions.options, decisions.ratio_clip, decisions.entropy
     refuse_backend(row_options.backend)
     if centered is not None:
         centered = centered.weighted(row_labels, terms, row_options, rows.shape[-1])
@@ -319,10 +324,10 @@ def fused_policy_loss(
         entropy = logprobs_forward(rows, row_labels, row_options, True).entropy if with_entropy else None
         logprobs, ids = selected[0][..., 0], (selected, centered)
         return _loss_from_logprobs(logprobs, entropy, terms, row_options.backend, ratio_clip, ids)
-    if plan.known:
+    if decisions.known:
         return _with_known_coefficients(rows, row_labels, terms, row_options, ratio_clip)
-    if plan.in_one_launch:
-        operands, mask = ratio_operands(row_labels, terms), None if plan.merges_mask else terms.loss_mask
+    if decisions.in_one_launch:
+        operands, mask = ratio_operands(row_labels, terms), None if decisions.merges_mask else terms.loss_mask
         loss, logprobs, metrics = applied(SequenceRatioFunction)(
             rows, row_labels, mask, inplace_backward, row_options, operands, ratio_clip
         )
@@ -334,7 +339,7 @@ def fused_policy_loss(
     return _loss_from_logprobs(logprobs, entropy, terms, row_options.backend, ratio_clip)
 
 
-class LogitsPlan(NamedTuple):
+class LogitsDecisions(NamedTuple):
     """The cached decisions of a loss from logits; see ``cache.look_up``.
 
     Attributes:
@@ -366,9 +371,9 @@ def _normalize_logits(
     centering: ScoreCentering | None,
     objective: Objective,
     parallel: Parallel,
-) -> tuple[Tensor, Tensor, Terms, LogitsPlan, CenteringRows | None]:
-    """Check the arguments of a loss from logits, convert them to rows, and plan the call; the last output is
-    the rows of score centering.
+) -> tuple[Tensor, Tensor, Terms, LogitsDecisions, CenteringRows | None]:
+    """Check the arguments of a loss from logits, convert them to rows, and decide how to run the call; the
+    last output is the rows of score centering.
     """
     Parallel.check(parallel, "fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
     (logits,), parallel = local_tensors(parallel, passed, logits=logits)
@@ -385,10 +390,8 @@ def _normalize_logits(
     late = with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
     learns = torch.is_grad_enabled() and rows.requires_grad
     known = learns and not late and coefficients_depend_on(objective, terms) == "nothing"
-    given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
-    of_sequences = ratio_clip.level == "sequence" and ratio_clip.divisor != "prompts" and given_logprobs
     alone = centering is None and not (with_entropy or known or row_options.shard.group)
-    in_one_launch, weights = of_sequences and alone, terms.rollout_weights
+    in_one_launch, weights = alone and is_sequence_ratio(terms, ratio_clip), terms.rollout_weights
     # the kernel reads the mask along with the labels, unless weights have to be averaged before
     merges_mask = not in_one_launch or (weights is not None and weights.ndim == 2)
     if merges_mask:
@@ -396,8 +399,10 @@ def _normalize_logits(
     centered = None
     if centering is not None:
         centered = normalize_centering(centering, row_labels, terms, objective, row_options, vocabulary)
-    plan = LogitsPlan(form, row_options, ratio_clip, with_entropy, known, in_one_launch, merges_mask)
-    return rows, row_labels, terms, plan, centered
+    decisions = LogitsDecisions(
+        form, row_options, ratio_clip, with_entropy, known, in_one_launch, merges_mask
+    )
+    return rows, row_labels, terms, decisions, centered
 
 
 def _loss_from_logprobs(
@@ -544,6 +549,7 @@ def explain_schedule(
     cu_seqlens: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     kl_beta: float | Tensor = 0.0,
+    kl_estimator: str = "k3",
     kl_ratio_weighted: bool = False,
     entropy_coef: float | Tensor = 0.0,
     rollout_weights: Tensor | None = None,
@@ -551,7 +557,13 @@ def explain_schedule(
     lengths: Tensor | None = None,
     group_ids: Tensor | None = None,
     turn_ids: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    kept_mask: Tensor | None = None,
     ignore_index: int = -100,
+    return_entropy: bool = False,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
     batch_invariant: bool | None = None,
@@ -560,15 +572,17 @@ def explain_schedule(
     skip_inactive: str = "backward",
     centering: ScoreCentering | None = None,
     objective: Objective = GSPO(),
+    backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> SchedulePlan:
     """Return the plan of a ``fused_linear_policy_loss`` call with these arguments, without running the call.
 
-    The plan prints the schedule, the reason for it, the number of matmuls and the memory. Arguments of the
-    loss that don't affect the plan are not accepted. The plan depends on which inputs require a gradient;
-    call this in the grad mode of the loss. This syncs with the device to read sequence lengths.
+    The plan prints the schedule, the reason for it, the number of matmuls and the memory. It depends on which
+    inputs require a gradient; call this in the grad mode of the loss. This syncs with the device to read
+    sequence lengths.
 
     Args:
+        hidden, weight, labels, and all others not listed here: as in ``fused_linear_policy_loss``.
         memory: "auto", or "least" for "frozen" if that is exact, otherwise "two_pass", with at most 256 MiB
             of logits at a time. Not supported with ``schedule`` or ``max_chunk_bytes``.
         schedule: the split of the batch into chunks and matmuls, which does not change the result; schedules
@@ -590,15 +604,16 @@ def explain_schedule(
     """
     passed = Terms(
         old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
-        token_weights, lengths, group_ids, turn_ids, kl_ratio_weighted=kl_ratio_weighted,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
-    options = LogitOptions(ignore_index=ignore_index)
+    options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
     head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
     operands, terms, decisions, reason, centered = _normalize_linear(
         "explain_schedule", hidden, weight, bias, labels, passed, options, head_options, objective, parallel,
-        centering is None, schedule, skip_inactive, centering,
+        return_entropy, schedule, skip_inactive, centering,
     )  # fmt: skip
-    call = call_of(operands, None if centered is not None else decisions, checked=False)
+    whole_logits = centered is not None
+    call = call_of(operands, None if whole_logits else decisions, checked=False, whole_logits=whole_logits)
     ids = 0 if centered is None else centered.ids.shape[-1]
     return explain(reason, call, plan_of(call, terms, decisions)[0], decisions, ids)
 
@@ -657,8 +672,8 @@ def _normalize_linear(
         head = weight if base is None else base
         this_call = with_host_lengths(chunking, passed.loss_mask, passed.cu_seqlens, labels, head, parallel)
     if decided is None:
-        learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
-        needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
+        enabled, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
+        needs = RequiresGrad(*(enabled and x is not None and x.requires_grad for x in inputs))
         decisions = Decisions(
             coefficients_depend_on(objective, terms),
             ratio_clip_of(terms, row_options.backend),
@@ -670,8 +685,8 @@ def _normalize_linear(
         if centered is not None:
             others = ("aligned", "deferred", "frozen", *(("known",) if chunking.batch_invariant else ()))
             excluded |= dict.fromkeys(others, "with centering a row has coefficients of K + 1 ids")
-        lengths_known = decisions.skips or not packed or not hidden.is_cuda or this_call.lengths is not None
-        name, reason = choose(schedule, excluded, any(needs), lengths_known, head_options.memory)
+        may_synchronize = decisions.skips or not packed or not hidden.is_cuda or this_call.lengths is not None
+        name, reason = choose(schedule, excluded, any(needs), may_synchronize, head_options.memory)
         if name == "two_pass" and centered is not None and with_entropy:
             raise ValueError("return_entropy: got True, expected False with centering and two_pass")
         if name == "two_pass" and any(needs) and not chunking.max_chunk_bytes:

@@ -134,6 +134,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Let the end of the process free them; Triton's bindings would report leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Seed the global generators of PyTorch, Python and NumPy before every test."""

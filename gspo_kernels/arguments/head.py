@@ -69,9 +69,10 @@ class LinearOperands(NamedTuple):
     base: Tensor | None = None
 
     def with_count(self) -> LinearOperands:
-        """Return the operands with the number of active rows, to sync once for forward and backward."""
+        """Return operands on a GPU with the number of active rows, to sync once for forward and backward."""
         chunking = self.chunking
-        if not chunking.compact or chunking.lengths is not None or torch.compiler.is_compiling():
+        counted = not chunking.compact or chunking.lengths is not None
+        if counted or not self.labels.is_cuda or torch.compiler.is_compiling():
             return self
         count = int((self.labels != self.options.ignore_index).sum())
         lengths = torch.tensor([[count], [0]], dtype=torch.int64, device="cpu")

@@ -198,7 +198,7 @@ def normalize_terms(
     """
     packed = passed.cu_seqlens is not None
     sequences = tokens.shape[0] if passed.cu_seqlens is None else passed.cu_seqlens.shape[0] - 1
-    call = CallShape(tuple(tokens.shape), tokens.device, sequences)
+    shape = CallShape(tuple(tokens.shape), tokens.device, sequences)
     by_prompt = objective.aggregation == "prompt_mean"
     if by_prompt and passed.normalizer is None and passed.group_ids is None:
         raise ValueError(
@@ -217,12 +217,12 @@ def normalize_terms(
             spec = SEQUENCES
         only = name == "advantages" and not objective.takes_token_advantages
         try:
-            spec.check(name, value, call, type(objective).__name__ if only else "")
+            spec.check(name, value, shape, type(objective).__name__ if only else "")
         except ValueError:
             value_checks.refuse_lengths(passed.cu_seqlens)
             raise
         if not isinstance(value, Tensor):
-            changes.append((place, functools.partial(checks.filled, device=call.device)))
+            changes.append((place, functools.partial(checks.filled, device=shape.device)))
             continue
         if value.requires_grad:  # detach() takes as long as a small kernel
             changes.append((place, _detached))
@@ -491,30 +491,17 @@ def shows_inactive(terms: Terms) -> bool:
     return not elsewhere and from_spec(terms.objective).zero_advantage_is_inactive
 
 
-def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
-    """Return which sequences have a zero gradient before the forward, [B] bool, or None if unknown.
+def skip_inactive_sequences(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
+    """Skip sequences with a zero gradient: set their labels to ``ignore_index`` and mark them as ``skipped``.
 
     These have zero advantages on all counted tokens, an objective with ``zero_advantage_is_inactive``, and
     neither a KL term nor an entropy bonus. They are unknown for per-token advantages with a ``cp_group``, as
     other ranks have more tokens of the sequence.
-    """
-    if not shows_inactive(terms):
-        return None
-    assert terms.advantages is not None
-    if terms.advantages.ndim == 1:
-        return terms.advantages == 0
-    active = (terms.advantages != 0) & terms.counted(tokens)
-    return terms.layout(tokens).sum(exact(active)) == 0
-
-
-def skip_inactive_sequences(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
-    """Skip inactive sequences: set their labels to ``ignore_index`` and mark them as ``skipped``.
 
     Raises:
         ValueError: inactive sequences are not known before the forward.
     """
-    inactive = inactive_sequences(row_labels, terms)
-    if inactive is None:
+    if not shows_inactive(terms):
         if terms.cp_group and terms.advantages is not None and terms.advantages.ndim == 2:
             raise ValueError(
                 "skip_inactive: got 'all', expected 'backward': with cp_group, 'all' needs one advantage per "
@@ -530,5 +517,9 @@ def skip_inactive_sequences(row_labels: Tensor, terms: Terms, ignore_index: int)
             "skip_inactive: got 'all', expected 'backward': "
             f"{type(from_spec(terms.objective)).__name__} gives sequences a gradient whose advantage is 0"
         )
+    assert terms.advantages is not None
+    inactive = terms.advantages == 0
+    if inactive.ndim == 2:
+        inactive = terms.layout(row_labels).sum(exact(~inactive & terms.counted(row_labels))) == 0
     tokens = terms.layout(row_labels).expand(inactive)
     return row_labels.masked_fill(tokens, ignore_index), terms._replace(skipped=inactive)

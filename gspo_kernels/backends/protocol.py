@@ -184,7 +184,7 @@ class RatioBackend(Backend, Protocol):
         recheck: Recheck = None,
     ) -> SequenceRatioStats:
         """Return loss, coefficients and metrics of a clipped sequence ratio from logits. Old log-probs are
-        required, advantages and weights are one per sequence, ``cu_seqlens`` is int32.
+        required, advantages and weights are one per sequence.
 
         ``mask`` is as in ``merge_mask``; by default tokens count unless their label is ``ignore_index``.
 

@@ -111,8 +111,8 @@ class RowStats(NamedTuple):
     Attributes:
         logprobs: log-probability of the label, never above 0; NaN where the label is out of range.
             Statistics' dtype, like the entropy.
-        lse: log-sum-exp of the transformed logits, always fp64, because the gradient's exp(z - lse) is
-            sensitive to the rounding of a large lse.
+        lse: log-sum-exp of the transformed logits, fp64 where the device has it, because the gradient's
+            exp(z - lse) is sensitive to the rounding of a large lse.
         entropy: entropy in nats, or None if not requested.
     """
 
@@ -429,9 +429,6 @@ class SequenceRatioStats(NamedTuple):
     divisor: Tensor
     metrics: Tensor
     labels: Tensor
-
-
-STATS_DTYPES = (torch.float32, torch.float64)
 
 
 def wrong_mask(loss_mask: Tensor) -> ValueError:

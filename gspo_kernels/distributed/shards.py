@@ -135,7 +135,7 @@ class ShardedRows:
         return combined.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
 
 
-def rows_of(options: RowOptions) -> RowBackend:
+def row_backend(options: RowOptions) -> RowBackend:
     """Return the backend of a call, wrapped in ``ShardedRows`` if the vocabulary is sharded."""
     rows = load(options.backend)
     return ShardedRows(rows, options.shard) if options.shard.group else rows

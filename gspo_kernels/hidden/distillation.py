@@ -145,9 +145,9 @@ class LinearDistillationFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, traced: bool, rest: tuple[Any, ...], *fields: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[2:5])
-        call = (LinearOperands(*fields), needs, *rest)
-        result = linear_distillation(*call)
-        save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
+        arguments = (LinearOperands(*fields), needs, *rest)
+        result = linear_distillation(*arguments)
+        save_gradients(ctx, result.gradients, needs, linear_distillation, arguments, traced)
         ctx.mark_non_differentiable(result.divergences)
         return result.loss, result.divergences
 

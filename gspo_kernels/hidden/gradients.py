@@ -429,7 +429,8 @@ class Accumulators:
             store = self._begin_hidden(values, chunk, rows.coefficients, rows.factors, rows.label_residual)
         if self.needs.weight or self.needs.bias:
             sums = self.sums if sums is None else sums
-            parts = (rows.values, *sums.operands(chunk.hidden, *rows[1:4]))
+            operands = sums.operands(chunk.hidden, rows.coefficients, rows.factors, rows.active)
+            parts = (rows.values, *operands)
             segments = sums.segments
             pieces = [(parts, None)] if segments is None else segments.cut(parts, chunk.where, call.labels)
             for piece, ends in pieces:

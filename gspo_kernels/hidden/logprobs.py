@@ -74,9 +74,7 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, entropy: bool, skip: bool, *fields: Any) -> tuple[Tensor, Tensor]:
-        operands = LinearOperands(*fields)
-        if operands.labels.is_cuda:
-            operands = operands.with_count()
+        operands = LinearOperands(*fields).with_count()
         stats = linear_logprobs_forward(operands, entropy)
         save_rows(ctx, operands.options, *operands[:4], operands.base, *stats)
         ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, operands.chunking
@@ -170,9 +168,7 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, within: bool, *fields: Any) -> tuple[Tensor, Tensor]:
-        operands = LinearOperands(*fields)
-        if operands.labels.is_cuda:
-            operands = operands.with_count()
+        operands = LinearOperands(*fields).with_count()
         rows = linear_selected_forward(operands, ids, within)
         save_rows(ctx, operands.options, *operands[:4], operands.base, ids, *rows)
         ctx.chunking, ctx.within = operands.chunking, within

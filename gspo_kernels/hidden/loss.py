@@ -66,12 +66,12 @@ def linear_policy(
         schedule = SCHEDULES[part.step.schedule] if centering is None else known_with_centering
         schedule(call, part, out)
     out.sequence_sums = None  # free the memory for the rounded dWeight
-    step, (logprobs, _, entropy) = out.evaluation(), out.stats
-    loss, entropy = step.loss, logprobs.new_empty(0) if entropy is None else entropy
+    evaluated, (logprobs, _, entropy) = out.evaluation(), out.stats
+    loss, entropy = evaluated.loss, logprobs.new_empty(0) if entropy is None else entropy
     if centering is not None:
         centered = sum_(terms.cp_group, out.centered) if terms.cp_group else out.centered
         loss = (loss + centered).to(loss.dtype)
-    return LinearLoss(loss, step.metrics, logprobs, entropy, out.gradients())
+    return LinearLoss(loss, evaluated.metrics, logprobs, entropy, out.gradients())
 
 
 def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms]:
@@ -95,8 +95,8 @@ def plan_of(call: Call, terms: Terms, decisions: Decisions) -> tuple[Plan, Terms
         least_rows=call.least_rows,
         multiple=matmul.multiple,
         min_statistics_rows=matmul.min_statistics_rows,
-        defers=sum_rows if decisions.can_defer else 0,
-        joins=sum_rows if decisions.requires_grad.weight and matmul.rounds_early else 0,
+        min_deferred_rows=sum_rows if decisions.can_defer else 0,
+        min_aligned_rows=sum_rows if decisions.requires_grad.weight and matmul.rounds_early else 0,
         by_columns=matmul.by_columns,
         batch_invariant=call.chunking.batch_invariant,
         # ranks share sequences, or sums over sequences have a fixed order
@@ -228,9 +228,9 @@ class LinearPolicyFunction(torch.autograd.Function):
     def forward(
         ctx: Any, traced: bool, terms: Terms, decisions: Decisions, centering: tuple[Any, ...], *fields: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        call = (LinearOperands(*fields), terms, decisions, *centering)
-        result = linear_policy(*call)
-        save_gradients(ctx, result.gradients, decisions.requires_grad, linear_policy, call, traced)
+        arguments = (LinearOperands(*fields), terms, decisions, *centering)
+        result = linear_policy(*arguments)
+        save_gradients(ctx, result.gradients, decisions.requires_grad, linear_policy, arguments, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 

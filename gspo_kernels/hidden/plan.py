@@ -133,7 +133,7 @@ class Step(NamedTuple):
         schedule: a key of ``schedules.SCHEDULES``.
         first, last: the sequences ``plan.sequences[first:last]``.
         start, stop: their rows, in the order of the plan's sequences.
-        inactive_rows: the number of rows at the end that have no gradient and are only projected.
+        inactive_rows: the number of rows at the end that have no gradient.
         ends: the ends of chunks, relative to ``start``; for "two_pass" those of its first pass.
     """
 
@@ -157,7 +157,8 @@ class Plan:
 
     Attributes:
         steps: in the order in which they run.
-        sequences: all sequences with rows in the order of the steps; those of a group are adjacent.
+        sequences: the sequences in the order of the steps; those of a group are adjacent, and only groups
+            may have sequences without rows.
         lengths: the number of rows of every sequence of the call, in the call's order.
         in_order: whether the sequences with rows have the order of the call.
         chunk_rows: the rows of logits that fit the budget.
@@ -191,8 +192,8 @@ def make_plan(
     least_rows: int,
     multiple: int = 1,
     min_statistics_rows: int = 1,
-    defers: int = 0,
-    joins: int = 0,
+    min_deferred_rows: int = 0,
+    min_aligned_rows: int = 0,
     by_columns: bool = False,
     batch_invariant: bool = False,
     one_evaluation: bool = False,
@@ -208,8 +209,8 @@ def make_plan(
         least_rows: the same if all rows are projected twice.
         multiple: chunk sizes are rounded down to a multiple of this.
         min_statistics_rows: rows per chunk for statistics alone, if larger.
-        defers: minimum of rows to defer a group that doesn't fit in a chunk, or 0 for never.
-        joins: fewer rows than this of groups that fit join a two_pass step, see ``SUM_ROWS``.
+        min_deferred_rows: minimum of rows to defer a group that doesn't fit in a chunk, or 0 for never.
+        min_aligned_rows: fewer rows of groups that fit join a two_pass step, see ``SUM_ROWS``.
         by_columns: whether logits are recomputed by blocks of columns.
         batch_invariant: whether rows keep their order.
         one_evaluation: see ``Plan``.
@@ -233,7 +234,8 @@ def make_plan(
     if schedule in ("known", "forward"):
         ranges = [GroupRange(schedule, 0, len(sizes))]
     else:
-        ranges = _ranges(schedule, sizes, len(active), chunk_rows, defers, joins)
+        limits = (chunk_rows, min_deferred_rows, min_aligned_rows)
+        ranges = _ranges(schedule, sizes, len(active), *limits)
     served = [each for each in ranges if each.schedule != "forward"]
     names = {each.schedule for each in served}
     if names == {"two_pass"}:
@@ -243,11 +245,11 @@ def make_plan(
 
     group_ends = [0, *itertools.accumulate(map(len, order))]
     row_ends = [0, *itertools.accumulate(sizes)]
-    chunks = [cut(row_ends[stop] - row_ends[start], chunk_rows, multiple) for _, start, stop, _ in ranges]
+    chunks = [cut(row_ends[stop] - row_ends[first], chunk_rows, multiple) for _, first, stop, _ in ranges]
     max_rows = max((most_rows(ends) for ends in chunks), default=1)
     steps = []
-    for (name, start, stop, inactive_rows), ends in zip(ranges, chunks, strict=True):
-        rows, sequences = (row_ends[start], row_ends[stop]), (group_ends[start], group_ends[stop])
+    for (name, first, stop, inactive_rows), ends in zip(ranges, chunks, strict=True):
+        rows, sequences = (row_ends[first], row_ends[stop]), (group_ends[first], group_ends[stop])
         if name in ("forward", "two_pass") and min_statistics_rows > max_rows:
             ends = cut(rows[1] - rows[0], min_statistics_rows, multiple)
         steps.append(Step(name, *sequences, *rows, inactive_rows, ends))
@@ -277,7 +279,12 @@ class GroupRange(NamedTuple):
 
 
 def _ranges(
-    schedule: str, sizes: Sequence[int], active: int, chunk_rows: int, defers: int, joins: int
+    schedule: str,
+    sizes: Sequence[int],
+    active: int,
+    chunk_rows: int,
+    min_deferred_rows: int,
+    min_aligned_rows: int,
 ) -> list[GroupRange]:
     """Return the groups of each step; only the first ``active`` groups may have a gradient."""
     if schedule == "aligned" and max(sizes[:active], default=0) > chunk_rows:
@@ -288,12 +295,12 @@ def _ranges(
         )
     schedules = [schedule] * active
     if schedule == "auto":
-        longer = ["deferred" if 0 < defers <= size else "two_pass" for size in sizes[:active]]
+        longer = ["deferred" if 0 < min_deferred_rows <= size else "two_pass" for size in sizes[:active]]
         schedules = [
             "aligned" if size <= chunk_rows else name for size, name in zip(sizes, longer, strict=False)
         ]
         fitting = sum(size for size, name in zip(sizes, schedules, strict=False) if name == "aligned")
-        if "two_pass" in schedules and "deferred" not in schedules and fitting < joins:
+        if "two_pass" in schedules and "deferred" not in schedules and fitting < min_aligned_rows:
             schedules = ["two_pass"] * active
     ranges: list[GroupRange] = []
     for name, run in itertools.groupby(range(active), schedules.__getitem__):

@@ -127,14 +127,14 @@ class LossAccumulators(Accumulators):
         """Return dLoss/dlogprobs and dLoss/dentropy of a part's rows, [n] each, from ``stats`` if passed."""
         where, terms = part.where, part.terms
         if self.plan.one_evaluation:
-            step = self.evaluation()
+            evaluated = self.evaluation()
         else:
             logprobs, _, entropy = self.stats_at(where) if stats is None else stats
             if terms.cu_seqlens is None:
                 assert terms.loss_mask is not None
                 logprobs = logprobs.view(terms.loss_mask.shape)
                 entropy = None if entropy is None else entropy.view(logprobs.shape)
-            step = evaluate_objective(
+            evaluated = evaluate_objective(
                 logprobs,
                 entropy,
                 terms,
@@ -143,8 +143,8 @@ class LossAccumulators(Accumulators):
                 want_metrics=False,
             )
             where = slice(0, logprobs.numel())
-        grad_entropy = rows_at(step.grad_entropy, where) if step.grad_entropy.numel() else None
-        return rows_at(step.grad_logprobs, where), grad_entropy
+        grad_entropy = rows_at(evaluated.grad_entropy, where) if evaluated.grad_entropy.numel() else None
+        return rows_at(evaluated.grad_logprobs, where), grad_entropy
 
     def evaluation(self) -> PolicyStep:
         """Evaluate the objective of the whole call, after all log-probs are computed."""
@@ -215,13 +215,13 @@ def known_with_centering(call: Call, part: Part, out: LossAccumulators) -> None:
             entropy = call.matmul.backend.logprobs_forward(chunk.rows(logits), True).entropy
         out.keep(chunk, RowStats(logprobs, selected.lse_others, entropy))
         terms = rows_of_terms(per_token, chunk.where, 1)
-        step = evaluate(logprobs.t(), None, terms, want_metrics=False)
+        evaluated = evaluate(logprobs.t(), None, terms, want_metrics=False)
         with inner_autograd():
             leaves = [each.to(out.centered.dtype, copy=True).requires_grad_() for each in selected[:2]]
             centered = centering_loss((leaves[0], leaves[1]), centering, part.terms.objective, "")
             grads = SelectedGradients(*torch.autograd.grad(centered, leaves))
         out.centered = out.centered + centered.detach()
-        grads.logprobs[..., 0] += step.grad_logprobs.flatten()
+        grads.logprobs[..., 0] += evaluated.grad_logprobs.flatten()
         out.add_selected(logits, centering.ids, selected, grads, chunk)
         del logits
 

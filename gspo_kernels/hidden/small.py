@@ -16,7 +16,7 @@ from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, Sequence
 from gspo_kernels.hidden.call import Decisions, RequiresGrad
 from gspo_kernels.hidden.matmul import select_matmul
 from gspo_kernels.logits.logprobs import logprobs_backward, save_rows, saved_rows
-from gspo_kernels.logits.sequence_ratio import ratio_operands, sequence_ratio
+from gspo_kernels.logits.sequence_ratio import is_sequence_ratio, ratio_operands, sequence_ratio
 
 SMALL_BYTES = 2**20
 """Most bytes of logits on the CPU to keep for the backward."""
@@ -27,8 +27,8 @@ _MIN, _MAX = 2.0**-64, 2.0**64
 def small_loss(
     operands: LinearOperands, terms: Terms, decisions: Decisions
 ) -> tuple[Tensor, SequenceRatioStats] | None:
-    """Return logits [B, T, V] and loss of a small call on the CPU, without autograd, or None if the call
-    needs a schedule.
+    """Return logits [B, T, V] and statistics of a small call on the CPU, without autograd, or None if the
+    call needs a schedule.
 
     If the logits fit in cache, planning, chunks and normalized coefficients cost more than they save. Calls
     with masked tokens (whose hidden states may be NaN), extreme coefficients, vocabulary shards,
@@ -46,10 +46,7 @@ def small_loss(
     exact = weight.dtype in (torch.float32, torch.float64)
     if not (hidden.is_cpu and exact and 0 < size <= budget):
         return None
-    clip = decisions.ratio_clip
-    if clip.level != "sequence" or clip.divisor == "prompts":
-        return None
-    if terms.old_logprobs is None or terms.ref_logprobs is not None or terms.skipped is not None:
+    if terms.skipped is not None or not is_sequence_ratio(terms, decisions.ratio_clip):
         return None
     if not bool(terms.counted(labels).all()):
         return None

@@ -17,7 +17,7 @@ from gspo_kernels.core.exact import exact, exact_dtype, exact_sum
 from gspo_kernels.core.memory import used_memory
 from gspo_kernels.core.operators import inplace_operator, operator
 from gspo_kernels.core.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
-from gspo_kernels.distributed.shards import leading_of_all, rows_of, vocabulary_of
+from gspo_kernels.distributed.shards import leading_of_all, row_backend, vocabulary_of
 from gspo_kernels.logits.logprobs import check_rows, overwritten, save_rows, saved_rows, scale_
 from gspo_kernels.logits.selected import SelectedGradients, first_places, selected_rows, write_gradient
 
@@ -91,7 +91,7 @@ class Pair(NamedTuple):
         assert self.teacher.logits is not None
         sides = (self.logits, self.teacher.logits, self.labels, options.transform, self.teacher.transform)
         rows = RowPair(*sides, self.spec.beta, options.ignore_index)
-        return rows_of(options).divergence(rows, known, grad, out)
+        return row_backend(options).divergence(rows, known, grad, out)
 
 
 def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:

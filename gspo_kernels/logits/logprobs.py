@@ -20,7 +20,7 @@ from gspo_kernels.core.operators import checked_values, inplace_operator, operat
 from gspo_kernels.core.torch_internals import refuse_second_derivatives, tensors_to_save
 from gspo_kernels.core.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
 from gspo_kernels.distributed.groups import gathered_numbers
-from gspo_kernels.distributed.shards import columns_of, rows_of
+from gspo_kernels.distributed.shards import columns_of, row_backend
 
 
 class LogprobRows(NamedTuple):
@@ -134,7 +134,7 @@ def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entrop
     """Return log-probs, log-sum-exp and entropy of logits [B, T, V] for labels [B, T]."""
     check_rows(labels, logits.shape[-1], options)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    return LogprobRows.of(rows_of(options).logprobs_forward(rows, entropy))
+    return LogprobRows.of(row_backend(options).logprobs_forward(rows, entropy))
 
 
 @logprobs_forward.register_fake
@@ -149,7 +149,7 @@ def logprobs_backward(
     """Return the logits' gradient in their dtype, contiguous."""
     out = used_memory(logits.shape, logits.dtype, logits.device)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    rows_of(options).logprobs_backward(rows, stats, grads, out)
+    row_backend(options).logprobs_backward(rows, stats, grads, out)
     return out
 
 
@@ -164,7 +164,7 @@ def logprobs_backward_(
 ) -> None:
     """Write the logits' gradient over the logits."""
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    rows_of(options).logprobs_backward(rows, stats, grads, logits)
+    row_backend(options).logprobs_backward(rows, stats, grads, logits)
 
 
 def gradient_of_logits(
@@ -185,7 +185,7 @@ def logprobs_and_grad(
     check_rows(labels, logits.shape[-1], options)
     out = used_memory(logits.shape, logits.dtype, logits.device)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
-    stats = rows_of(options).logprobs_and_grad(rows, coefficients, out)
+    stats = row_backend(options).logprobs_and_grad(rows, coefficients, out)
     return LogitGradient(stats.logprobs, stats.lse, out)
 
 

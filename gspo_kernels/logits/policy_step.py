@@ -22,7 +22,6 @@ from gspo_kernels.core.torch_internals import is_last_backward
 from gspo_kernels.core.types import (
     MASK_DTYPES,
     NO_RATIO,
-    STATS_DTYPES,
     KLPenalty,
     LossOutput,
     RatioClip,
@@ -58,7 +57,7 @@ def evaluate_objective(
     present = terms.counted(logprobs) if terms.loss_mask is None else terms.loss_mask
     if terms.skipped is not None:
         present = present & ~terms.layout(logprobs).expand(terms.skipped)
-    logprobs = (logprobs if logprobs.dtype in STATS_DTYPES else logprobs.float()).contiguous()
+    logprobs = logprobs.to(stats_dtype(logprobs.dtype)).contiguous()
     if ratio_clip.divisor == "prompts":
         terms, ratio_clip = sum_over_prompts(logprobs, terms, ratio_clip)
     operands = ratio_operands(logprobs, terms, ratio_clip.level)

@@ -65,6 +65,12 @@ def _ratio_of_objective(objective: str, backend: str) -> RatioClip:
 _cached_ratio = functools.lru_cache(maxsize=1024)(_ratio_of_objective)
 
 
+def is_sequence_ratio(terms: Terms, ratio_clip: RatioClip) -> bool:
+    """Return whether ``sequence_ratio`` supports a loss."""
+    of_sequences = ratio_clip.level == "sequence" and ratio_clip.divisor != "prompts"
+    return of_sequences and terms.old_logprobs is not None and terms.ref_logprobs is None
+
+
 def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> RatioOperands:
     """Return the operands of a clipped ratio from terms; ``tokens`` determines shape and device."""
     weights, normalizer = terms.rollout_weights, terms.normalizer

@@ -76,7 +76,7 @@ class Aggregation:
             self.prompt_tokens = torch.empty_like(each).scatter(0, order, each)
         else:
             divisor = torch.ones((), dtype=exact_dtype(mask.device), device=mask.device)
-        self.counted: Tensor = divisor
+        self.count: Tensor = divisor
         self.total = torch.where(divisor == 0, 1.0, divisor)
         if self.prompt_tokens is not None:
             self.total = self.total * self.prompt_tokens
@@ -179,7 +179,7 @@ def normalizer(
     rows = as_rows(mask, cu_seqlens is not None)
     terms, _ = normalize_terms(passed, mask, objective, parallel)
     aggregation = Aggregation(rows, check_values(rows, terms))
-    count = aggregation.counted
+    count = aggregation.count
     if group is not None:
         _, size = rank_and_size(name)
         if divisor == "one":

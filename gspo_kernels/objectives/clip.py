@@ -86,7 +86,7 @@ class ClippedRatio(Objective):
 
     def ratio_form(self) -> RatioClip | None:
         """Return the clipped ratio per token; None for longer segments or a subclass's different loss."""
-        return self.ratio_clip_of(ClippedRatio) if self.ratio_level == "token" else None
+        return self.ratio_form_of(ClippedRatio) if self.ratio_level == "token" else None
 
     def ratio_weight(self) -> tuple[RatioWeight, RatioWeight] | None:
         """Return the ratio where PPO's clip lets the gradient pass; None for ratios of longer segments."""
@@ -96,7 +96,7 @@ class ClippedRatio(Objective):
         highest = math.inf if self.dual_clip is None else self.dual_clip
         return positive, RatioWeight(max(0.0, 1.0 - self.clip_low), highest, "zero")
 
-    def ratio_clip_of(self, cls: type[Objective]) -> RatioClip | None:
+    def ratio_form_of(self, cls: type[Objective]) -> RatioClip | None:
         """Return the clipped ratio at this level, with this aggregation, if ``evaluate`` is ``cls``'s."""
         if type(self).evaluate is not cls.evaluate:
             return None

@@ -40,4 +40,4 @@ class GSPO(ClippedRatio):
 
     def ratio_form(self) -> RatioClip | None:
         """Return the clipped ratio per sequence; None for subclasses with a different loss."""
-        return self.ratio_clip_of(GSPO)
+        return self.ratio_form_of(GSPO)

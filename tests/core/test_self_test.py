@@ -59,16 +59,19 @@ def test_default_is_off_and_calls_follow_the_switch(way, switch, monkeypatch):
     monkeypatch.setattr(exponentials, "_SELF_TEST", SelfTest(lambda device: compared.append(device) or 0.5))
     leaves = [torch.ones(size).bfloat16().requires_grad_() for size in ((1, 3, 16), (24, 16))]
     given, options = (*leaves, torch.tensor([[1, 2, 3]]), None, torch.ones(1)), {"max_chunk_bytes": 2**12}
+    centering = gk.ScoreCentering(torch.zeros(1, 3, 1, dtype=torch.int64), torch.full((1, 3, 1), -3.0))
+    centered = options | {"objective": gk.GPG(), "centering": centering}  # which needs all logits
     gpu = FakeGpu(monkeypatch)
     with gpu, monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         for count, on in enumerate((None, True, False, True)):
             if on is not None:
                 switch[way](on)
-            multiplied_by = gk.explain_schedule(*given, **options).multiplied_by
-            gpu.kernels.clear()
-            gk.fused_linear_policy_loss(*given, **options).loss.backward()
-            assert (multiplied_by == "torch.mm") == ("exponentials_kernel" not in gpu.kernels) == (not on)
+            for asked, product in ((options, not on), (centered, True)):
+                multiplied_by = gk.explain_schedule(*given, **asked).multiplied_by
+                gpu.kernels.clear()
+                gk.fused_linear_policy_loss(*given, **asked).loss.backward()
+                assert (multiplied_by == "torch.mm") == ("exponentials_kernel" not in gpu.kernels) == product
             assert len(compared) == min(count, 1)
 
 

@@ -240,11 +240,27 @@ def explain(case, **options):
         name: value.detach().clone().requires_grad_(name not in case.frozen)
         for name, value in case.inputs.items()
     }
-    terms = {name: value for name, value in case.terms.items() if name != "kl_estimator"} | options
     return gk.explain_schedule(
         leaves["hidden"], leaves["weight"], case.labels, case.old_logprobs, case.advantages,
-        bias=leaves["bias"], loss_mask=case.loss_mask, cu_seqlens=case.cu_seqlens, **terms,
+        bias=leaves["bias"], loss_mask=case.loss_mask, cu_seqlens=case.cu_seqlens, **case.terms | options,
     )  # fmt: skip
+
+
+def test_plans_depend_on_the_backend_and_the_normalizer():
+    """PyTorch's statistics need written logits. Without a normalizer, prompts need ``group_ids``."""
+    call = (
+        torch.zeros(1, 8, 2),
+        torch.zeros(4096, 2),
+        torch.zeros(1, 8, dtype=torch.int64),
+        None,
+        torch.ones(1),
+    )
+    for backend, columns in {"cpp": 2048, "reference": 4096}.items():
+        assert gk.explain_schedule(*call, backend=backend).peak_bytes == 8 * columns * 4
+    case, by_prompt = make_case("linear"), {"objective": gk.GRPO(aggregation="prompt_mean")}
+    assert explain(case, normalizer=torch.ones(len(case.advantages)), **by_prompt).schedule == "known"
+    with pytest.raises(ValueError, match="group_ids: got None"):
+        explain(case, **by_prompt)
 
 
 def test_the_first_schedule_that_is_exact_is_taken():

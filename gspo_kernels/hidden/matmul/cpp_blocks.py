@@ -54,16 +54,14 @@ class OnlineSoftmax:
             self._sums,
         )
 
-    def add_product(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, instructions: str = "best"
-    ) -> None:
+    def add_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Add all columns of hidden [n, H] @ weight [V, H].T + bias [V], computed as by
         ``cpp.products.multiply`` in blocks of at most a few hundred rows per thread.
         """
         bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         operators().fold_products(
             hidden.detach(), self._labels, *self._options, weight.detach(), bias, self._entropy,
-            INSTRUCTIONS.index(instructions), self._sums,
+            INSTRUCTIONS.index("best"), self._sums,
         )  # fmt: skip
 
     def statistics(self) -> RowStats:

@@ -15,7 +15,7 @@ from gspo_kernels.backends.protocol import OnePassBackend
 from gspo_kernels.core.exact import largest, power_of_two
 from gspo_kernels.core.torch_internals import onednn_multiplies
 from gspo_kernels.core.types import RowGradients, RowOptions, RowStats, stats_dtype
-from gspo_kernels.distributed.shards import rows_of
+from gspo_kernels.distributed.shards import row_backend
 from gspo_kernels.hidden.chunk import Chunk, Projected
 
 if TYPE_CHECKING:  # circular import
@@ -74,7 +74,7 @@ class HeadMatmul:
         """Set dtypes and sizes; with ``converts`` 16-bit weights are multiplied in fp32."""
         self.weight = self.trained = weight
         self.bias, self.logits_dtype = bias, logits_dtype
-        self.options, self.backend = options, rows_of(options)
+        self.options, self.backend = options, row_backend(options)
         self.vocabulary = weight.shape[0]
         exact = weight.dtype in (torch.float32, torch.float64)
         self.varies = exact and self.any_order
