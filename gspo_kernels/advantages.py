@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from gspo_kernels.arguments.values import check_cu_seqlens, check_mask, checked_rows
 from gspo_kernels.core import checks
 from gspo_kernels.core.exact import exact, segment_reduce
-from gspo_kernels.core.layout import as_rows, from_rows, layout_of, queued
-from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.layout import as_rows, copy_async, from_rows, layout_of
+from gspo_kernels.core.operators import must_check_values
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.objectives.finite import difference
 
@@ -225,7 +225,7 @@ def turn_normalized(
     if sequences != expected:
         raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected [B, K] with B = {expected}")
     check_cu_seqlens(cu_seqlens, turn_ids)
-    if checked_values(turn_ids.device) and bool((wrong := (turn_ids < -1) | (turn_ids >= turns)).any()):
+    if must_check_values(turn_ids.device) and bool((wrong := (turn_ids < -1) | (turn_ids >= turns)).any()):
         got = int(turn_ids[wrong][0])
         raise ValueError(f"turn_ids: got {got}, expected -1 or a turn from 0 to K - 1 = {turns - 1}")
 
@@ -292,7 +292,7 @@ def reverse_kl(
     mask, packed = torch.ones_like(logprobs, dtype=torch.bool), logprobs.ndim == 1
     if loss_mask is not None:
         checks.tensor("loss_mask", loss_mask, shape, "the shape of logprobs", device, host=True)
-        mask = queued(check_mask(loss_mask), device, "loss_mask")
+        mask = copy_async(check_mask(loss_mask), device, "loss_mask")
     counted = as_rows(mask, packed)
     student, teacher = (
         checked_rows(as_rows(each.detach(), packed), counted, packed, name, True)
@@ -406,6 +406,6 @@ def _lengths_fp64(lengths: Tensor, rewards: Tensor) -> Tensor:
     """Check lengths [B]; return them detached, in fp64."""
     numbers = (*checks.FLOATS, *checks.INTEGERS)
     checks.tensor("lengths", lengths, (len(rewards),), "[B], one per sequence", rewards.device, numbers)
-    if checked_values(lengths.device) and bool((wrong := ~(lengths >= 0)).any()):
+    if must_check_values(lengths.device) and bool((wrong := ~(lengths >= 0)).any()):
         raise ValueError(f"lengths: got {lengths[wrong][0].item()}, expected numbers of at least 0")
     return exact(lengths.detach())

@@ -17,8 +17,8 @@ from gspo_kernels.arguments.logit_options import check_labels_match, zero_labels
 from gspo_kernels.arguments.values import check_cu_seqlens, check_ids, check_mask, checked_rows
 from gspo_kernels.core import bits, checks
 from gspo_kernels.core.exact import exact, exact_dtype
-from gspo_kernels.core.layout import Layout, as_rows, layout_of, queued
-from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.layout import Layout, as_rows, copy_async, layout_of
+from gspo_kernels.core.operators import must_check_values
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.kl import kl_penalty
@@ -298,7 +298,7 @@ def _log_ratio(
         loss_mask = torch.ones_like(tokens, dtype=torch.bool)
     shape, device = tuple(tokens.shape), tokens.device
     checks.tensor("loss_mask", loss_mask, shape, f"the shape of {name}", device, host=True)
-    packed, loss_mask = cu_seqlens is not None, queued(check_mask(loss_mask), device, "loss_mask")
+    packed, loss_mask = cu_seqlens is not None, copy_async(check_mask(loss_mask), device, "loss_mask")
     counted, layout = _counted(loss_mask, cu_seqlens)
     first, second = (
         checked_rows(as_rows(value.detach(), packed), counted, packed, each, True)
@@ -472,7 +472,7 @@ def sampling_mask(
             (), checks.number("temperature", temperature, positive=True), dtype=exact_dtype(logits.device)
         )
     rows = logits.reshape(-1, vocabulary)
-    validating = checked_values(logits.device)
+    validating = must_check_values(logits.device)
     if validating and labels is not None:
         _check_labels(labels, vocabulary)
     masks = rows.new_empty((rows.shape[0], bits.words(vocabulary)), dtype=torch.int32)

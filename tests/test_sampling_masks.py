@@ -130,7 +130,7 @@ def test_a_label_outside_of_its_set(backend, monkeypatch):
     ):
         with pytest.raises(ValueError, match=rf"^labels: got {int(labels[1, 2])} at position \[1, 2\]"):
             call()
-    monkeypatch.setattr("gspo_kernels.logits.logprobs.checked_values", lambda device: False)
+    monkeypatch.setattr("gspo_kernels.logits.logprobs.must_check_values", lambda device: False)
     leaf = logits.clone().requires_grad_()
     logprobs = gk.token_logprobs(leaf, labels, **shared).logprobs
     assert logprobs.isnan().nonzero().tolist() == [[1, 2]]
@@ -233,7 +233,7 @@ def test_rows_without_a_softmax_are_errors(monkeypatch, rules, bad):
         gk.sampling_mask(logits.flatten(0, 1), labels=torch.zeros(6, dtype=torch.int64), **rules)
     # if no id was drawn, or without checks, such a row keeps everything
     inert = gk.sampling_mask(logits, labels=torch.full((2, 3), -100), **rules)
-    monkeypatch.setattr(sampling, "checked_values", lambda device: False)
+    monkeypatch.setattr(sampling, "must_check_values", lambda device: False)
     for mask in (inert, gk.sampling_mask(logits, **rules)):
         assert bits.columns(mask, 40)[1, 1].all()
         mask[1, 1] = plain[1, 1]

@@ -12,7 +12,7 @@ from gspo_kernels.arguments.logit_options import check_labels_match
 from gspo_kernels.arguments.prefetch import lengths_on_host
 from gspo_kernels.backends import cpp
 from gspo_kernels.core import checks
-from gspo_kernels.core.layout import queued
+from gspo_kernels.core.layout import copy_async
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.torch_internals import constant_when_traced, tensors_to_save
 from gspo_kernels.core.types import LoRAHead, RowOptions, stats_dtype
@@ -140,7 +140,7 @@ def with_host_lengths(
     if (offsets is not None and not offsets.is_cpu) or (chunking.compact and not masked and not few):
         return chunking
     lengths, where = lengths_on_host(tokens, mask if masked else None, offsets)
-    where = None if where is None else queued(where, tokens.device)
+    where = None if where is None else copy_async(where, tokens.device)
     return chunking._replace(compact=False, lengths=lengths, where=where)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gspo_kernels.backends.reference.hidden import lengths as sequence_lengths
 from gspo_kernels.core import checks
-from gspo_kernels.core.layout import as_rows, queued
+from gspo_kernels.core.layout import as_rows, copy_async
 
 
 class Read:
@@ -97,7 +97,7 @@ def prefetch(
         return
     tokens = as_rows(labels, packed)
     if loss_mask is not None:
-        mask = queued(as_rows(loss_mask, packed), labels.device, "loss_mask")
+        mask = copy_async(as_rows(loss_mask, packed), labels.device, "loss_mask")
         tokens = tokens.masked_fill(mask == 0, ignore_index)
     factors = advantages
     if advantages is not None and advantages.shape != (sequences,):

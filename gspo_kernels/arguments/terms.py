@@ -18,8 +18,8 @@ from torch import Tensor
 from gspo_kernels.arguments import values as value_checks
 from gspo_kernels.core import checks
 from gspo_kernels.core.exact import exact
-from gspo_kernels.core.layout import Layout, as_rows, layout_of, queued
-from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.layout import Layout, as_rows, copy_async, layout_of
+from gspo_kernels.core.operators import must_check_values
 from gspo_kernels.distributed.groups import Parallel, gathered_numbers, group_name
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.objectives.kl import KL_ESTIMATORS
@@ -249,10 +249,10 @@ def _to_device(terms: Terms, tokens: Tensor) -> Terms:
     if offsets is not None and offsets.is_cpu:
         if checked:
             value_checks.check_cu_seqlens(offsets, tokens)
-        terms = terms._replace(cu_seqlens=queued(offsets, tokens.device, "cu_seqlens"))
+        terms = terms._replace(cu_seqlens=copy_async(offsets, tokens.device, "cu_seqlens"))
     if mask is not None and mask.is_cpu:
         mask = value_checks.check_mask(mask) if checked else mask != 0
-        terms = terms._replace(loss_mask=queued(mask, tokens.device, "loss_mask"))
+        terms = terms._replace(loss_mask=copy_async(mask, tokens.device, "loss_mask"))
     return terms
 
 
@@ -338,10 +338,10 @@ def check_values(
         value_checks.check_lengths(terms.lengths, counts())
     # aggregation="prompt_mean" allows groups of one sequence, objectives over groups do not
     ids = terms.group_ids
-    if ids is not None and "group_ids" in from_spec(terms.objective).needs and checked_values(ids.device):
+    if ids is not None and "group_ids" in from_spec(terms.objective).needs and must_check_values(ids.device):
         _check_groups(ids, counts() > 0)
     if logprobs_too:
-        check_logprobs(tokens, terms, logprobs)
+        check_token_values(tokens, terms, logprobs)
     return _agree_on_token_terms(tokens, terms) if terms.cp_group else terms
 
 
@@ -371,14 +371,14 @@ _LOGPROBS = ("old_logprobs", "ref_logprobs")
 _FACTORS = ("advantages", "rollout_weights", "token_weights", "kl_beta", "entropy_coef")
 
 
-def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
+def check_token_values(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
     """Reject log-probs above 1 nat, and NaN in factors and in old and reference log-probs.
 
     Factors are advantages, weights and coefficients of terms. Tokens that don't count are not checked. Old
     log-probs may be NaN where no gradient depends on them, reference log-probs where neither the KL term nor
     the objective needs them. For NaN in the current ``logprobs`` see ``docs/precision.md``.
     """
-    if not checked_values(tokens.device):
+    if not must_check_values(tokens.device):
         return
     named = {"logprobs": logprobs, **{name: getattr(terms, name) for name in _LOGPROBS + _FACTORS}}
     for name, value in named.items():
@@ -472,7 +472,7 @@ def mask_rows(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Te
     mask: Tensor = checks.tensor("loss_mask", loss_mask, shape, "the labels' shape", device, host=True)
     if mask.is_cpu and not labels.is_cpu:
         checked = mask if torch.compiler.is_compiling() else value_checks.check_mask(mask)
-        mask = queued(checked, device, "loss_mask")
+        mask = copy_async(checked, device, "loss_mask")
     rows: Tensor = value_checks.mask_labels(
         as_rows(labels, packed), as_rows(mask, packed), None, ignore_index
     ).labels

@@ -11,14 +11,14 @@ from torch import Tensor
 from gspo_kernels.backends.dispatch import automatic, load
 from gspo_kernels.core import bits
 from gspo_kernels.core.exact import exact_dtype
-from gspo_kernels.core.operators import checked_values, operator
+from gspo_kernels.core.operators import must_check_values, operator
 from gspo_kernels.core.types import Shard, wrong_mask
 from gspo_kernels.distributed.shards import columns_of
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
     """Check that offsets start at 0, never decrease, and end at the number of tokens."""
-    if cu_seqlens is None or not checked_values(cu_seqlens.device):
+    if cu_seqlens is None or not must_check_values(cu_seqlens.device):
         return
     refuse_lengths(cu_seqlens)
     last = int(cu_seqlens[-1])
@@ -56,7 +56,7 @@ def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tupl
     """Return which tokens count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
     backend = load(automatic(loss_mask.device))
     counted, merged, binary = backend.merge_mask(loss_mask, labels, ignore_index)
-    if binary is None and checked_values(loss_mask.device):
+    if binary is None and must_check_values(loss_mask.device):
         binary = torch.equal((loss_mask != 0).to(loss_mask.dtype), loss_mask)
     if binary is False:
         raise wrong_mask(loss_mask)
@@ -65,7 +65,7 @@ def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tupl
 
 def check_lengths(lengths: Tensor | None, counts: Tensor) -> None:
     """Check that lengths are positive where tokens are counted."""
-    if lengths is None or not checked_values(lengths.device):
+    if lengths is None or not must_check_values(lengths.device):
         return
     if bool(((counts > 0) & ~(lengths > 0)).any()):
         raise ValueError("lengths: expected positive numbers for all sequences with a counted token")
@@ -73,7 +73,7 @@ def check_lengths(lengths: Tensor | None, counts: Tensor) -> None:
 
 def check_normalizer(normalizer: Tensor | None) -> None:
     """Check that a normalizer is positive."""
-    if normalizer is None or not checked_values(normalizer.device):
+    if normalizer is None or not must_check_values(normalizer.device):
         return
     right = normalizer > 0
     if not bool(right.all() if right.ndim else right):
@@ -85,7 +85,7 @@ def check_temperature(
     temperature: Tensor, labels: Tensor, ignore_index: int, name: str = "temperature"
 ) -> None:
     """Check that temperatures [B, T] are positive where tokens count."""
-    if not checked_values(temperature.device):
+    if not must_check_values(temperature.device):
         return
     if bool((wrong := ~(temperature > 0) & (labels != ignore_index)).any()):
         got = temperature[wrong][0].item()
@@ -129,7 +129,7 @@ def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) ->
 
     Counted labels must be among the mask's columns; ``first`` is the id of the first column.
     """
-    if not checked_values(labels.device):
+    if not must_check_values(labels.device):
         return
     absent = counted & ~bits.holds(kept, torch.where(counted, labels - first, 0))
     if bool(absent.any()):
@@ -152,9 +152,9 @@ def checked_rows(values: Tensor, counted: Tensor, packed: bool, name: str, logpr
     """Reject NaN where values in rows or [B] count, and ``logprobs`` above 1 nat; return a copy in
     ``exact_dtype``.
     """
-    if checked_values(values.device) and logprobs:
+    if must_check_values(values.device) and logprobs:
         check_logprobs(name, values, counted, packed)
-    elif checked_values(values.device) and not all_valid(values):
+    elif must_check_values(values.device) and not all_valid(values):
         refuse_nan(name, values, counted, packed)
     return values.to(exact_dtype(values.device), copy=True)
 
@@ -166,7 +166,7 @@ def _(values: Tensor, counted: Tensor, packed: bool, name: str, logprobs: bool) 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
     """Check that every id is in the vocabulary, or -1 or ``bits.NO_ID`` for padding; 0 is an unknown size."""
-    if not checked_values(ids.device):
+    if not must_check_values(ids.device):
         return
     highest = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
     wrong = (ids != bits.NO_ID) & ((ids < -1) | (ids > highest))

@@ -65,14 +65,14 @@ class RowBackend(Protocol):
         is 0.
         """
 
-    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, has_ratio: bool) -> bool:
         """Return whether to use ``logprobs_and_rows`` instead of separate passes, for contiguous logits.
 
         Args:
             rows: the logits.
             all_rows_active: whether all rows have a gradient. Otherwise one pass is faster only if rows are
                 almost free.
-            logprobs_compared: whether a ratio needs log-probs that are bitwise identical to those of
+            has_ratio: whether a ratio needs log-probs that are bitwise identical to those of
                 ``logprobs_forward``.
         """
 

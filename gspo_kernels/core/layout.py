@@ -104,7 +104,7 @@ def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
     if cu_seqlens is None:
         return Padded(tokens.shape[0], tokens.shape[1])
     if cu_seqlens.is_cpu:
-        cu_seqlens = queued(cu_seqlens, tokens.device, "cu_seqlens")
+        cu_seqlens = copy_async(cu_seqlens, tokens.device, "cu_seqlens")
     # unchecked offsets must not cause out-of-bounds accesses
     offsets = cu_seqlens.clamp(0, tokens.numel()).cummax(0).values
     return Packed(offsets, segment_ids(cu_seqlens, tokens.numel()))
@@ -120,7 +120,7 @@ def from_rows(tokens: Tensor, packed: bool) -> Tensor:
     return tokens.squeeze(0) if packed else tokens
 
 
-def queued(values: Tensor, device: torch.device, name: str = "values") -> Tensor:
+def copy_async(values: Tensor, device: torch.device, name: str = "values") -> Tensor:
     """Copy values to a device without a host-device sync; the caller may overwrite CPU values immediately."""
     if device.type != "cuda" or not values.is_cpu or torch.compiler.is_compiling():
         return values.to(device)

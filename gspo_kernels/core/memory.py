@@ -14,7 +14,7 @@ HUGE_PAGES_FROM = 16 * 2**20
 """Minimum of bytes to request huge pages on the CPU."""
 
 
-def used_memory(
+def reused_memory(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, *, larger: bool = True
 ) -> Tensor:
     """Return an uninitialized, contiguous tensor for short-lived data.

@@ -290,7 +290,7 @@ def _reduction(name: str) -> bool | tuple[bool, bool]:
     return setting if split is None else (setting, split)
 
 
-def checked_values(device: torch.device) -> bool:
+def must_check_values(device: torch.device) -> bool:
     """Return whether to check values: always on CPU, on other devices with GSPO_KERNELS_VALIDATE=1."""
     return _is_cpu(device) or validates()
 

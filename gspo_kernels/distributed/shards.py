@@ -82,7 +82,7 @@ class ShardedRows:
         grads = grads._replace(grad_logprobs=grads.grad_logprobs.masked_fill(constant, 0.0))
         self._inner.logprobs_backward(self._local(rows), stats, grads, out, sharded)
 
-    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+    def one_pass_pays(self, rows: LogitRows, *, all_rows_active: bool, has_ratio: bool) -> bool:
         """Return False, because the gradient needs the statistics of all ranks."""
         return False
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.arguments.values import check_temperature
 from gspo_kernels.core.exact import power_of_two
-from gspo_kernels.core.memory import used_memory
+from gspo_kernels.core.memory import reused_memory
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.hidden.call import Call, RequiresGrad, call_of
@@ -72,7 +72,9 @@ def linear_distillation(
         both = matmul.row_bytes + matmul.vocabulary * of_teacher.matmul.dtype.itemsize
         chunk_rows = max(1, chunk_rows * matmul.row_bytes // both)
     ends = call.cut(call.row_count, chunk_rows)
-    out = Accumulators(call, needs, most_rows(ends), normalized=True, once=call.row_count <= chunk_rows)
+    out = Accumulators(
+        call, needs, most_rows(ends), normalized=True, one_product=call.row_count <= chunk_rows
+    )
     divergences = call.hidden.new_zeros(call.labels.shape, dtype=out.dtype)
     _add_chunks(call, of_teacher, teacher, spec, shares, ends, out, divergences)
     return LinearDistilled(summed(divergences, shares), divergences, out.gradients())
@@ -93,7 +95,7 @@ def _add_chunks(
     # one block of memory where both sides have the same dtype
     row_count = out.max_rows
     shared = of_teacher is not None and of_teacher.matmul.dtype == matmul.dtype
-    block = used_memory(torch.Size(((1 + shared) * row_count, matmul.vocabulary)), matmul.dtype, device)
+    block = reused_memory(torch.Size(((1 + shared) * row_count, matmul.vocabulary)), matmul.dtype, device)
     teacher_block = block[row_count:]
     if of_teacher is not None and not shared:
         teacher_block = torch.empty(

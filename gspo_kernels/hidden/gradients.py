@@ -12,7 +12,7 @@ from torch import Tensor
 from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.backends.dispatch import hidden_kernels, load
 from gspo_kernels.core.exact import MAX_IN_SUMS, exact_dtype, power_of_two, times
-from gspo_kernels.core.memory import used_memory
+from gspo_kernels.core.memory import reused_memory
 from gspo_kernels.core.operators import Operator
 from gspo_kernels.core.torch_internals import refuse_second_derivatives
 from gspo_kernels.core.types import RowGradients, RowStats, stats_dtype
@@ -94,8 +94,8 @@ class HeadSums:
     of two as unit, which grows with the largest coefficient so far.
     """
 
-    def __init__(self, matmul: HeadMatmul, needs: RequiresGrad, backend: str, once: bool = False):
-        """Allocate; with ``once`` each column is added once, for all rows, in dWeight's final dtype."""
+    def __init__(self, matmul: HeadMatmul, needs: RequiresGrad, backend: str, one_product: bool = False):
+        """Allocate; with ``one_product`` dWeight is one matmul of all rows, in its final dtype."""
         weight = matmul.trained
         self.segments = None if matmul.any_order else matmul.segments()
         self._dtype, device = stats_dtype(weight.dtype), weight.device
@@ -103,12 +103,12 @@ class HeadSums:
         self._power: Tensor | None = None
         self._wide: Tensor | None = None
         self._weight: Tensor | None = None
-        dtype = weight.dtype if once else self._dtype
+        dtype = weight.dtype if one_product else self._dtype
         if needs.weight and dtype == weight.dtype:
             self._weight = torch.empty(weight.shape, dtype=dtype, device=device)
         elif needs.weight:
             # freed by the end of the backward; it leaves the pages of logits to the next chunk
-            self._weight = used_memory(weight.shape, dtype, device, larger=False)
+            self._weight = reused_memory(weight.shape, dtype, device, larger=False)
         self._bias = None
         if needs.bias:
             self._bias = torch.zeros(matmul.vocabulary, dtype=self._dtype, device=device)
@@ -173,7 +173,7 @@ class HeadSums:
         """Write the product of all rows to ``total``, rounded from fp32 by blocks of columns."""
         width = min(len(total), ROUNDED_COLUMNS)
         if self._wide is None:
-            self._wide = used_memory(torch.Size((width, total.shape[1])), self._dtype, total.device)
+            self._wide = reused_memory(torch.Size((width, total.shape[1])), self._dtype, total.device)
         for first in range(0, len(total), width):
             some = total[first : first + width]
             wide = self._wide[: len(some)]
@@ -277,7 +277,7 @@ class Accumulators:
         entropy: bool | None = None,
         projects_all: bool = False,
         stores_all: bool = False,
-        once: bool = False,
+        one_product: bool = False,
     ):
         """Allocate statistics and accumulators.
 
@@ -290,7 +290,7 @@ class Accumulators:
             entropy: whether the statistics include the entropy, or None to compute no statistics.
             projects_all: every row will be projected.
             stores_all: a gradient of every row will be stored.
-            once: see ``HeadSums``; ignored if dWeight can't be rounded yet.
+            one_product: see ``HeadSums``; ignored if dWeight can't be rounded yet.
         """
         self.call, self.needs, self.max_rows, hidden = call, needs, max_rows, call.hidden
         self._logits: Tensor | None = None
@@ -313,8 +313,8 @@ class Accumulators:
         if normalized:
             stored = stores_all and needs.hidden
             self.scales = (torch.empty if stored else torch.ones)(shape[:-1], dtype=self.dtype, device=device)
-        once = once and (call.matmul.rounds_early or not normalized)
-        self.sums = HeadSums(call.matmul, needs, call.options.backend, once)
+        one_product = one_product and (call.matmul.rounds_early or not normalized)
+        self.sums = HeadSums(call.matmul, needs, call.options.backend, one_product)
         self.one = torch.full((), 1.0, dtype=self.dtype, device=device)
 
     def logits_memory(self, row_count: int) -> Tensor:
@@ -322,7 +322,7 @@ class Accumulators:
         matmul, vocabulary = self.call.matmul, self.call.matmul.vocabulary
         if self._logits is None:
             shape = torch.Size((max(row_count, self.max_rows), matmul.stride))
-            self._logits = used_memory(shape, matmul.memory_dtype, matmul.weight.device)
+            self._logits = reused_memory(shape, matmul.memory_dtype, matmul.weight.device)
         rows = self._logits[:row_count]
         return rows if rows.shape[1] == vocabulary else rows[:, :vocabulary]
 
@@ -539,7 +539,7 @@ class Accumulators:
         # a power-of-two row stride causes cache conflicts on the CPU
         stride = width + 16 if chunk.hidden.is_cpu else width
         shape = torch.Size((chunk.size, stride + -stride % 8))
-        memory = used_memory(shape, matmul.memory_dtype, chunk.hidden.device)
+        memory = reused_memory(shape, matmul.memory_dtype, chunk.hidden.device)
         total: Tensor | None = None
         for first in range(0, V, width):
             last = min(first + width, V)

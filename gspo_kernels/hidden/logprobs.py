@@ -53,8 +53,8 @@ def linear_logprobs_backward(
         where = indices(keep)
     grad = grad_logprobs.flatten()[where]
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
-    max_rows, once = most_rows(call.cut(len(grad))), call.matmul.by_columns
-    out = Accumulators(call, needs, max_rows, normalized=False, stats=stats, once=once)
+    max_rows, one_product = most_rows(call.cut(len(grad))), call.matmul.by_columns
+    out = Accumulators(call, needs, max_rows, normalized=False, stats=stats, one_product=one_product)
     width = block_width(call, len(grad), call.chunk_rows)
     out.recompute(where, grad, grad_entropy, width=width, new_stats=new_stats)
     return out.gradients()

@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo_kernels.arguments.head import LinearOperands
 from gspo_kernels.arguments.terms import SPECS, Terms, check_values, shows_inactive
 from gspo_kernels.core.exact import exact_dtype
-from gspo_kernels.core.layout import queued
+from gspo_kernels.core.layout import copy_async
 from gspo_kernels.core.operators import matrix_operator
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.distributed.groups import sum_
@@ -189,7 +189,7 @@ def parts_of(call: Call, terms: Terms, plan: Plan) -> Iterator[Part]:
         numbers += [end - step.start for end in ends[step.first : step.last + 1]]
     table = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     if not labels.is_cpu:
-        table = queued(table, labels.device)
+        table = copy_async(table, labels.device)
     sizes = [step.last - step.first + 1 for step in plan.steps]
     order, *offsets = table.split([len(plan.sequences), *sizes])
     # [B] or [1, n]

@@ -104,7 +104,7 @@ class LossAccumulators(Accumulators):
             and "forward" not in schedules
             and call.tokens is None
             and self.min_rows_to_skip > total,
-            once=plan.one_product and centering is None,
+            one_product=plan.one_product and centering is None,
         )
         self.sequence_sums: HeadSums | None = None
         if "deferred" in schedules:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from gspo_kernels.arguments.prefetch import prefetch
 from gspo_kernels.core import checks
 from gspo_kernels.core.exact import exact
-from gspo_kernels.core.layout import queued, segment_ids
-from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.layout import copy_async, segment_ids
+from gspo_kernels.core.operators import must_check_values
 from gspo_kernels.core.types import LoRAHead
 from gspo_kernels.distributed.groups import Parallel
 from gspo_kernels.integrations.errors import IntegrationError, require_package
@@ -431,7 +431,7 @@ def _take_labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) 
     shifted[:, -1:] = ignore_index
     if cu_seqlens is not None and labels.shape[1]:
         # an empty first sequence gives index -1, the last position of the row, which is ignored anyway
-        shifted[0, queued(cu_seqlens, labels.device)[1:].long() - 1] = ignore_index
+        shifted[0, copy_async(cu_seqlens, labels.device)[1:].long() - 1] = ignore_index
     return shifted
 
 
@@ -446,7 +446,7 @@ def _check_one_per_row(model: Any, kwargs: dict[str, Any]) -> None:
     counted = _text_positions(model, positions)
     if counted is None:  # rows and columns of images count back, too; only sequences begin at 0 on all axes
         counted = positions.amax(0).clamp(max=1)
-    if checked_values(positions.device) and bool((counted.diff() < 0).any()):
+    if must_check_values(positions.device) and bool((counted.diff() < 0).any()):
         raise IntegrationError(
             "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
             "one row [1, N]"
@@ -483,7 +483,7 @@ def _lay_out_packed(
     If ranks share sequences, the caller must keep them apart. Scoring, where no advantages are passed, takes
     no ``cu_seqlens``, so a temperature per sequence becomes one per token.
     """
-    cu_seqlens, temperature = queued(options["cu_seqlens"], labels.device), options.get("temperature")
+    cu_seqlens, temperature = copy_async(options["cu_seqlens"], labels.device), options.get("temperature")
     if "position_ids" not in signature(type(model).forward).parameters:
         raise IntegrationError(
             f"cu_seqlens: {type(model).__name__} takes no position_ids, so it can't keep packed sequences "
@@ -505,7 +505,7 @@ def _lay_out_packed(
             f"position_ids: got shape {tuple(positions.shape)}, expected {' or '.join(map(str, shapes))}"
         )
     counted = _text_positions(model, positions)
-    if counted is not None and not shared and checked_values(labels.device):
+    if counted is not None and not shared and must_check_values(labels.device):
         inside = segments.diff().unsqueeze(0) == 0
         if not torch.equal(counted.diff() == 1, inside):
             raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
@@ -628,7 +628,7 @@ def _run_with_loss(
             f"model: the lm_head of {type(model).__name__} changes what its forward returns"
         )
     # on a CPU the second comparison needs no sync; it reads V numbers, and the loss reads a matrix [V, H]
-    if compare or (checked_values(logits.device) and not torch.equal(logits, logits_before)):
+    if compare or (must_check_values(logits.device) and not torch.equal(logits, logits_before)):
         expected = lm_head.transform(exact(test_logits))
         same = logits.shape == expected.shape
         if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():

@@ -14,7 +14,7 @@ from torch import Tensor
 from gspo_kernels.arguments.values import check_temperature
 from gspo_kernels.core import bits, divergences
 from gspo_kernels.core.exact import exact, exact_dtype, exact_sum
-from gspo_kernels.core.memory import used_memory
+from gspo_kernels.core.memory import reused_memory
 from gspo_kernels.core.operators import inplace_operator, operator
 from gspo_kernels.core.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
 from gspo_kernels.distributed.shards import leading_of_all, row_backend, vocabulary_of
@@ -192,7 +192,7 @@ def _(pair: Pair, options: RowOptions) -> PairStats:
 @operator
 def divergence_backward(pair: Pair, options: RowOptions, known: PairStats, grad: Tensor) -> Tensor:
     """Return the student's gradient in the dtype of its logits, contiguous."""
-    out = used_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
+    out = reused_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
     pair.evaluate(options, known, grad, out)
     return out
 
@@ -230,7 +230,7 @@ class PairWithGradient(NamedTuple):
 def divergence_and_grad(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
     """Return divergences and the gradient of logits for a known upstream gradient."""
     _checked(pair, options)
-    out = used_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
+    out = reused_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
     return PairWithGradient(*pair.evaluate(options, None, grad, out), out)
 
 

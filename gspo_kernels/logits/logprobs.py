@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 from gspo_kernels.arguments.values import check_kept, check_temperature
 from gspo_kernels.backends.dispatch import load
 from gspo_kernels.core.exact import exact_dtype
-from gspo_kernels.core.memory import used_memory
-from gspo_kernels.core.operators import checked_values, inplace_operator, operator
+from gspo_kernels.core.memory import reused_memory
+from gspo_kernels.core.operators import inplace_operator, must_check_values, operator
 from gspo_kernels.core.torch_internals import refuse_second_derivatives, tensors_to_save
 from gspo_kernels.core.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
 from gspo_kernels.distributed.groups import gathered_numbers
@@ -65,12 +65,12 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     """
     if options.shard.group:
         local_range = range_of(labels, vocabulary, options)
-        if options.shard.start >= 0 and checked_values(labels.device):
+        if options.shard.start >= 0 and must_check_values(labels.device):
             check_ranges(gathered_numbers(options.shard.group, labels.device, local_range), options)
         return
     if options.transform.row_temperature is not None:
         check_temperature(options.transform.row_temperature, labels, options.ignore_index)
-    if not checked_values(labels.device) or not labels.numel():
+    if not must_check_values(labels.device) or not labels.numel():
         return
     lowest, highest = labels.aminmax()
     if int(lowest) < 0 or int(highest) >= vocabulary:
@@ -100,7 +100,7 @@ def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int,
     if options.transform.row_temperature is not None:
         check_temperature(options.transform.row_temperature, labels, options.ignore_index)
     start, total = columns_of(options.shard, width)
-    counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
+    counted = labels[labels != options.ignore_index] if must_check_values(labels.device) else labels[:0]
     lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
     if lowest < 0 or (total and highest >= total):
         raise wrong_label(lowest if lowest < 0 else highest, total, options)
@@ -147,7 +147,7 @@ def logprobs_backward(
     logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> Tensor:
     """Return the logits' gradient in their dtype, contiguous."""
-    out = used_memory(logits.shape, logits.dtype, logits.device)
+    out = reused_memory(logits.shape, logits.dtype, logits.device)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     row_backend(options).logprobs_backward(rows, stats, grads, out)
     return out
@@ -183,7 +183,7 @@ def logprobs_and_grad(
 ) -> LogitGradient:
     """Return log-probs and the logits' gradient for known coefficients dLoss/dlogprobs [B, T]."""
     check_rows(labels, logits.shape[-1], options)
-    out = used_memory(logits.shape, logits.dtype, logits.device)
+    out = reused_memory(logits.shape, logits.dtype, logits.device)
     rows = LogitRows(logits, labels, options.transform, options.ignore_index)
     stats = row_backend(options).logprobs_and_grad(rows, coefficients, out)
     return LogitGradient(stats.logprobs, stats.lse, out)
@@ -225,24 +225,23 @@ class TokenLogprobsFunction(torch.autograd.Function):
 
 
 def save_rows(
-    ctx: Any, options: RowOptions, logits: Tensor, *tensors: Tensor | None, inplace: bool = False
+    ctx: Any, options: RowOptions, first: Tensor, *tensors: Tensor | None, inplace: bool = False
 ) -> None:
     """Save tensors and row options for a backward in which undefined upstream gradients are None.
 
-    With ``inplace`` the backward may overwrite the logits, see ``overwritten``. Otherwise ``logits`` may be
-    any tensor.
+    With ``inplace`` the backward may overwrite the first tensor, the logits; see ``overwritten``.
     """
     ctx.inplace = inplace
     if inplace and not is_compiling():
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ctx.address, ctx.overwrote = logits.data_ptr() if hooked else None, False
+        ctx.address, ctx.overwrote = first.data_ptr() if hooked else None, False
     *_, row_temperature, kept = options.transform
     if row_temperature is not None or kept is not None:
         transform = options.transform._replace(row_temperature=None, kept=None)
         options = options._replace(transform=transform)
     ctx.options = options
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors_to_save(ctx, (logits, *tensors, row_temperature, kept)))
+    ctx.save_for_backward(*tensors_to_save(ctx, (first, *tensors, row_temperature, kept)))
 
 
 def saved_rows(ctx: Any) -> tuple[list[Any], RowOptions]:

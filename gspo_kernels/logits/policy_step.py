@@ -17,7 +17,7 @@ from gspo_kernels.arguments.terms import Terms, check_values
 from gspo_kernels.arguments.values import all_valid
 from gspo_kernels.backends.dispatch import ratio_backend
 from gspo_kernels.core.exact import exact_dtype
-from gspo_kernels.core.operators import checked_values, operator
+from gspo_kernels.core.operators import must_check_values, operator
 from gspo_kernels.core.torch_internals import is_last_backward
 from gspo_kernels.core.types import (
     MASK_DTYPES,
@@ -101,7 +101,7 @@ def policy_step(
     reads_mask = mask_only and mask is not None and mask.dtype in MASK_DTYPES
     # the kernel checks values while reading them, and calls ``recheck`` if some may be wrong
     terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
-    if launch and checked_values(logprobs.device):
+    if launch and must_check_values(logprobs.device):
         recheck = functools.partial(check_values, logprobs, terms, logprobs=logprobs)
         # the kernel doesn't read weights of sequences with a zero advantage
         if terms.rollout_weights is not None and not all_valid(terms.rollout_weights):

@@ -23,8 +23,8 @@ from gspo_kernels.arguments.values import check_ids, check_logprobs
 from gspo_kernels.backends.dispatch import load
 from gspo_kernels.core import bits
 from gspo_kernels.core.exact import exact, exact_dtype, segment_reduce
-from gspo_kernels.core.memory import used_memory
-from gspo_kernels.core.operators import checked_values, inplace_operator, operator
+from gspo_kernels.core.memory import reused_memory
+from gspo_kernels.core.operators import inplace_operator, must_check_values, operator
 from gspo_kernels.core.types import LogitRows, LogitTransform, RowGradients, RowOptions, RowStats, stats_dtype
 from gspo_kernels.distributed.shards import columns_of, selected_of_all
 from gspo_kernels.logits.logprobs import check_rows, overwritten, save_rows, saved_rows
@@ -67,10 +67,10 @@ def checked_ids(
     if labels is not None:
         ids.masked_fill_((labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
     check_ids("ids", ids, total)
-    if teacher_logprobs is not None and checked_values(ids.device):
+    if teacher_logprobs is not None and must_check_values(ids.device):
         check_logprobs("teacher_logprobs", teacher_logprobs, ids != bits.NO_ID, packed)
     kept = options.transform.kept
-    if kept is not None and checked_values(ids.device):
+    if kept is not None and must_check_values(ids.device):
         local = (ids >= first) & (ids < first + vocabulary)
         cut = local & ~_are_kept(kept, torch.where(local, ids - first, 0))
         if bool(cut.any()):
@@ -284,7 +284,7 @@ class SelectedOperands(NamedTuple):
 @operator
 def selected_backward(logits: Tensor, operands: SelectedOperands) -> Tensor:
     """Return the logits' gradient in their dtype, contiguous."""
-    out = used_memory(logits.shape, logits.dtype, logits.device)
+    out = reused_memory(logits.shape, logits.dtype, logits.device)
     write_gradient(out, logits, *operands)
     return out
 

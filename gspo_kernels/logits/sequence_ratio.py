@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.arguments.terms import Terms, check_logprobs
+from gspo_kernels.arguments.terms import Terms, check_token_values
 from gspo_kernels.arguments.values import (
     all_valid,
     check_cu_seqlens,
@@ -21,7 +21,7 @@ from gspo_kernels.arguments.values import (
 from gspo_kernels.backends.dispatch import load, ratio_backend
 from gspo_kernels.core.exact import exact, exact_dtype
 from gspo_kernels.core.layout import layout_of, segment_ids
-from gspo_kernels.core.operators import checked_values, operator
+from gspo_kernels.core.operators import must_check_values, operator
 from gspo_kernels.core.torch_internals import constant_when_traced
 from gspo_kernels.core.types import (
     METRICS,
@@ -138,7 +138,7 @@ def sequence_ratio(
     ratio_clip: RatioClip,
 ) -> SequenceRatioStats:
     """Compute the loss of sequence ratios from logits; see ``protocol.RatioBackend``."""
-    checks_values = checked_values(labels.device)
+    checks_values = must_check_values(labels.device)
     merged = None
     if mask is not None and checks_values:
         labels = merged = mask_labels(labels, mask, None, options.ignore_index).labels
@@ -152,7 +152,7 @@ def sequence_ratio(
     if operands.lengths is not None and checks_values:
         counted = exact(labels != options.ignore_index)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
-    recheck = functools.partial(_check_logprobs, labels, operands, options) if checks_values else None
+    recheck = functools.partial(_check_token_values, labels, operands, options) if checks_values else None
     # the kernel doesn't read weights of sequences with a zero advantage
     if recheck is not None and operands.weights is not None and not all_valid(operands.weights):
         recheck()
@@ -168,8 +168,8 @@ def sequence_ratio(
 _GSPO = GSPO().spec
 
 
-def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
-    """Run ``terms.check_logprobs`` for GSPO, which has the same requirements as the other losses here."""
+def _check_token_values(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
+    """Run ``terms.check_token_values`` for GSPO, which has the same requirements as the other losses here."""
     terms = Terms(
         operands.old_logprobs,
         operands.advantages,
@@ -178,7 +178,7 @@ def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions
         rollout_weights=operands.weights,
         objective=_GSPO,
     )
-    check_logprobs(labels, terms)
+    check_token_values(labels, terms)
 
 
 @sequence_ratio.register_fake

@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo_kernels.arguments.values import check_cu_seqlens
 from gspo_kernels.core import checks
 from gspo_kernels.core.layout import segment_ids
-from gspo_kernels.core.operators import checked_values
+from gspo_kernels.core.operators import must_check_values
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
     checks.tensor("lengths", lengths, None, "[B]", None, checks.INTEGERS)
     if lengths.ndim != 1:
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected [B]")
-    if checked_values(lengths.device) and lengths.numel() and (lowest := int(lengths.min())) < 0:
+    if must_check_values(lengths.device) and lengths.numel() and (lowest := int(lengths.min())) < 0:
         raise ValueError(f"lengths: got {lowest}, expected numbers of at least 0")
     return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
@@ -65,7 +65,7 @@ def to_predictions(
     elif attention_mask is not None:
         attended = checks.tensor("attention_mask", attention_mask, rows, "[B, T]", device) != 0
         starts = attended & ~F.pad(attended, (1, -1))
-        if checked_values(device) and bool((starts.sum(1) > 1).any()):
+        if must_check_values(device) and bool((starts.sum(1) > 1).any()):
             raise ValueError("attention_mask: has holes, expected padding on the left or right only")
         predicts = attended & attended.roll(-1, 1)
     predicts[..., -1:] = False

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.core.exact import exact
-from gspo_kernels.core.layout import queued
+from gspo_kernels.core.layout import copy_async
 from gspo_kernels.models import IntegrationError
 from gspo_kernels.models.lm_head import causal_lm_of, head_module, replaced_product
 from gspo_kernels.models.rope import own_frequencies, varying_ropes
@@ -123,7 +123,7 @@ def tree_row(model: Any, prompts: Tokens, completions: Tokens) -> Row:
             if position >= len(prompt) - 1:  # a prompt's last token predicts the first of every completion
                 predicting.append(place)
     rows = torch.tensor(tokens, dtype=torch.int64, device="cpu").T.contiguous()
-    row, places = (queued(x, prompts[0].device) for x in (rows[:2], rows.new_tensor(predicting)))
+    row, places = (copy_async(x, prompts[0].device) for x in (rows[:2], rows.new_tensor(predicting)))
     inputs = {"input_ids": row[:1], "position_ids": row[1:]}
     if len(tokens) > 1:  # transformers takes a single token for a step of decoding
         inputs["attention_mask"] = attention_mask(model, _segments(before), row.device)
@@ -237,13 +237,13 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device |
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     firsts = torch.tensor(starts, dtype=torch.int64, device="cpu") - (sizes.cumsum(0) - sizes)
     found = torch.arange(sum(lengths), device="cpu") + firsts.repeat_interleave(sizes)
-    return queued(found, torch.device(device))
+    return copy_async(found, torch.device(device))
 
 
 def offsets_on(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return ``cu_seqlens`` of sequences of these lengths."""
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
-    return queued(ends, device)
+    return copy_async(ends, device)
 
 
 # transformers recognizes packed sequences by position_ids that restart, but not in every model and not where

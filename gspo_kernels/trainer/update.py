@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
 from gspo_kernels.core.exact import exact
-from gspo_kernels.core.layout import queued
+from gspo_kernels.core.layout import copy_async
 from gspo_kernels.logits.centering import ScoreCentering, require_weight
 from gspo_kernels.models.rows import offsets_on, ranges, token_budget_batches, tree_row
 from gspo_kernels.off_policy import SamplingMask
@@ -89,7 +89,7 @@ class Batch:
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         """Return these rows' part of a loss's terms, tensors of which are [B] or [N], with ``cu_seqlens``."""
         places, B, device = self.places(rows), len(self.completions), self.loss_mask.device
-        chosen = queued(rows, device)
+        chosen = copy_async(rows, device)
         part = {
             name: value[chosen if len(value) == B else places] if isinstance(value, Tensor) else value
             for name, value in terms.items()
@@ -458,7 +458,7 @@ class Updater:
         ids = batch.group_ids.to("cpu")[rows]
         each = gk.normalizer(self.objective, torch.cat(masks), group_ids=ids, **options)
         divisors = each.new_ones(len(batch.completions)).index_put((rows,), each)
-        return queued(divisors, batch.loss_mask.device)
+        return copy_async(divisors, batch.loss_mask.device)
 
     def _learn_full(self, batch: Batch, terms: Terms, minibatch: Minibatch) -> gk.LossOutput:
         """Run the loss of the whole minibatch; the micro-batches then backpropagate its gradient."""

@@ -641,7 +641,7 @@ def test_every_backend_checks_values(backend):
 def test_unchecked_nan_makes_the_result_nan(monkeypatch):
     """Values are not checked on a GPU without GSPO_KERNELS_VALIDATE=1."""
     for module in (policy_step, terms):
-        monkeypatch.setattr(module, "checked_values", lambda device: False)
+        monkeypatch.setattr(module, "must_check_values", lambda device: False)
     for objective in OBJECTIVES.values():
         assert result(policy, objective=objective, advantages=with_value(ADVANTAGES, NAN, 1)).isnan()
 

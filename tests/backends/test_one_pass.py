@@ -126,7 +126,7 @@ def test_rows_come_along_only_where_that_is_less_work():
 
     def pays(V=4096, dtype=FP32, transform=PLAIN, active=True, compared=False):
         rows = ROWS.rows(empty(V, dtype)[0], None, transform)
-        return kernels.one_pass_pays(rows, all_rows_active=active, logprobs_compared=compared)
+        return kernels.one_pass_pays(rows, all_rows_active=active, has_ratio=compared)
 
     kept = PLAIN._replace(kept=torch.empty(1, 2, 128, dtype=torch.int32))
     others = ({"active": False}, {"compared": True}, {"V": 4104}, {"V": 0}, {"dtype": FP64})

@@ -230,8 +230,8 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
     """Each combination of finite, banned and undefined log-probs is a token, with a finite token in its
     sequence. Checks of values are off, because they would refuse some of them.
     """
-    monkeypatch.setattr(terms, "checked_values", lambda device: False)
-    monkeypatch.setattr(policy_step, "checked_values", lambda device: False)
+    monkeypatch.setattr(terms, "must_check_values", lambda device: False)
+    monkeypatch.setattr(policy_step, "must_check_values", lambda device: False)
     tokens = torch.stack([INFINITE, torch.full_like(INFINITE, -1.5)], 2)
     kinds = [(2.0, "k1", 0.5), (-2.0, "k1", 0.0), (-2.0, "k2", 0.5), (0.0, "k3", 0.5)]
     # each token with two of the kinds, in turn
@@ -253,7 +253,7 @@ def test_infinities_are_those_of_the_evaluation(monkeypatch, launch, objective):
 def test_enormous_log_ratios(monkeypatch, launch, source, dual):
     """From logits, a small ratio takes a logit far below the others. Values that overflow fp32 are inf."""
     for module in (terms, policy_step):
-        monkeypatch.setattr(module, "checked_values", lambda device: False)
+        monkeypatch.setattr(module, "must_check_values", lambda device: False)
     objective = gk.GSPO(clip_low=0.2, clip_high=0.2, dual_clip=dual, aggregation="sum")
     for sizes in ((-1e4, -1e3, -80.0, -30.0, 30.0, 80.0), (-1e4, 1e3, 1e4)):
         of, advantages = torch.tensor(list(itertools.product(sizes, (1.0, -1.0, 0.0)))).unbind(1)
@@ -310,7 +310,7 @@ def test_nothing_counted(monkeypatch, launch, source, objective, normalizer):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
     # for normalizer=0
-    monkeypatch.setattr("gspo_kernels.arguments.values.checked_values", lambda device: False)
+    monkeypatch.setattr("gspo_kernels.arguments.values.must_check_values", lambda device: False)
     normalizer = None if normalizer is None else torch.tensor(normalizer)
     values = draw(source, (2, 2)) | {"objective": objective, "normalizer": normalizer}
     if source == "logprobs":

@@ -21,7 +21,7 @@ def library(request, monkeypatch):
     """Select the library that multiplies fp32 and bf16 heads, on any processor and for any weight."""
     ours = request.param == "cpp"
     monkeypatch.setattr(products, "multiplies", lambda dtype: ours and dtype in (BF16, FP32))
-    monkeypatch.setattr(products, "SMALL", 0)
+    monkeypatch.setattr(products, "MIN_CPP_ELEMENTS", 0)
     return request.param
 
 

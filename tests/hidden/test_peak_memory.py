@@ -14,7 +14,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.core import memory
-from gspo_kernels.core.memory import used_memory
+from gspo_kernels.core.memory import reused_memory
 from tests.cases import generator
 
 MIB = 2**20
@@ -187,7 +187,7 @@ def given_back():
 
 
 def gradient_memory():
-    return used_memory(torch.Size((64, MIB // 4)), torch.float32, torch.device("cpu"))
+    return reused_memory(torch.Size((64, MIB // 4)), torch.float32, torch.device("cpu"))
 
 
 @on_linux

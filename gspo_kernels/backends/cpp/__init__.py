@@ -96,7 +96,7 @@ def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> Row
     return stats
 
 
-def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, has_ratio: bool) -> bool:
     """Return True, as one pass is always faster and bitwise identical."""
     return True
 

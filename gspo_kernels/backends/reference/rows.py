@@ -119,7 +119,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         values.mul_(factor)
 
 
-def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, has_ratio: bool) -> bool:
     """Return False, as it is not supported."""
     return False
 

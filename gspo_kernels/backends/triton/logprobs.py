@@ -470,10 +470,10 @@ def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, None]:
     return logprobs_and_grad(rows, None, out), None
 
 
-def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, logprobs_compared: bool) -> bool:
+def one_pass_pays(rows: LogitRows, *, all_rows_active: bool, has_ratio: bool) -> bool:
     """Return whether rows stay on the chip and all are active; the order of sums differs from
     ``logprobs_forward``.
     """
-    if logprobs_compared or not all_rows_active:
+    if has_ratio or not all_rows_active:
         return False
     return on_chip_tile(rows.logits, rows.logits, rows.transform) is not None

@@ -23,7 +23,7 @@ __all__ = [
     "select_matmul",
 ]
 
-SMALL = 2**20
+MIN_CPP_ELEMENTS = 2**20
 """Elements of an fp32 weight below which torch.mm is used."""
 
 
@@ -64,7 +64,7 @@ def select_matmul(
         whole_logits: whether the caller reads logits, not only statistics and gradient rows.
     """
     head = weight if base is None else base
-    large = head.dtype != torch.float32 or head.numel() >= SMALL
+    large = head.dtype != torch.float32 or head.numel() >= MIN_CPP_ELEMENTS
     in_blocks = head.is_cpu and large and multiplies(head.dtype)
     if invariant:
         kind: type[HeadMatmul] = BatchInvariantMatmul

@@ -140,9 +140,7 @@ class HeadMatmul:
         if (
             not self.any_order
             or entropy
-            or not self.backend.one_pass_pays(
-                rows, all_rows_active=all_rows_active, logprobs_compared=has_ratio
-            )
+            or not self.backend.one_pass_pays(rows, all_rows_active=all_rows_active, has_ratio=has_ratio)
         ):
             return Projected(logits, self.backend.logprobs_forward(rows, entropy))
         out = self.rows_memory(logits)
