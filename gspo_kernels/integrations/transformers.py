@@ -575,14 +575,14 @@ def _run_with_loss(
     """
     original, scoring = head_module(model), "advantages" not in options
     lm_head = described(model, original)
-    test_logits = torch.empty(0, dtype=torch.float32, device="cpu")
+    vocabulary, device = 0, labels.device
     seen = (lm_head.logit_scale, lm_head.softcap, forward.func, type(model).forward, original)
     before, logits_before = state.compared
     compare, fp32_head = before != seen, state.fp32_head
     computed: dict[str, Any] = {}
 
     def product(head: Any, hidden: Tensor) -> tuple[Tensor, ...]:
-        nonlocal test_logits
+        nonlocal vocabulary, device
         lora = weight_of(head)
         weight, bias = lora.weight if isinstance(lora, LoRAHead) else lora, lm_head.bias
         bias = None if bias is None else head.bias
@@ -598,27 +598,29 @@ def _run_with_loss(
             own = vars(original).get("forward")  # TRL's cast to fp32; accelerate's has done its work
             own = MethodType(type(head).forward, head) if own is None or hasattr(head, "_hf_hook") else own
             _compare_product(model, own, hidden, weight, bias, lora)
-        made_up = torch.linspace(-30.0, 30.0, len(weight), dtype=torch.float32, device=hidden.device)
-        test_logits = made_up.view(1, 1, -1)
+        vocabulary, device = len(weight), hidden.device
         if labels.ndim == 1:
             hidden = hidden.squeeze(0)
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device) and not fp32_head
+        autocast = torch.is_autocast_enabled(device.type) and not fp32_head
         if fp32_head or (weight.dtype == torch.float32 and not autocast):
             hidden, weight, bias = _at_least_fp32(hidden), _at_least_fp32(weight), _at_least_fp32(bias)
         head_options = lm_head.options() | {"bias": bias} | options
         product_of: Any = lora._replace(weight=weight) if isinstance(lora, LoRAHead) else weight
-        with nullcontext() if autocast else torch.autocast(device, enabled=False):
+        with nullcontext() if autocast else torch.autocast(device.type, enabled=False):
             function: Any = linear_token_logprobs if scoring else fused_linear_policy_loss
             result = function(hidden, product_of, labels, **head_options)
         computed.update({name: value for name, value in result._asdict().items() if value is not None})
         return tuple(value for name, value in computed.items() if name != "metrics")
 
+    def made_up(result: Any) -> Tensor:  # a new tensor each time, because the forward may change its own
+        logits = torch.linspace(-30.0, 30.0, vocabulary, dtype=torch.float32, device=device)
+        return logits.view(1, 1, -1)
+
     if labels.is_cuda:
         per_token = () if scoring else ("loss_mask", "advantages", "cu_seqlens")
         terms = {name: options.get(name) for name in per_token}
         prefetch(labels, ignore_index=options.get("ignore_index", -100), **terms)
-    with replaced_product(original, product, lambda output: test_logits) as calls:
+    with replaced_product(original, product, made_up) as calls:
         outputs = forward()
     if len(calls) != 1:
         raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
@@ -629,7 +631,7 @@ def _run_with_loss(
         )
     # on a CPU the second comparison needs no sync; it reads V numbers, and the loss reads a matrix [V, H]
     if compare or (must_check_values(logits.device) and not torch.equal(logits, logits_before)):
-        expected = lm_head.transform(exact(test_logits))
+        expected = lm_head.transform(exact(made_up(None)))
         same = logits.shape == expected.shape
         if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
             raise IntegrationError(
@@ -719,7 +721,7 @@ def _compare_product(
     H, linear = weight.shape[1], nn.functional.linear
     row = torch.linspace(-1, 1, H, dtype=torch.float32, device=hidden.device)
     row = row.bfloat16().to(hidden.dtype).view(1, 1, -1)  # exact in any precision
-    of_head, base = own(row).detach(), linear(row.to(weight.dtype), weight, bias).detach()
+    of_head, base = own(row.clone()).detach(), linear(row.to(weight.dtype), weight, bias).detach()
     dtypes = {of_head.dtype, base.dtype}
     ours, size = exact(base), exact(linear(row.abs().to(weight.dtype), weight.abs()).detach())
     rounded = ours.abs()

@@ -157,7 +157,7 @@ def last_hidden_states(
     called in the model's place.
     """
     head = head_module(causal_lm_of(model))
-    captured = replaced_product(head, lambda head, hidden: hidden, lambda hidden: hidden)
+    captured = replaced_product(head, lambda head, hidden: hidden, lambda hidden: hidden.clone())
     with own_frequencies(varying_ropes(model), lengths), captured as calls:
         (call or model)(**inputs, use_cache=False)
     (hidden,) = calls

@@ -438,6 +438,14 @@ def scaled(model, change=lambda logits: logits * 2):
     return model
 
 
+def scaled_later(model):
+    """Scale the logits in place, from the second call on."""
+    factor = torch.ones(())
+    scaled(model, lambda logits: logits.mul_(factor))(IDS, **SCORE)
+    factor.mul_(2)
+    return model
+
+
 REFUSED = {
     "another class": (on_head(fake_quantized), "FakeQuantized, whose forward is not that of Linear"),
     "another head": (lambda m: with_head(m, FakeQuantized(32, 96)), "FakeQuantized, whose forward"),
@@ -480,6 +488,12 @@ REFUSED = {
     ),
     "logits of another scale": (scaled, "changes logits after the lm_head"),
     "bounded logits": (lambda m: scaled(m, torch.tanh), "changes logits after the lm_head"),
+    "logits scaled in place": (lambda m: scaled(m, lambda x: x.mul_(2)), "changes logits after the lm_head"),
+    "logits scaled in place later": (scaled_later, "changes logits after the lm_head"),
+    "logits masked in place": (
+        lambda m: scaled(m, lambda x: x.index_fill_(-1, IDS[0], -1e9)),
+        "changes logits after the lm_head",
+    ),
     "checkpoint wrapper": (lambda m: with_head(m, checkpoint_wrapper(m.lm_head)), "CheckpointWrapper, whose"),
 }
 
@@ -544,9 +558,13 @@ def test_rounding_is_no_other_product(dtype, lora, monkeypatch):
     model(IDS, **SCORE)
     cls = next(c for c in type(model.get_output_embeddings()).__mro__ if "forward" in vars(c))
     own, factor = cls.forward, 1.5 if lora else 1.02
-    monkeypatch.setattr(cls, "forward", lambda self, hidden: own(self, hidden) * factor)
-    with pytest.raises(IntegrationError, match="is not the product with its weight"):
-        copy.deepcopy(model)(IDS, **SCORE)
+    for change in (
+        lambda self, hidden: own(self, hidden) * factor,
+        lambda self, hidden: own(self, hidden.mul_(factor)),
+    ):
+        monkeypatch.setattr(cls, "forward", change)
+        with pytest.raises(IntegrationError, match="is not the product with its weight"):
+            copy.deepcopy(model)(IDS, **SCORE)
 
 
 # ------------------------------------------------------ what others see of a fused model

@@ -1,6 +1,7 @@
 """Rows of several sequences give the values and gradients of each sequence alone; errors; micro-batches."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.transformers import check_head
 from gspo_kernels.models.rows import (
     RowMask,
     Segment,
@@ -130,6 +132,26 @@ def test_completions_that_branch_are_a_tree(family):
         lambda m: hidden_states(m, prompts, completions, tree_row),
         lambda m: alone(m, prompts, completions),
     )
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.mul_(2), lambda x: x.index_fill_(-1, torch.tensor([3, 5]), -1e9)]
+)
+def test_logits_that_are_changed_in_place(change):
+    """Rows do not depend on logits; the trainer's check refuses such a model."""
+    model, (prompts, completions) = build("qwen3"), sequences()
+    want, own = hidden_states(model, prompts, completions), model.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        output = own(*args, **kwargs)
+        change(output.logits)
+        return output
+
+    model.forward = forward
+    assert torch.equal(hidden_states(model, prompts, completions), want)
+    with pytest.raises(IntegrationError, match="changes logits after the lm_head"):
+        check_head(model)
 
 
 def test_flash_attention_gets_the_offsets_and_no_mask():
