@@ -387,8 +387,13 @@ def test_replacements_reach_modules_that_imported_it(monkeypatch, lines):
     for _ in range(2):
         both.install()
     assert framework.double(3) == user.imported(3) == 6 and user.imported(-3) == -3
+    late = {name: types.ModuleType(name) for name in ("some_framework.late", "another_package")}
+    for name, module in late.items():
+        module.imported = framework.double
+        monkeypatch.setitem(sys.modules, name, module)
     both.remove()
-    assert framework.double is theirs and user.imported is theirs
+    assert all(each is theirs for each in (framework.double, user.imported))
+    assert all(module.imported is theirs for module in late.values())
     assert lines() == {
         "some_framework.double runs in gspo_kernels",
         "some_framework.double stays as it is where x is negative",

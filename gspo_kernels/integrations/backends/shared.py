@@ -35,16 +35,18 @@ class Replacements:
 
     def __init__(self, framework: str, functions: dict[str, Callable[..., Any]]):
         self.framework, self.functions = framework, functions
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._replaced: list[Any] = []
 
     def install(self) -> None:
-        """Replace the framework's functions, also in modules that have imported them already.
+        """Replace the framework's functions, also in its other modules that have imported them already.
+
+        Modules outside of the framework that have imported a function keep the framework's own.
 
         Raises:
             IntegrationError: the framework isn't installed or too old, or one of its functions takes other
                 arguments; then nothing is replaced.
         """
-        if self._undo:
+        if self._replaced:
             return
         require_package(self.framework)
         found = []
@@ -57,28 +59,24 @@ class Replacements:
             original: Any = getattr(owner, name, None)
             path = path.replace(":", ".")
             check_signature(self.framework, path, original, ours)
-            found.append((owner, name, original, _either(path, ours, original), bool(classes)))
-        for owner, name, original, stand_in, in_class in found:
-            self._set(owner, name, stand_in)
-            if in_class:
-                continue
-            for importer, loaded in list(sys.modules.items()):
-                if importer.startswith(f"{self.framework}.") and loaded is not None:
-                    for attribute in [key for key, value in vars(loaded).items() if value is original]:
-                        self._set(loaded, attribute, stand_in)
+            found.append((owner, name, original, _either(path, ours, original)))
+        for owner, name, original, stand_in in found:
+            own = vars(owner).get(name, _INHERITED)
+            setattr(owner, name, stand_in)
+            if not isinstance(owner, type):
+                _swap(original, stand_in, f"{self.framework}.")
+            self._replaced.append((owner, name, own, original, stand_in))
 
     def remove(self) -> None:
-        """Restore the framework's functions."""
-        while self._undo:
-            owner, name, original = self._undo.pop()
-            if original is _INHERITED:
+        """Restore the framework's functions, in all modules that have imported ours in the meantime."""
+        while self._replaced:
+            owner, name, own, original, stand_in = self._replaced.pop()
+            if own is _INHERITED:
                 delattr(owner, name)
             else:
-                setattr(owner, name, original)
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, vars(owner).get(name, _INHERITED)))
-        setattr(owner, name, value)
+                setattr(owner, name, own)
+            if not isinstance(owner, type):
+                _swap(stand_in, original)
 
     def _module(self, name: str) -> Any:
         """Return a framework's module; None if the framework has none of this name."""
@@ -88,6 +86,14 @@ class Replacements:
             if not f"{error.name}.".startswith(f"{self.framework}."):
                 raise  # a dependency of the framework
             return None
+
+
+def _swap(old: Any, new: Any, prefix: str = "") -> None:
+    """Replace a module-level object in all loaded modules whose full name, with a dot, has this prefix."""
+    for module, loaded in list(sys.modules.items()):
+        if f"{module}.".startswith(prefix):
+            for name in [key for key, value in getattr(loaded, "__dict__", {}).items() if value is old]:
+                setattr(loaded, name, new)
 
 
 def _either(path: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
