@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from types import MethodType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gspo_kernels.arguments.prefetch import prefetch
+from gspo_kernels.arguments.values import check_cu_seqlens
 from gspo_kernels.core import checks
 from gspo_kernels.core.exact import exact
 from gspo_kernels.core.layout import copy_async, segment_ids
@@ -110,7 +112,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     ``return_entropy=True``), with the options of ``linear_token_logprobs`` and ``cu_seqlens``.
     ``advantages=`` and ``old_logprobs=`` (each may be None) return the loss, with the terms and options of
     ``fused_linear_policy_loss`` and ``router_aux_loss_coef``, a weight of the MoE auxiliary loss that
-    replaces the model's own.
+    replaces the model's own. Bias, scale and soft-capping of logits are always the model's.
 
     Both need exactly one of ``labels`` and ``shift_labels``, int64 or int32, [B, T] like ``input_ids`` (with
     ``cu_seqlens`` [1, N]): ``shift_labels[t]`` is the token that position t predicts; ``labels[t]`` is the
@@ -285,14 +287,17 @@ def _new(cls: Any) -> Any:
 
 def _check_names(model: Any, forward: Any) -> None:
     """Raise IntegrationError if a ``forward`` has an argument with the name of one of ours."""
-    parameters: Any = ()
-    with suppress(TypeError, ValueError):  # some callables have no signature
-        parameters = inspect.signature(forward).parameters
-    for name in sorted(FUSED.intersection(parameters)):
+    for name in sorted(FUSED.intersection(_parameters(forward))):
         raise IntegrationError(
             f"model: a forward of {type(model).__name__} ({getattr(forward, '__module__', forward)}) has an "
             f"argument {name!r} already, which fused calls would take away from it"
         )
+
+
+def _parameters(forward: Any) -> Any:
+    with suppress(TypeError, ValueError):  # some callables have no signature
+        return inspect.signature(forward).parameters
+    return ()
 
 
 # A fused call.
@@ -314,6 +319,7 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     for name in options:
         del kwargs[name]
     kwargs = _own_arguments(type(model).forward, args, kwargs)
+    _check_others(model, forward, kwargs, scoring)
     _check_options(options, scoring)
     aux_weight = options.pop("router_aux_loss_coef", None)
     parallel = options.get("parallel", Parallel())
@@ -371,10 +377,40 @@ def _own_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             kwargs[name] = value
     if kwargs.get("return_dict") is False:
         raise IntegrationError("return_dict: got False, expected True: a fused call returns named outputs")
+    for name in ("past_key_values", "cache"):
+        if kwargs.get(name) is not None:
+            raise IntegrationError(
+                f"{name}: got a cache, expected None: a fused call takes whole sequences, without virtual "
+                "tokens of PEFT's prefix tuning"
+            )
     keep = kwargs.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         raise IntegrationError("logits_to_keep: a fused call scores all positions; mark others in the labels")
     return kwargs
+
+
+def _check_others(model: Any, forward: Any, kwargs: dict[str, Any], scoring: bool) -> None:
+    """Raise IntegrationError for arguments that a forward would take as any keyword, and ignore."""
+    if not scoring and kwargs.get("num_items_in_batch") is not None:
+        raise IntegrationError(
+            "num_items_in_batch: got a value, which the policy loss does not divide by; with transformers' "
+            "Trainer set trainer.model_accepts_loss_kwargs = False, or call the model in your own "
+            "compute_loss, with normalizer= (gspo_kernels.normalizer)"
+        )
+    for name in kwargs.keys() - signature(type(model).forward).parameters:
+        meant = _similar_argument(name)
+        if (meant or name in _OF_THE_HEAD - {"labels"}) and name not in _parameters(forward):
+            hint = f"did you mean {meant!r}?" if meant else "the model's own head and config describe it"
+            raise IntegrationError(f"{name}: not an argument of a fused call; {hint}")
+
+
+@functools.cache
+def _similar_argument(name: str) -> str | None:
+    """Return the argument of fused calls that ``name`` may be a typo of; None for transformers' own."""
+    from transformers.utils import TransformersKwargs
+
+    known = TransformersKwargs.__annotations__
+    return None if name in known else next(iter(get_close_matches(name, FUSED, 1, 0.8)), None)
 
 
 def _check_options(options: dict[str, Any], scoring: bool) -> None:
@@ -490,7 +526,7 @@ def _lay_out_packed(
             "apart; pass padded rows"
         )
     mask = kwargs.get("attention_mask")
-    if (mask is not None and mask.ndim == 2) or kwargs["use_cache"]:
+    if (mask is not None and mask.ndim == 2) or kwargs.get("use_cache"):
         raise IntegrationError(
             "cu_seqlens: with a 2-D attention_mask or use_cache=True packed sequences attend to each other; "
             "pass neither"
@@ -518,6 +554,7 @@ def _lay_out_packed(
         if isinstance(value, Tensor) and value.shape == labels.shape:
             options[name] = value.squeeze(0)
     if "advantages" not in options:
+        check_cu_seqlens(cu_seqlens, labels)
         del options["cu_seqlens"]
         if isinstance(temperature, Tensor):
             shape = (cu_seqlens.shape[0] - 1,)

@@ -428,6 +428,11 @@ REFUSED = [
     ({"labels": IDS, **UPDATE, "router_aux_loss_coef": 0.1}, "router_aux_loss_coef: the forward computed no"),
     ({"labels": IDS, **SCORE, "return_dict": False}, "return_dict: got False, expected True"),
     ({"labels": IDS, **SCORE, "logits_to_keep": 2}, "logits_to_keep: a fused call"),
+    ({"labels": IDS, **UPDATE, "rollout_weight": torch.ones(4)}, "rollout_weight: .*mean 'rollout_weights'"),
+    ({"labels": IDS, **SCORE, "old_log_probs": None}, "old_log_probs: .*mean 'old_logprobs'"),
+    ({"labels": IDS, **UPDATE, "softcap": 3.0}, "softcap: not an argument of a fused call"),
+    ({"labels": IDS, **SCORE, "logit_scale": 0.5}, "logit_scale: not an argument of a fused call"),
+    ({"labels": IDS, **UPDATE, "num_items_in_batch": 40}, "num_items_in_batch: .*normalizer="),
     (
         {"labels": IDS, **SCORE, "position_ids": torch.tensor([[0, 1, 2, 3, 4] * 2])},
         "position_ids: restart within a row",
@@ -437,6 +442,7 @@ REFUSED = [
     ({**PACKED, **SCORE, "use_cache": True}, "cu_seqlens: with a 2-D attention_mask or use_cache"),
     ({**PACKED, **SCORE, "position_ids": torch.arange(40).unsqueeze(0)}, "position_ids: do not restart"),
     ({**PACKED, **SCORE, "temperature": torch.ones(3)}, r"temperature: got shape \(3,\)"),
+    ({**PACKED, **SCORE, "cu_seqlens": torch.tensor([0, 20, 39])}, "cu_seqlens: ends at 39"),
 ]
 
 
@@ -455,6 +461,37 @@ def test_wrong_calls_name_the_argument(group_of_one):
         with pytest.raises((TypeError, ValueError), match=message):
             model(**{"input_ids": IDS, **arguments})
     assert model(IDS).logits.shape == (4, T, 96)
+
+
+def test_the_model_s_own_arguments_reach_its_forward():
+    model, seen = fuse_lm_head(tiny()), []
+    want, own = model(IDS, labels=IDS, **SCORE).logprobs, model.forward
+
+    def forward(input_ids=None, softcap=None, advantage=None, **kwargs):
+        seen.append({"softcap": softcap, "advantage": advantage, **kwargs})
+        return own(input_ids, **{name: value for name, value in kwargs.items() if name != "position_ids"})
+
+    model.forward = forward
+    positions = torch.arange(T).expand(4, T)
+    given = {"softcap": 1.5, "advantage": 2.0, "num_items_in_batch": 40, "token_type_ids": IDS}
+    given |= {"num_logits_to_keep": 0, "cu_seq_lens_q": None, "position_ids": positions}
+    assert torch.equal(model(IDS, labels=IDS, **SCORE, **given).logprobs, want)
+    assert all(seen[0][name] is value for name, value in given.items())
+
+
+def test_a_packed_row_of_a_forward_with_few_arguments():
+    model, (ids, cu_seqlens, *_) = tiny(), packed_batch()
+
+    class Few(type(model)):
+        def forward(self, input_ids, attention_mask=None, position_ids=None):
+            return super().forward(input_ids, attention_mask, position_ids)
+
+    sequence = torch.arange(4).repeat_interleave(cu_seqlens.diff())
+    row = {"input_ids": ids, "labels": ids, "cu_seqlens": cu_seqlens, **SCORE}
+    row["attention_mask"] = (sequence.unsqueeze(1) == sequence).tril().view(1, 1, len(sequence), -1)
+    want = fuse_lm_head(model)(**row).logprobs
+    model.__class__ = Few
+    assert torch.equal(fuse_lm_head(model)(**row).logprobs, want)
 
 
 def test_heads_that_are_not_understood_are_refused():
@@ -479,6 +516,10 @@ def test_prompt_learning_is_refused():
             for function in (fuse_lm_head, transformers.lm_head_of):
                 with pytest.raises(IntegrationError, match=f"model: {kind}Config is prompt learning"):
                     function(model)
+        # the prompt is added after fusing: padded rows have a cache, or labels for virtual tokens
+        names = "past_key_values: got a cache" if kind == "PrefixTuning" else "cu_seqlens: ends at 40"
+        with pytest.raises(ValueError, match=names):
+            model(**PACKED, **SCORE)
 
 
 def test_models_that_are_not_causal_are_refused():
