@@ -238,6 +238,9 @@ class _Step:
     inputs: dict[str, Any]
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    compare: bool = False  # TRL's loss has a gradient
+    scores: list[Tensor] = field(default_factory=list)  # log-probs and entropy, as TRL gets them
+    terms: dict[str, Any] = field(default_factory=dict)  # of our loss of these
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -251,7 +254,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     Args:
         model, reward_funcs, args, more, named: as ``GRPOTrainer`` takes them.
         objective: the loss, in place of the one that GRPOConfig describes, whose options must then have
-            their defaults. Its mean over tokens or sequences is over those of an optimizer step. Its metrics
+            their defaults. A mean over sequences is over those of an optimizer step; one over tokens divides
+            by the mean number of tokens per optimizer step of the generation batch. Its metrics
             (``clip_fraction/low``, ``kl/ref``, ...) replace TRL's ``clip_ratio/*``, ``kl`` and
             ``policy_loss``.
         max_chunk_bytes: the most bytes of logits at a time; None: ``fused_linear_policy_loss``'s default.
@@ -280,6 +284,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if args is None:
             self._objective = _check(self.args, objective, self._memory)
         self._own = objective is not None
+        self._compared = False  # TRL's gradients with ours
         for name in ("cp_size", "sp_size"):  # TRL (1.16) checks only its own arguments
             if (size := getattr(self.accelerator.parallelism_config, name, 1)) > 1:
                 raise IntegrationError(
@@ -293,9 +298,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute our loss; TRL's own code gets detached log-probs for its metrics and entropy control."""
-        step = _Step(model, inputs)
+        step = _Step(model, inputs, compare=not self._own and not self._compared and torch.is_grad_enabled())
         trl_loss = super()._compute_loss(step, inputs)
         assert step.loss is not None
+        if step.compare:
+            _compare_gradients(step, trl_loss)
+            self._compared, trl_loss = True, trl_loss.detach()
         metrics = self._metrics["train" if self.model.training else "eval"]
         names = ["ratio/min", "ratio/max", "active_fraction"]
         if self._own:  # TRL's are those of the loss that GRPOConfig describes
@@ -311,12 +319,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             metrics[name].append(value)
         # 1e-2 is far above rounding in fp32
         if not self._own and 1e-2 * max(abs(trl_loss), 1.0) < abs(our_loss - trl_loss) < math.inf:
-            installed = version("trl")
-            raise IntegrationError(
-                f"trl: GRPOTrainer._compute_loss returns {trl_loss:g} in version {installed}, expected "
-                f"{our_loss:g} from the same log-probs; install an older version: "
-                f'pip install "trl<{installed}"'
-            )
+            raise _changed(f"returns a different loss ({trl_loss:g}, not {our_loss:g})")
         return step.loss
 
     def _get_per_token_logps_and_entropies(
@@ -342,7 +345,11 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if aux_loss is not None:
             model.loss = output.loss + self.router_aux_loss_coef * aux_loss / self._accumulated()
         model.metrics = output.metrics
-        return tuple(None if value is None else value.detach() for value in scored)  # type: ignore[return-value]
+        terms.pop("router_aux_loss_coef", None)
+        detached = [None if value is None else value.detach() for value in scored]
+        model.scores = [value.requires_grad_(model.compare) for value in detached[:2] if value is not None]
+        model.terms = terms
+        return tuple(detached)  # type: ignore[return-value]
 
     def _through_head(
         self, model: Any, terms: dict[str, Any], call: tuple[Any, ...], options: dict[str, Any]
@@ -454,6 +461,28 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if objective.aggregation == "sequence_mean":
             share = share * mask.sum(1, keepdim=True).clamp(min=1)
         return share
+
+
+def _compare_gradients(step: _Step, trl_loss: Tensor) -> None:
+    """Raise IntegrationError unless TRL's loss has our gradient with respect to log-probs and entropy.
+
+    The first loss of a run shows little: it is a mean of advantages, which is often 0. In later steps
+    rounding may move a ratio across a bound of the clip range, where the gradient jumps.
+    """
+    logprobs, *entropy = step.scores
+    losses = policy_loss(logprobs, entropy=next(iter(entropy), None), **step.terms).loss, trl_loss
+    gradients = [torch.autograd.grad(loss, step.scores, materialize_grads=True) for loss in losses]
+    for ours, trls in zip(*gradients, strict=True):
+        if (ours - trls).norm() > 1e-2 * ours.norm():
+            raise _changed("has a different gradient with respect to log-probs or entropy")
+
+
+def _changed(what: str) -> IntegrationError:
+    installed = version("trl")
+    return IntegrationError(
+        f"trl: GRPOTrainer._compute_loss {what} in version {installed} than this package; install an older "
+        f'version: pip install "trl<{installed}"'
+    )
 
 
 def _wide(values: Tensor) -> Tensor:
