@@ -337,7 +337,7 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         _check_one_per_row(model, kwargs)
     else:
         labels = _lay_out_packed(model, labels, options, kwargs, shared)
-        told_apart = shared or kwargs.get("attention_mask") is not None or "cu_seq_lens_q" in kwargs
+        told_apart = shared or any(kwargs.get(x) is not None for x in ("attention_mask", "cu_seq_lens_q"))
         by = forward, model.config.get_text_config()._attn_implementation
         if not told_apart and state.packing_checked != by:
             _check_packing(model, forward, labels.device)

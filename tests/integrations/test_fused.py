@@ -398,9 +398,9 @@ def test_the_check_of_packing_looks_at_far_positions():
 def test_models_that_mix_packed_sequences_are_refused(family, options, message):
     model = fuse_lm_head(tiny(family, **options).train())
     ids, cu_seqlens, *_ = packed_batch()
-    for _ in range(2):  # the second call is refused as well
+    for more in ({}, {"cu_seq_lens_q": None}):  # the second call is refused as well
         with pytest.raises(IntegrationError, match=message):
-            model(ids, labels=ids, cu_seqlens=cu_seqlens, return_logprobs=True)
+            model(ids, labels=ids, cu_seqlens=cu_seqlens, return_logprobs=True, **more)
     assert all(module.training for module in model.modules())
 
 
