@@ -37,7 +37,7 @@ from gspo_kernels.models.lm_head import (
     LMHead,
     causal_lm_of,
     check_causal,
-    described,
+    describe_head,
     head_module,
     lm_head_of,
     replaced_product,
@@ -49,14 +49,14 @@ from gspo_kernels.models.rows import Row, Tokens, check_rows_of, plain_row
 __all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
 
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
-SCORING = {*inspect.signature(linear_token_logprobs).parameters, "cu_seqlens"} - _OF_THE_HEAD - {"parallel"}
+_SCORING = {*inspect.signature(linear_token_logprobs).parameters, "cu_seqlens"} - _OF_THE_HEAD - {"parallel"}
 _POLICY = {*inspect.signature(fused_linear_policy_loss).parameters, "router_aux_loss_coef"} - _OF_THE_HEAD
-FUSED = frozenset(SCORING | _POLICY | {"return_logprobs", "_gspo_box"})
+_FUSED = frozenset(_SCORING | _POLICY | {"return_logprobs", "_gspo_box"})
 """Arguments that only a fused call has."""
 
-signature = functools.lru_cache(inspect.signature)
+_signature = functools.lru_cache(inspect.signature)
 
 
 @functools.cache
@@ -204,7 +204,7 @@ class _ForwardAttribute:
             state.forwards.append(forward)
         number = next(n for n, each in enumerate(state.forwards, 1) if each is forward)
         around: Any = _forward_around(number)
-        around.__signature__ = signature(type(model).forward)
+        around.__signature__ = _signature(type(model).forward)
         if getattr(forward, "__self__", None) is model:
             # accelerate's unwrap_model follows this, and binds what it finds to the model
             around.__wrapped__ = forward.__func__
@@ -242,7 +242,7 @@ def _forward_around(number: int) -> Any:
             inner = super(_Fused, self).forward  # type: ignore[misc]
         else:  # unfused, but a wrapper of this function is still there
             inner = MethodType(type(self).forward, self)
-        return inner(*args, **kwargs) if FUSED.isdisjoint(kwargs) else _call(self, inner, args, kwargs)
+        return inner(*args, **kwargs) if _FUSED.isdisjoint(kwargs) else _call(self, inner, args, kwargs)
 
     forward.number = number  # type: ignore[attr-defined]
     return forward
@@ -275,7 +275,7 @@ def _fused(cls: type) -> Any:
     forward, of_class = _forward_around(0), cls.forward  # type: ignore[attr-defined]
     functools.update_wrapper(forward, of_class)
     del forward.__wrapped__
-    forward.__signature__ = signature(of_class)
+    forward.__signature__ = _signature(of_class)
     metaclass = type("_FusedClass", (_FusedClass, type(cls)), {})
     return subclass(metaclass, (_Fused, cls), _new, _gspo_forward=forward)
 
@@ -287,7 +287,7 @@ def _new(cls: Any) -> Any:
 
 def _check_names(model: Any, forward: Any) -> None:
     """Raise IntegrationError if a ``forward`` has an argument with the name of one of ours."""
-    for name in sorted(FUSED.intersection(_parameters(forward))):
+    for name in sorted(_FUSED.intersection(_parameters(forward))):
         raise IntegrationError(
             f"model: a forward of {type(model).__name__} ({getattr(forward, '__module__', forward)}) has an "
             f"argument {name!r} already, which fused calls would take away from it"
@@ -308,7 +308,7 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if (box := kwargs.pop("_gspo_box", None)) is not None:
         box.output = _call(model, forward, args, kwargs | box.arguments)
         return box.output
-    options = {name: kwargs[name] for name in kwargs if name in FUSED}
+    options = {name: kwargs[name] for name in kwargs if name in _FUSED}
     kwargs = {name: value for name, value in kwargs.items() if name != "return_logprobs"}
     scoring = checks.flag("return_logprobs", options.pop("return_logprobs", False))
     if not scoring and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
@@ -324,20 +324,22 @@ def _call(model: Any, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     aux_weight = options.pop("router_aux_loss_coef", None)
     parallel = options.get("parallel", Parallel())
     Parallel.check(parallel, "a fused call", ("cp_group",), options.get("batch_invariant"))
-    shared = parallel.cp_group is not None  # other ranks have tokens of the same sequences
-    labels = _take_labels(options, kwargs, shared)
-    if shared and kwargs.get("position_ids") is None:
+    across_ranks = parallel.cp_group is not None  # other ranks have tokens of the same sequences
+    labels = _take_labels(options, kwargs, across_ranks)
+    if across_ranks and kwargs.get("position_ids") is None:
         raise IntegrationError(
             "position_ids: got None, expected each token's position in its sequence, of which this rank has "
             "only a part (cp_group)"
         )
     ropes, cu_seqlens = varying_ropes(model), options.get("cu_seqlens")
-    _check_frequencies(model, ropes, labels, cu_seqlens, shared)
+    _check_frequencies(model, ropes, labels, cu_seqlens, across_ranks)
     if cu_seqlens is None:
         _check_one_per_row(model, kwargs)
     else:
-        labels = _lay_out_packed(model, labels, options, kwargs, shared)
-        told_apart = shared or any(kwargs.get(x) is not None for x in ("attention_mask", "cu_seq_lens_q"))
+        labels = _lay_out_packed(model, labels, options, kwargs, across_ranks)
+        told_apart = across_ranks or any(
+            kwargs.get(x) is not None for x in ("attention_mask", "cu_seq_lens_q")
+        )
         by = forward, model.config.get_text_config()._attn_implementation
         if not told_apart and state.packing_checked != by:
             _check_packing(model, forward, labels.device)
@@ -364,7 +366,7 @@ def _own_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     ``forward`` is the function of the model's class.
     """
-    accepted = signature(forward).parameters
+    accepted = _signature(forward).parameters
     names = [each.name for each in accepted.values() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
     if len(args) > len(names):
         raise TypeError(f"forward: got {len(args)} arguments by position, expected at most {len(names)}")
@@ -397,7 +399,7 @@ def _check_others(model: Any, forward: Any, kwargs: dict[str, Any], scoring: boo
             "Trainer set trainer.model_accepts_loss_kwargs = False, or call the model in your own "
             "compute_loss, with normalizer= (gspo_kernels.normalizer)"
         )
-    for name in kwargs.keys() - signature(type(model).forward).parameters:
+    for name in kwargs.keys() - _signature(type(model).forward).parameters:
         meant = _similar_argument(name)
         if (meant or name in _OF_THE_HEAD - {"labels"}) and name not in _parameters(forward):
             hint = f"did you mean {meant!r}?" if meant else "the model's own head and config describe it"
@@ -410,14 +412,14 @@ def _similar_argument(name: str) -> str | None:
     from transformers.utils import TransformersKwargs
 
     known = TransformersKwargs.__annotations__
-    return None if name in known else next(iter(get_close_matches(name, FUSED, 1, 0.8)), None)
+    return None if name in known else next(iter(get_close_matches(name, _FUSED, 1, 0.8)), None)
 
 
 def _check_options(options: dict[str, Any], scoring: bool) -> None:
     """Raise IntegrationError for options that don't fit the call, and for rounded tensors."""
-    if scoring and options.keys() - SCORING:
+    if scoring and options.keys() - _SCORING:
         raise IntegrationError(
-            f"{min(options.keys() - SCORING)}: goes with a policy call (advantages=), not with "
+            f"{min(options.keys() - _SCORING)}: goes with a policy call (advantages=), not with "
             "return_logprobs=True"
         )
     for name in () if scoring else ("advantages", "old_logprobs"):
@@ -428,7 +430,7 @@ def _check_options(options: dict[str, Any], scoring: bool) -> None:
                 "return_logprobs=True"
             )
     for name, value in options.items():
-        if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and name != "loss_mask":
+        if isinstance(value, Tensor) and value.dtype in _LOW_PRECISION and name != "loss_mask":
             raise IntegrationError(
                 f"{name}: arrives as {value.dtype}, too coarse for a policy ratio; pass fp32, and if a "
                 "wrapper rounds it (FSDP2: MixedPrecisionPolicy with output_dtype or cast_forward_inputs) "
@@ -436,7 +438,7 @@ def _check_options(options: dict[str, Any], scoring: bool) -> None:
             )
 
 
-def _take_labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Tensor:
+def _take_labels(options: dict[str, Any], kwargs: dict[str, Any], across_ranks: bool) -> Tensor:
     """Return the token that each position predicts: [B, T], or [1, N] with ``cu_seqlens``."""
     passed = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}  # PEFT passes None
     passed = {name: value for name, value in passed.items() if value is not None}
@@ -455,7 +457,7 @@ def _take_labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) 
         checks.layout(name, labels.squeeze(0), cu_seqlens)
     if name == "shift_labels":
         return labels
-    if shared:
+    if across_ranks:
         raise IntegrationError("labels: the next token may be on another rank of cp_group; pass shift_labels")
     if options.get("loss_mask") is not None:
         raise IntegrationError(
@@ -490,17 +492,17 @@ def _check_one_per_row(model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _check_frequencies(
-    model: Any, ropes: Sequence[VaryingRope], labels: Tensor, cu_seqlens: Tensor | None, shared: bool
+    model: Any, ropes: Sequence[VaryingRope], labels: Tensor, cu_seqlens: Tensor | None, across_ranks: bool
 ) -> None:
     """Refuse packed sequences that would change each other's RoPE frequencies; warn of padded ones."""
     rope = min(ropes, key=lambda rope: rope.limit, default=None)
-    if rope is None or (labels.shape[1] <= rope.limit and not shared):
+    if rope is None or (labels.shape[1] <= rope.limit and not across_ranks):
         return
     reason = (
         f"the RoPE of {type(model).__name__} ({rope.kind}) takes its frequencies from the largest position "
         f"of a call, others beyond {rope.limit} tokens"
     )
-    if shared:
+    if across_ranks:
         raise IntegrationError(f"parallel: {reason}, and each rank of cp_group sees other positions")
     if cu_seqlens is not None and cu_seqlens.shape[0] > 2:
         raise IntegrationError(
@@ -512,7 +514,7 @@ def _check_frequencies(
 
 
 def _lay_out_packed(
-    model: Any, labels: Tensor, options: dict[str, Any], kwargs: dict[str, Any], shared: bool
+    model: Any, labels: Tensor, options: dict[str, Any], kwargs: dict[str, Any], across_ranks: bool
 ) -> Tensor:
     """Check and complete a packed call; labels and per-token terms [1, N] become [N].
 
@@ -520,7 +522,7 @@ def _lay_out_packed(
     no ``cu_seqlens``, so a temperature per sequence becomes one per token.
     """
     cu_seqlens, temperature = copy_async(options["cu_seqlens"], labels.device), options.get("temperature")
-    if "position_ids" not in signature(type(model).forward).parameters:
+    if "position_ids" not in _signature(type(model).forward).parameters:
         raise IntegrationError(
             f"cu_seqlens: {type(model).__name__} takes no position_ids, so it can't keep packed sequences "
             "apart; pass padded rows"
@@ -541,7 +543,7 @@ def _lay_out_packed(
             f"position_ids: got shape {tuple(positions.shape)}, expected {' or '.join(map(str, shapes))}"
         )
     counted = _text_positions(model, positions)
-    if counted is not None and not shared and must_check_values(labels.device):
+    if counted is not None and not across_ranks and must_check_values(labels.device):
         inside = segments.diff().unsqueeze(0) == 0
         if not torch.equal(counted.diff() == 1, inside):
             raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
@@ -610,19 +612,20 @@ def _run_with_loss(
     advantages those of ``linear_token_logprobs``. Returns the outputs of ``forward``, and by name those of
     loss, logprobs, entropy and metrics that the head computed.
     """
-    original, scoring = head_module(model), "advantages" not in options
-    lm_head = described(model, original)
+    module, scoring = head_module(model), "advantages" not in options
+    lm_head = describe_head(model, module)
     vocabulary, device = 0, labels.device
-    seen = (lm_head.logit_scale, lm_head.softcap, forward.func, type(model).forward, original)
+    seen = (lm_head.logit_scale, lm_head.softcap, forward.func, type(model).forward, module)
     before, logits_before = state.compared
     compare, fp32_head = before != seen, state.fp32_head
     computed: dict[str, Any] = {}
 
     def product(head: Any, hidden: Tensor) -> tuple[Tensor, ...]:
         nonlocal vocabulary, device
-        lora = weight_of(head)
-        weight, bias = lora.weight if isinstance(lora, LoRAHead) else lora, lm_head.bias
-        bias = None if bias is None else head.bias
+        weight: Any = weight_of(head)
+        lora = weight if isinstance(weight, LoRAHead) else None
+        weight = weight if lora is None else lora.weight
+        bias = None if lm_head.bias is None else head.bias
         sharded = hasattr(weight, "device_mesh")  # the module's own product takes DTensors
         hidden, weight, bias = _gathered(head, hidden, weight, bias)
         if weight.dim() != 2 or weight.numel() == 0 or weight.is_meta:
@@ -632,7 +635,7 @@ def _run_with_loss(
                 "call the outermost module"
             )
         if compare and not sharded:
-            own = vars(original).get("forward")  # TRL's cast to fp32; accelerate's has done its work
+            own = vars(module).get("forward")  # TRL's cast to fp32; accelerate's has done its work
             own = MethodType(type(head).forward, head) if own is None or hasattr(head, "_hf_hook") else own
             _compare_product(model, own, hidden, weight, bias, lora)
         vocabulary, device = len(weight), hidden.device
@@ -642,10 +645,10 @@ def _run_with_loss(
         if fp32_head or (weight.dtype == torch.float32 and not autocast):
             hidden, weight, bias = _at_least_fp32(hidden), _at_least_fp32(weight), _at_least_fp32(bias)
         head_options = lm_head.options() | {"bias": bias} | options
-        product_of: Any = lora._replace(weight=weight) if isinstance(lora, LoRAHead) else weight
+        weight_or_lora = weight if lora is None else lora._replace(weight=weight)
         with nullcontext() if autocast else torch.autocast(device.type, enabled=False):
             function: Any = linear_token_logprobs if scoring else fused_linear_policy_loss
-            result = function(hidden, product_of, labels, **head_options)
+            result = function(hidden, weight_or_lora, labels, **head_options)
         computed.update({name: value for name, value in result._asdict().items() if value is not None})
         return tuple(value for name, value in computed.items() if name != "metrics")
 
@@ -657,12 +660,12 @@ def _run_with_loss(
         per_token = () if scoring else ("loss_mask", "advantages", "cu_seqlens")
         terms = {name: options.get(name) for name in per_token}
         prefetch(labels, ignore_index=options.get("ignore_index", -100), **terms)
-    with replaced_product(original, product, made_up) as calls:
+    with replaced_product(module, product, made_up) as results:
         outputs = forward()
-    if len(calls) != 1:
-        raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
+    if len(results) != 1:
+        raise IntegrationError(f"model: its forward calls the lm_head {len(results)} times, expected once")
     logits, names = outputs.logits, [name for name in computed if name != "metrics"]
-    if not isinstance(calls[0], tuple) or len(calls[0]) != len(names) or not names:
+    if not isinstance(results[0], tuple) or len(results[0]) != len(names) or not names:
         raise IntegrationError(
             f"model: the lm_head of {type(model).__name__} changes what its forward returns"
         )
@@ -677,7 +680,7 @@ def _run_with_loss(
                 "do not describe it"
             )
         state.compared = seen, logits.detach()
-    for name, hooked in zip(names, calls[0], strict=True):
+    for name, hooked in zip(names, results[0], strict=True):
         computed[name] = _unrounded(computed[name], hooked)
     return outputs, computed
 
@@ -714,7 +717,7 @@ def _unrounded(value: Tensor, returned: Tensor) -> Tensor:
 
 
 def _at_least_fp32(tensor: Any) -> Any:
-    return tensor.float() if tensor is not None and tensor.dtype in LOW_PRECISION else tensor
+    return tensor.float() if tensor is not None and tensor.dtype in _LOW_PRECISION else tensor
 
 
 def _gathered(head: Any, hidden: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
@@ -748,7 +751,7 @@ def check_head(model: Any) -> None:
 
 
 def _compare_product(
-    model: Any, own: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor | LoRAHead
+    model: Any, own: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: LoRAHead | None
 ) -> None:
     """Compare the head's ``own`` forward with the product, on one row; they may differ by rounding alone.
 
@@ -762,7 +765,7 @@ def _compare_product(
     dtypes = {of_head.dtype, base.dtype}
     ours, size = exact(base), exact(linear(row.abs().to(weight.dtype), weight.abs()).detach())
     rounded = ours.abs()
-    if isinstance(lora, LoRAHead):
+    if lora is not None:
         A, B, x = exact(lora.A.detach()), exact(lora.B.detach()), exact(row)
         ours = ours + lora.scale * (x @ A.T @ B.T)
         rounded = rounded + 4 * abs(lora.scale) * (x.abs() @ A.abs().T @ B.abs().T)

@@ -67,10 +67,10 @@ def lm_head_of(model: Any) -> LMHead:
             prompt learning.
     """
     model = causal_lm_of(model)
-    return described(model, head_module(model))
+    return describe_head(model, head_module(model))
 
 
-def described(model: Any, head: Any) -> LMHead:
+def describe_head(model: Any, head: Any) -> LMHead:
     """Return a causal language model's head, given its module from ``head_module``."""
     config, scale = model.config.get_text_config(), 1.0
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):

@@ -158,9 +158,9 @@ def last_hidden_states(
     """
     head = head_module(causal_lm_of(model))
     captured = replaced_product(head, lambda head, hidden: hidden, lambda hidden: hidden.clone())
-    with own_frequencies(varying_ropes(model), lengths), captured as calls:
+    with own_frequencies(varying_ropes(model), lengths), captured as results:
         (call or model)(**inputs, use_cache=False)
-    (hidden,) = calls
+    (hidden,) = results
     return hidden.full_tensor() if hasattr(hidden, "full_tensor") else hidden  # norms may be cut by tokens
 
 
