@@ -157,7 +157,7 @@ def from_config(
         raise IntegrationError(f"{name}: {error} (the config has {values})") from None
 
 
-def floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+def numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """Return 0-d tensors as numbers, with one copy from the device."""
     return dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
 

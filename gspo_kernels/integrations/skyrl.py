@@ -123,7 +123,7 @@ class SkyRLPolicyLoss:
         metrics = {"clip_ratio": output.metrics["clip_fraction/tokens"]}
         for name in ("ratio/mean", "ratio/min", "ratio/max", "active_fraction"):
             metrics[name.replace("/", "_")] = output.metrics[name]
-        return output.loss, hooks.floats(metrics) | corrections
+        return output.loss, hooks.numbers(metrics) | corrections
 
     def _objective(self, config: Any) -> Objective:
         if isinstance(self.objective, Objective):

@@ -570,7 +570,7 @@ def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
     axes = _rope_axes(model)
 
     def row_of_a_packed_call(model: Any, prompts: Tokens, completions: Tokens) -> Row:
-        row = plain_row(model, prompts, completions)
+        row = plain_row(prompts, completions)
         if axes:
             row.inputs["position_ids"] = row.inputs["position_ids"].repeat(axes + 1, 1, 1)
         return row

@@ -283,8 +283,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(model, reward_funcs, args, *more, **named)
         if args is None:
             self._objective = _check(self.args, objective, self._memory)
-        self._own = objective is not None
-        self._compared = False  # TRL's gradients with ours
+        self._custom_objective = objective is not None
+        self._compared = self._custom_objective  # whether TRL's gradients need not be compared with ours
         for name in ("cp_size", "sp_size"):  # TRL (1.16) checks only its own arguments
             if (size := getattr(self.accelerator.parallelism_config, name, 1)) > 1:
                 raise IntegrationError(
@@ -298,7 +298,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute our loss; TRL's own code gets detached log-probs for its metrics and entropy control."""
-        step = _Step(model, inputs, compare=not self._own and not self._compared and torch.is_grad_enabled())
+        step = _Step(model, inputs, compare=not self._compared and torch.is_grad_enabled())
         trl_loss = super()._compute_loss(step, inputs)
         assert step.loss is not None
         if step.compare:
@@ -306,7 +306,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._compared, trl_loss = True, trl_loss.detach()
         metrics = self._metrics["train" if self.model.training else "eval"]
         names = ["ratio/min", "ratio/max", "active_fraction"]
-        if self._own:  # TRL's are those of the loss that GRPOConfig describes
+        if self._custom_objective:  # TRL's are those of the loss that GRPOConfig describes
             for name in [x for x in metrics if x in ("kl", "policy_loss") or x.startswith("clip_ratio/")]:
                 del metrics[name]
             names += [name for name in step.metrics if "/" in name and name not in names]
@@ -318,7 +318,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for name, value in zip(names, values, strict=True):
             metrics[name].append(value)
         # 1e-2 is far above rounding in fp32
-        if not self._own and 1e-2 * max(abs(trl_loss), 1.0) < abs(our_loss - trl_loss) < math.inf:
+        tolerance = math.inf if self._custom_objective else 1e-2 * max(abs(trl_loss), 1.0)
+        if tolerance < abs(our_loss - trl_loss) < math.inf:
             raise _changed(f"returns a different loss ({trl_loss:g}, not {our_loss:g})")
         return step.loss
 
@@ -395,7 +396,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         normalizer: float | Tensor
         if counted == "one":
             normalizer = 1.0 / self.accelerator.num_processes
-        elif counted == "tokens" and (self._own or self.loss_type != "bnpo"):
+        elif counted == "tokens" and (self._custom_objective or self.loss_type != "bnpo"):
             # TRL counts the generation batch's tokens; this is the share of one accumulation window
             normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
             if self.model.training:

@@ -136,7 +136,7 @@ class VerlPolicyLoss:
         }
         for name in ("ratio/mean", "ratio/min", "ratio/max", "active_fraction"):
             metrics[f"actor/{name}"] = output.metrics[name]
-        return output.loss, hooks.floats(metrics)
+        return output.loss, hooks.numbers(metrics)
 
     def _objective(self, mode: str, config: Any, info: Mapping[str, Any], response_mask: Tensor) -> Objective:
         configured = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]

@@ -67,7 +67,7 @@ class Row(NamedTuple):
     predicting: Tensor  # [N] int64, where the hidden states are that predict the completions
 
 
-def plain_row(model: Any, prompts: Tokens, completions: Tokens) -> Row:
+def plain_row(prompts: Tokens, completions: Tokens) -> Row:
     """Lay sequences out in one row, one after the other; nothing but their positions tells them apart.
 
     The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1).
@@ -87,7 +87,7 @@ def packed_row(model: Any, prompts: Tokens, completions: Tokens) -> Row:
 
     A model that cannot be packed is an `IntegrationError`.
     """
-    row, attention = plain_row(model, prompts, completions), attention_of(model)
+    row, attention = plain_row(prompts, completions), attention_of(model)
     sizes = [len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True)]
     if len(sizes) > 1 and "flash" in attention:
         ends = offsets_on(sizes, prompts[0].device)
