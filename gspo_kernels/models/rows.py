@@ -90,7 +90,7 @@ def packed_row(model: Any, prompts: Tokens, completions: Tokens) -> Row:
     row, attention = plain_row(prompts, completions), attention_of(model)
     sizes = [len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True)]
     if len(sizes) > 1 and "flash" in attention:
-        ends = offsets_on(sizes, prompts[0].device)
+        ends = offsets_from_list(sizes, prompts[0].device)
         row.inputs.update(cu_seq_lens_q=ends, cu_seq_lens_k=ends)
         row.inputs.update(max_length_q=max(sizes), max_length_k=max(sizes))
     elif len(sizes) > 1:
@@ -240,7 +240,7 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device |
     return copy_async(found, torch.device(device))
 
 
-def offsets_on(lengths: Sequence[int], device: torch.device) -> Tensor:
+def offsets_from_list(lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return ``cu_seqlens`` of sequences of these lengths."""
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cpu")
     return copy_async(ends, device)

@@ -29,7 +29,7 @@ import gspo_kernels as gk
 from gspo_kernels.core.exact import exact
 from gspo_kernels.core.layout import copy_async
 from gspo_kernels.logits.centering import ScoreCentering, require_weight
-from gspo_kernels.models.rows import offsets_on, ranges, token_budget_batches, tree_row
+from gspo_kernels.models.rows import offsets_from_list, ranges, token_budget_batches, tree_row
 from gspo_kernels.off_policy import SamplingMask
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, near_matches
@@ -96,7 +96,7 @@ class Batch:
         }
         if isinstance(centering := terms.get("centering"), ScoreCentering):
             part["centering"] = ScoreCentering(centering.ids[places], centering.logprobs[places])
-        return part | {"cu_seqlens": offsets_on([self.lengths[row] for row in rows.tolist()], device)}
+        return part | {"cu_seqlens": offsets_from_list([self.lengths[row] for row in rows.tolist()], device)}
 
     def by_token(self, values: Tensor) -> Tensor:
         """Repeat one value per row, [B], for each of its tokens, [N]."""
@@ -390,7 +390,7 @@ class Updater:
             if sampled is None:
                 raise InputError("off_policy.level: the engine returns no log-probs of the sampled tokens")
             options = off_policy_options(config) | {"loss_mask": batch.loss_mask}
-            options["cu_seqlens"] = offsets_on(batch.lengths, batch.loss_mask.device)
+            options["cu_seqlens"] = offsets_from_list(batch.lengths, batch.loss_mask.device)
             terms["rollout_weights"] = gk.rollout_weights(old, sampled, **options)
         if "group_ids" in self.objective.needs or (full and self.objective.aggregation == "prompt_mean"):
             terms["group_ids"] = batch.group_ids
@@ -452,7 +452,7 @@ class Updater:
     def _divisor(self, batch: Batch, rows: Tensor) -> float | Tensor:
         """Return the minibatch's normalizer, a number; for "prompt_mean" [B], one per completion."""
         masks, cpu = [batch.masks_on_host[row] for row in rows.tolist()], torch.device("cpu")
-        options: dict[str, Any] = {"cu_seqlens": offsets_on(list(map(len, masks)), cpu)}
+        options: dict[str, Any] = {"cu_seqlens": offsets_from_list(list(map(len, masks)), cpu)}
         if self.objective.aggregation != "prompt_mean":
             return float(gk.normalizer(self.objective, torch.cat(masks), **options))
         ids = batch.group_ids.to("cpu")[rows]
