@@ -64,6 +64,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+UNUSED = {
+    "rollouts": ("seed", "url", "sampler_dtype", "max_new_tokens"),
+    "against": ("temperature", "top_p", "top_k", "dtype", "head", "attention", "tokens", "no_switches"),
+    "url": ("sampler_dtype",),
+}
+"""Options that have no effect with an option."""
+
+
 def run(arguments: Sequence[str]) -> MismatchReport:
     """Compare, write the report, print it, and return it."""
     chosen = make_parser().parse_args(list(arguments))
@@ -88,10 +96,11 @@ def _check(chosen: argparse.Namespace) -> None:
         raise InputError("--against compares --rollouts with a second file, without a model")
     if chosen.against is None and chosen.model is None:
         raise InputError("the model is missing; without one, --rollouts and --against compare two files")
-    if chosen.rollouts is not None and (chosen.url is not None or chosen.sampler_dtype != "fp32"):
-        raise InputError("--url and --sampler-dtype are for sampling, and --rollouts were sampled already")
-    if chosen.url is not None and chosen.sampler_dtype != "fp32":
-        raise InputError("--sampler-dtype is for the model that samples itself, and --url samples elsewhere")
+    for option, unused in UNUSED.items():
+        for name in unused if getattr(chosen, option) is not None else ():
+            if (value := getattr(chosen, name)) != make_parser().get_default(name):
+                got = f"--{name.replace('_', '-')}: got {value}"
+                raise InputError(f"{got}, which has no effect with --{option}")
     EngineConfig(url=chosen.url)
     if not chosen.overwrite and any((chosen.output / name).exists() for name in FILES):
         choices = "replace it with --overwrite, or choose another --output"

@@ -56,7 +56,10 @@ class Comparison:
         return (self.log_s < low) | (self.log_s > high)
 
     def summary(self) -> dict[str, float]:
-        """Return statistics of the tokens' differences, in nats, and of the sequences' log s."""
+        """Return statistics of the tokens' differences, in nats, and of the sequences' log s.
+
+        Counts and shares outside the clip range include infinite values, the other numbers do not.
+        """
         difference, log_s = self.difference[self.possible], self.log_s[self.log_s.isfinite()]
         sizes, ratios = difference.abs(), difference.exp()
         low, high, _ = log_bounds(*self.clip, None)
@@ -68,7 +71,7 @@ class Comparison:
             **{f"tokens/quantile_{q:g}": quantile(sizes, q) for q in QUANTILES},
             "tokens/max": quantile(sizes, 1.0),
             "tokens/ratio_beyond_tenth": mean(((ratios < 0.9) | (ratios > 1.1)).double()),
-            "sequences/count": len(log_s),
+            "sequences/count": len(self.log_s),
             "sequences/rms_log_s": mean(log_s.square()) ** 0.5,
             "sequences/mean_log_s": mean(log_s),
             "sequences/max_abs_log_s": quantile(log_s.abs(), 1.0),

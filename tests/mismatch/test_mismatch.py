@@ -303,8 +303,29 @@ def test_wrong_options_are_named(tmp_path, capsys):
         (["M", "--prompts", "p", "--rollouts", "r"], "either --prompts"),
         (["--prompts", "p"], "the model is missing"),
         (["M", "--rollouts", "r", "--against", "a"], "without a model"),
-        (["M", "--rollouts", "r", "--sampler-dtype", "bf16"], "sampled already"),
-        (["M", "--prompts", "p", "--url", "http://h", "--sampler-dtype", "bf16"], "--url samples elsewhere"),
+        (["M", "--prompts", "p", "--url", "http://h", "--sampler-dtype", "bf16"], "--sampler-dtype"),
+        *(
+            (["M", "--rollouts", "r", f"--{name}", value], f"--{name}: got {value}")
+            for name, value in (
+                ("sampler-dtype", "bf16"),
+                ("seed", "1"),
+                ("max-new-tokens", "8"),
+                ("url", "http://h"),
+            )
+        ),
+        *(
+            (["--rollouts", "r", "--against", "a", f"--{name}", value], f"--{name}: got {value}")
+            for name, value in (
+                ("dtype", "bf16"),
+                ("head", "fp16"),
+                ("attention", "sdpa"),
+                ("temperature", "0.5"),
+                ("tokens", "9"),
+                ("top-k", "5"),
+                ("top-p", "0.9"),
+            )
+        ),
+        (["--rollouts", "r", "--against", "a", "--no-switches"], "--no-switches"),
         (["M", "--prompts", "p", "--url", "localhost"], "url must be"),
         (["M", "--prompts", "p", "--count", "0"], "--count: got 0"),
         (["M", "--prompts", "p", "--temperature", "0"], "--temperature: got 0"),
@@ -384,6 +405,7 @@ def test_tokens_of_which_one_is_impossible():
     assert comparison.outside.tolist() == [True, False, False]
     numbers = comparison.summary()
     assert numbers["tokens/impossible"] == 1 and numbers["tokens/max"] == pytest.approx(1e-5)
+    assert numbers["sequences/count"] == 3 and numbers["sequences/outside"] == pytest.approx(1 / 3)
     both = Comparison(*(torch.tensor([-math.inf, -1.0]),) * 2, torch.tensor([0, 2]), (3e-4, 4e-4))
     assert both.log_s.tolist() == [0.0]
 
