@@ -169,6 +169,8 @@ class _Asked(TorchFunctionMode):
             with self:
                 return _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, leaves, False)
         there = [tensor for tensor in _tensors(args, kwargs) if not _on_host(tensor)]
+        if name in ("cat", "stack"):
+            assert len(there) in (0, len(_tensors(args, kwargs))), "tensors of two devices"
         if name == "pin_memory":
             pinned = _host(args[0].clone())
             pinned._pinned = True

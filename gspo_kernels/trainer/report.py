@@ -67,18 +67,19 @@ class Report:
 
     @contextmanager
     def output_to(self, what: str) -> Iterator[None]:
-        """Continue the run if an output fails, for example on a full disk; the first failure is printed."""
+        """Continue the run if an output fails, as on a full disk; print the first of consecutive failures."""
         try:
             yield
+            self.failing.discard(what)
         except Exception as error:
             if what not in self.failing:
                 self.say(f"{what} cannot be written; the run continues: {reason(error)}", warning=True)
             self.failing.add(what)
 
     def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> Metrics:
-        """Start trackers, print notes, write the configuration, drop metrics after ``step`` (None: all).
+        """Start trackers, print notes, write the configuration; drop what was written after ``step``.
 
-        Returns the metrics of that step.
+        Returns the metrics of that step; None: the run starts.
         """
         config, directory, last = self.config, self.directory, -1 if step is None else step
         if step is not None:
@@ -98,6 +99,9 @@ class Report:
         def write() -> Metrics:
             records = [each for each in read_metrics(directory.metrics) if each["step"] <= last]
             write_text(directory.metrics, "".join(json.dumps(each) + "\n" for each in records))
+            for path in directory.rollouts.glob("step_*.jsonl"):
+                if path.stem[5:].isdigit() and int(path.stem[5:]) > last:
+                    path.unlink()
             write_text(directory.config, yaml.safe_dump(settings, sort_keys=False))
             return (records or [{}])[-1]
 
@@ -137,8 +141,10 @@ class Report:
                     file.truncate(end)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self.unwritten = b""
-        with self.output_to("a tracker"):
-            self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
+        measured = {name: value for name, value in record.items() if value is not None}
+        for tracker in self.accelerator.trackers if self.accelerator.is_main_process else ():
+            with self.output_to(f"the tracker {tracker.name}"):
+                tracker.log(measured, step=step)
         now = time.monotonic()
         self.started = self.started or (now - metrics.get("seconds", 0.0), max(step - 1, 0))
         if step > 0 and (sys.stdout.isatty() or step % 10 == 0 or step == steps):
@@ -153,14 +159,15 @@ class Report:
     def symptoms(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Return the warnings that are due after a step, one each time that a symptom sets in.
 
-        A step without a symptom's metric does not change its count.
+        A step without a value of a symptom's metric does not change its count, unless that is the symptom.
         """
         # comparisons with NaN are false
         m = defaultdict(lambda: math.nan, {k: value for k, value in metrics.items() if value is not None})
         m["limit"], due = self.mismatch, []
         for name, (is_present, text) in SYMPTOMS.items():
-            if name in metrics:
-                self.streaks[name] = self.streaks.get(name, 0) + 1 if is_present(m) else 0
+            present = is_present(m)
+            if name in metrics and (present or metrics[name] is not None):
+                self.streaks[name] = self.streaks.get(name, 0) + 1 if present else 0
                 if self.streaks[name] == PATIENCE:
                     due.append(f"for {PATIENCE} steps in a row {text}.")
         return due
@@ -208,7 +215,7 @@ class Report:
             self.say(f"[reward {total:.3f}] {prompt} -> {shortened(sample.text)}")
 
     def finish(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Export the model, draw the plot, print the gain; return the last evaluation's metrics."""
+        """Export the model, draw the plot, print the gain; return the metrics of the last step."""
         directory = self.directory
         try:
             write_directory(directory.model, partial(export_model, model, tokenizer))
@@ -217,7 +224,7 @@ class Report:
             space = "--resume writes them when there is space"
             raise InputError(f"the model or the plot cannot be written: {error}; {space}") from error
         for tracker in self.accelerator.trackers:
-            with self.output_to("a tracker"):
+            with self.output_to(f"the tracker {tracker.name}"):
                 tracker.finish()
         records = read_metrics(directory.metrics) + list(map(json.loads, self.unwritten.splitlines()))
         evaluations = [record for record in records if "eval/greedy_reward" in record]
@@ -226,7 +233,7 @@ class Report:
             steps = f"{step} step{'s' if step > 1 else ''} of {self.config.objective.name}"
             self.say(f"before: {first}\nafter {steps}: {last}")
         self.say(f"trained model: {directory.model}   plot: {directory.plot}")
-        return self.last or (evaluations or records or [{}])[-1]
+        return self.last or (records or [{}])[-1]
 
 
 class _LenientStream:
@@ -309,7 +316,11 @@ SYMPTOMS: dict[str, tuple[Callable[[Mapping[str, float]], bool], str]] = {
         "stale. Lower update.learning_rate, use fewer minibatches, or a wider range",
     ),
     "minibatch_2/ratio/max": (
-        lambda m: m["ratio/min"] == m["ratio/max"] == 1.0 and not m["groups_without_variance"] >= 1.0,
+        lambda m: (
+            m["ratio/min"] == m["ratio/max"] == 1.0
+            and m["clip_fraction/after_first"] >= 0.0
+            and not m["groups_without_variance"] >= 1.0
+        ),
         "every ratio is exactly 1, also after the first minibatch: the updates do not change the policy. "
         "Raise update.learning_rate",
     ),

@@ -255,7 +255,8 @@ class Updater:
         """Take one optimizer step per minibatch; return the metrics, averaged and by minibatch.
 
         Metrics are those of completions that can have a gradient, and averages those of minibatches with such
-        completions; the average entropy is over tokens, and NaN without any.
+        completions; the average entropy is over tokens, and NaN without any. ``clip_fraction/after_first`` is
+        missing if no minibatch after the first has such completions.
         """
         each: list[Metrics] = []
         minibatches: list[Minibatch] = []
@@ -286,8 +287,8 @@ class Updater:
         entropies = [tokens[n] * each[n]["entropy"] for n in scored]
         metrics["entropy"] = sum(entropies) / sum(tokens) if scored else math.nan
         later = [each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0]
-        metrics["clip_fraction/after_first"] = sum(later) / max(len(later), 1)
-        metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
+        if later:
+            metrics["clip_fraction/after_first"] = sum(later) / len(later)
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
         return metrics | self._off_policy_metrics(batch, terms)
@@ -415,6 +416,8 @@ class Updater:
         """Step if the gradient is finite; return its norm and the measured values, read in one transfer."""
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = norm.to(measured["loss"].device)  # without any gradient, it is a zero on the CPU
+        rate = float(self.scheduler.get_last_lr()[0])
         if not self.sharded:  # found_inf skips the step on the device: the host syncs only after it
             self.optimizer.found_inf = (~norm.isfinite()).float()
             self.optimizer.step()
@@ -424,7 +427,7 @@ class Updater:
                 self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
-        return values | {"updates_left_out": float(not finite)}
+        return values | {"updates_left_out": float(not finite), "learning_rate": rate}
 
     def _learn_each(self, batch: Batch, terms: Terms, minibatch: Minibatch, on_policy: bool) -> gk.LossOutput:
         """Run a loss that each micro-batch computes separately; return the loss of the whole minibatch.

@@ -381,20 +381,22 @@ def test_the_entropy_is_over_all_scored_tokens(tokenizer):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
-def test_one_sync_for_each_optimizer_step(tokenizer, monkeypatch):
+@pytest.mark.parametrize("idle", [False, True])
+def test_one_sync_for_each_optimizer_step(tokenizer, monkeypatch, idle):
     """Beyond that: for loss mask and advantages at the start, and for what the sampler's gap is, at the end.
-    clip_grad_norm_ moves the norm to the device on which it is, which a fake GPU counts.
+    clip_grad_norm_ moves the norm to the device on which it is, which a fake GPU counts. Without gradients
+    the norm is on the CPU.
     """
     pytest.importorskip("triton")
     updater, gpu = make_updater(tokenizer, make_config(update={"minibatches": 1})), FakeGpu(monkeypatch)
     batch, properties = make_batch(), SimpleNamespace(total_memory=2**33)
+    batch.advantages.mul_(not idle)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with gpu:
         updater.update(batch)
     steps = updater.updates
-    assert steps == 1 and gpu.looks == {
-        "tolist": steps + 2, "copy to the host": 3 + steps, "index by mask": 1
-    }  # fmt: skip
+    to_the = {"copy to the device": 1, "copy to the host": 3} if idle else {"copy to the host": 3 + steps}
+    assert steps == 1 and gpu.looks == {"tolist": steps + 2, "index by mask": 1, **to_the}
 
 
 @pytest.mark.parametrize(("sections", "scored"), [({}, 6), ({"off_policy": {"level": "token"}}, 12)])
@@ -547,9 +549,14 @@ def test_idle_minibatches_do_not_dilute_metrics(tokenizer, name):
         loss_mask=batch.loss_mask & batch.by_token(alone) if name == "DPO" else batch.loss_mask,
         ref_logprobs=torch.full_like(batch.rollout_logprobs, -5.0) if name == "DPO" else None,
     )
-    updater = make_updater(tokenizer, make_config(name, update={"minibatches": 4}))
-    metrics = updater.update(batch)
-    (number,) = [n for n in range(1, 5) if metrics[f"minibatch_{n}/grad_norm"] > 0]
-    for key in ("loss", "entropy", "ratio/mean", "ratio/min", "grad_norm"):
-        assert metrics[key] == metrics[f"minibatch_{number}/{key}"]
-    assert metrics["entropy"] > 4 and metrics["loss"] != 0
+    updater = make_updater(tokenizer, make_config(name, update={"minibatches": 4, "warmup_updates": 99}))
+    active = []
+    for step in range(3):  # in each of which the group is in another minibatch
+        metrics = updater.update(batch, step)
+        active += [n for n in range(1, 5) if metrics[f"minibatch_{n}/grad_norm"] > 0]
+        for key in ("loss", "entropy", "ratio/mean", "ratio/min", "grad_norm", "learning_rate"):
+            assert metrics[key] == metrics[f"minibatch_{active[-1]}/{key}"]
+        assert metrics["entropy"] > 4 and metrics["loss"] != 0
+        assert metrics["learning_rate"] == pytest.approx(1e-5 * (4 * step + active[-1]))
+        assert ("clip_fraction/after_first" in metrics) == (active[-1] > 1)
+    assert len(active) == 3 and 1 in active and {*active} != {1}
