@@ -148,6 +148,8 @@ def parse_arguments(
             raise InputError(f"unexpected argument {argument!r}; a configuration file comes first")
     given = {name: _value(name, options.get(name), each) for name, each in words.items()}
     flags = {name: bool(given.pop(name, False)) for name in FLAGS}
+    if ignored := [name for name in ("resume", "force", "overwrite") if flags["dry_run"] and flags[name]]:
+        raise InputError(f"--{ignored[0]} has no effect with --dry-run, which does not look at --output")
     if path is None and flags["resume"] and given.get("output"):
         path = str(Path(given["output"]) / "config.yaml")
     start = cls() if path is None else load_config(path, cls)
@@ -341,6 +343,8 @@ def _run(
         "dataset": lambda: load(config.dataset, data.split),
         "eval_dataset": lambda: load(config.eval_dataset or "", data.eval_split),
     }
+    if data.eval_split and not config.eval_dataset:
+        faults.append(f"data.eval_split must be null without eval_dataset, got {data.eval_split!r}")
     for key, read in reads.items():
         try:
             found[key] = read() if getattr(config, key) else None

@@ -268,7 +268,21 @@ class TrainConfig(Section):
         ):
             if wrong:
                 raise ValueError(f"{key} must be {expected}, got {flat(self.model_dump())[key]!r}")
+        for unused, without, *keys in (
+            (not off_policy, "off_policy.level", "off_policy.mode", "off_policy.low", "off_policy.high"),
+            (self.lora.rank == 0, "lora.rank", "lora.alpha", "lora.target_modules"),
+            (self.engine.url != "local", "engine.url local", "engine.memory"),
+        ):
+            if unused:
+                self.require_defaults(keys, f"without {without}")
         return self
+
+    def require_defaults(self, keys: Iterable[str], why: str) -> None:
+        """Raise an `InputError` that names the first of these options that is set, but has no effect."""
+        values, defaults = (flat(each.model_dump()) for each in (self, type(self).model_construct()))
+        for key in keys:
+            if values[key] != defaults[key]:
+                raise InputError(f"{key} must be {defaults[key]!r} {why}, got {values[key]!r}")
 
 
 def from_mapping(values: Any, cls: Any = TrainConfig) -> Any:
@@ -304,7 +318,8 @@ FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "save_rollouts"}
 FREE_ON_RESUME |= {"trackers", "update.steps", "update.micro_batch_tokens", "rollout.batch_size"}
 """Keys that may change when a run is resumed, as may all of ``evaluation``, ``checkpoint`` and ``engine``.
 
-With a decay of the learning rate, ``update.steps`` may not.
+With a decay of the learning rate, ``update.steps`` may not. ``dataset`` and ``model`` may be moved, because
+digests of rows and weights are compared.
 """
 
 

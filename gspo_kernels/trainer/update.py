@@ -176,6 +176,9 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
             gk.rollout_weights(token, token, **off_policy_options(config))
         except ValueError as error:
             raise InputError(f"off_policy: {error}") from error
+    if objective.advantages_are != "advantages":
+        takes = f"{config.objective.name}, which takes {objective.advantages_are}"
+        config.require_defaults(["advantages"], f"with {takes}")
     whole_groups = needs_whole_groups(objective)
     most = rollout.prompts_per_rollout * (1 if whole_groups else rollout.group_size)
     if update.minibatches > most:

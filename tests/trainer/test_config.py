@@ -39,6 +39,16 @@ WRONG = [
     ({"engine": {"url": "local"}, "rollout": KEPT}, ["engine.url must be null with rollout.keep_sampling"]),
     ({"off_policy": {"level": "token", "mode": "mask"}}, ["off_policy", "at least one bound"]),
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
+    ({"off_policy": {"mode": "typo"}}, ["off_policy.mode", "off_policy.level", "'typo'"]),
+    ({"off_policy": {"low": 0.5}}, ["off_policy.low", "off_policy.level"]),
+    ({"off_policy": {"high": 0.5}}, ["off_policy.high", "off_policy.level"]),
+    ({"lora": {"alpha": 8}}, ["lora.alpha", "lora.rank", "got 8"]),
+    ({"lora": {"target_modules": "q_proj"}}, ["lora.target_modules", "lora.rank"]),
+    ({"engine": {"url": "http://localhost:8000", "memory": 0.5}}, ["engine.memory", "engine.url local"]),
+    *(
+        ({"objective": {"name": name}, "advantages": "gdpo"}, ["advantages", f"{name}, which takes {kind}"])
+        for name, kind in (("DPO", "levels"), ("REBEL", "rewards"))
+    ),
     (MINIBATCHES, ["update.minibatches", "at most the 8 completions"]),
     (MINIBATCHES | {"objective": {"name": "DPO"}}, ["update.minibatches", "at most the 1 prompts"]),
     ({"objective": {"centering": 20}}, ["objective.centering: GSPO can't be centered", "the sequence"]),
@@ -150,8 +160,8 @@ def test_the_command_line_replaces_the_file(tmp_path):
     assert make_objective(config) == gk.GSPO(clip_low=0.1, clip_high=5e-4)
     # A run that resumes has the configuration in its directory.
     for output in (["--output", str(tmp_path)], [f"--output={tmp_path}"]):
-        config, flags = parse_arguments(["--resume", "--force=true", "--dry-run", *output])
-        assert flags["resume"] and flags["force"] and flags["dry_run"]
+        config, flags = parse_arguments(["--resume", "--force=true", *output])
+        assert flags["resume"] and flags["force"] and not flags["dry_run"]
         assert (config.seed, config.output) == (5, str(tmp_path))
 
 
@@ -190,6 +200,10 @@ def test_another_objective_drops_old_options(tmp_path, capsys):
         (["--model"], "--model has no value"),
         (["--model", "a", "b.yaml"], "unexpected argument 'b.yaml'; a configuration file comes first"),
         (["--data.template_options", "{"], "not valid YAML"),
+        *(
+            (["--dry-run", f"--{name}"], f"--{name} has no effect with --dry-run")
+            for name in ("resume", "force", "overwrite")
+        ),
         (["--seed", "x"], "seed must be a valid integer"),
         *((line, "must be true or false, got") for line in (["--save_rollouts=1"], ["--resume", "a.yaml"])),
     ],
