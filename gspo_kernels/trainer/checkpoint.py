@@ -28,6 +28,9 @@ from gspo_kernels.trainer.config import InputError, TrainConfig, changed_setting
 from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
 from gspo_kernels.trainer.processes import on_all, on_main, process_state
 
+REPLACED = ".unfinished-replaced-"
+"""Prefix of the former directory while one of the same name replaces it."""
+
 
 class RunDirectory:
     """The paths, checkpoints and lock of a run; leaving the context releases the lock."""
@@ -86,22 +89,29 @@ class RunDirectory:
             self._lock = None
 
     def open(
-        self, config: TrainConfig, rows: str, *, resume: bool, overwrite: bool, force: bool
+        self, config: TrainConfig, inputs: Mapping[str, str], *, resume: bool, overwrite: bool, force: bool
     ) -> tuple[Path | None, list[str]]:
-        """Prepare the directory for a run on rows with this digest, or raise before anything is lost.
+        """Prepare the directory for a run, or raise before anything is lost.
 
-        Returns the checkpoint to resume from, or None; and the changed settings that ``force`` accepted.
+        ``inputs`` are digests of data and weights, by name, that a resumed run must have unchanged. Returns
+        the checkpoint to resume from, or None; and the changed settings that ``force`` accepted.
         """
+        if force and not resume:
+            raise InputError("force has no effect without resume")
 
         def prepare() -> list[str]:
             self.claim(resume=resume, overwrite=overwrite)
+            for replaced in self.checkpoints.glob(f"{REPLACED}*") if resume else ():
+                final = self.checkpoints / replaced.name.removeprefix(REPLACED)
+                if not final.exists():  # a kill prevented the rename of the new one
+                    replaced.rename(final)
             changed: list[str] = []
             if resume and self.config.exists():
                 changed = changed_settings(load_config(self.config, cls=type(config)), config)
             checkpoint = self.latest_checkpoint() if resume else None
-            before = rows if checkpoint is None else load_state(checkpoint)["dataset"]
-            if before != rows:
-                changed.append(f"rows of the dataset, or their order: {before} -> {rows}")
+            before = inputs if checkpoint is None else load_state(checkpoint)["inputs"]
+            pairs = ((name, before[name], digest) for name, digest in inputs.items())
+            changed += [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
             if changed and not force:
                 what = f"other settings or data ({'; '.join(changed)})"
                 raise InputError(f"the run was started with {what}; --force accepts them")
@@ -247,7 +257,7 @@ def write_directory(final: Path, write: Callable[[Path], None]) -> None:
 
     def finish() -> None:
         os.sync()  # before the name is visible
-        replaced = final.parent / f".unfinished-replaced-{final.name}"
+        replaced = final.parent / f"{REPLACED}{final.name}"
         if final.exists():
             final.rename(replaced)
         unfinished.rename(final)

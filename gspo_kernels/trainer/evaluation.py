@@ -84,14 +84,15 @@ def evaluate(arguments: Sequence[str]) -> None:
     rows = [rows[place] for place in range(min(chosen.count or len(rows), len(rows)))]
     weights = None if chosen.reward else settings.reward_weights
     rewards = RewardSet([load_reward(spec) for spec in specs], weights)
-    rewards.check(data.column_names(rows))
+    rewards.check(data.column_names(rows), name)
     found = complete(chosen.run, settings, rows, name, greedy=(True, False), seed=settings.seed)
     for label, (prompts, completions, ids, texts) in zip(("greedy", "sampled"), found, strict=True):
         columns = data.columns_of(prompts.rows, prompts.columns)
         values = rewards([row["prompt"] for row in prompts.rows], texts, ids, columns)
         means = {key: float(each.nanmean()) for key, each in values.by_name.items()}
-        means |= {"reward": float(values.total.nanmean())} if len(means) > 1 else {}
-        means["finished"] = sum(completion.finished for completion in completions) / len(completions)
+        means |= {"reward/mean": float(values.total.nanmean())} if len(means) > 1 else {}
+        finished = [completion.finished for completion in completions]
+        means["completions/finished"] = sum(finished) / len(finished)
         print(f"{label} ({len(texts)} prompts): " + ", ".join(f"{k} {v:.4g}" for k, v in means.items()))
 
 

@@ -85,6 +85,8 @@ class GSPOTrainer:
             model, self.tokenizer, self.config, self.accelerator, needs_reference(config)
         )
         self.updater = Updater(self.accelerator, self.config, *policies)
+        fixed = needs_reference(config) or not all(p.requires_grad for p in self.model.parameters())
+        base = weights_digest(self.model) if fixed else "all are trained"
         self.longest_prompt = data.longest_prompt(self.model.config, config.rollout.max_new_tokens)
         self.train_prompts, self.eval_prompts = data.prepare_datasets(
             self.tokenizer,
@@ -95,6 +97,8 @@ class GSPOTrainer:
             options=config.data,
             say=self.report.say,
         )
+        rows = self.train_prompts.digest
+        self.inputs = {"rows of the dataset, or their order": rows, "weights of the model": base}
         self.batch_size = AutoSize.of(config, "rollout.batch_size")
         every = [*self.train_prompts.tokens, *(self.eval_prompts.tokens if self.eval_prompts else ())]
         length = max(map(len, every)) + config.rollout.max_new_tokens
@@ -122,15 +126,15 @@ class GSPOTrainer:
     @lenient_output()
     @torch.enable_grad()
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
-        """Run to the configured number of steps; return the metrics of the last evaluation.
+        """Run to the configured number of steps; return the metrics of the last step.
 
         SIGTERM, SIGHUP or one Ctrl-C ends the run after the step, with a checkpoint and `SystemExit`. An
         error in a reward or an engine leaves a checkpoint. ``force`` resumes with other settings or rows.
         """
         with self.directory:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
-            rows, steps = self.train_prompts.digest, self.config.update.steps
-            checkpoint, changed = self.directory.open(self.config, rows, **flags)
+            steps = self.config.update.steps
+            checkpoint, changed = self.directory.open(self.config, self.inputs, **flags)
             if checkpoint is not None:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
             step = None if checkpoint is None else self.step
@@ -158,6 +162,8 @@ class GSPOTrainer:
         ended = time.monotonic()
         metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
         metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
+        if config.save_rollouts:
+            self.report.save_rollout(self.step, rollout, batch, self.train_prompts, self.tokenizer, digest)
         last = self.step == config.update.steps
         evaluates = last or self.step % config.evaluation.every == 0
         try:
@@ -165,8 +171,6 @@ class GSPOTrainer:
                 metrics |= self.evaluate() if evaluates else {}
         finally:
             self.report.step(self.step, metrics)
-        if config.save_rollouts:
-            self.report.save_rollout(self.step, rollout, batch, self.train_prompts, self.tokenizer, digest)
         if evaluates:
             self.report.show_rollout(rollout, self.tokenizer)
         stop = max(gather_object([max(signals, default=0)]))
@@ -324,7 +328,7 @@ class GSPOTrainer:
             "prompts_used": self.prompts_used,
             "updates": self.updater.updates,
             "sizes": {size.option: size.value for size in self.sizes()},
-            "dataset": self.train_prompts.digest,
+            "inputs": self.inputs,
             "processes": self.accelerator.num_processes,
         }
 
@@ -361,11 +365,11 @@ class GSPOTrainer:
     ) -> RewardSet:
         """Return the rewards; an `InputError` names an option, row or function that cannot be used."""
         check_config(config, serves_turns=cls.serves_turns)
-        data.check_rows(dataset, "the training dataset")
-        if eval_dataset is not None:
-            data.check_rows(eval_dataset, "the eval dataset")
         checked = RewardSet([rewards] if callable(rewards) else list(rewards), config.reward_weights)
-        checked.check(data.column_names(dataset))
+        for name, rows in (("the training dataset", dataset), ("the eval dataset", eval_dataset)):
+            if rows is not None:
+                data.check_rows(rows, name)
+                checked.check(data.column_names(rows), name)
         return checked
 
     @classmethod

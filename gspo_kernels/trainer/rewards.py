@@ -131,14 +131,16 @@ class RewardSet:
             base = getattr(inner, "__name__", type(inner).__name__)
             names = [base, *(f"{base}_{n}" for n in range(2, len(functions) + 1))]
             self.functions[next(name for name in names if name not in self.functions)] = function
+        if "mean" in self.functions:
+            raise InputError("reward function mean: reward/mean is the metric of all rewards; rename it")
         self.names = list(self.functions)
         self.weights = dict(zip(self.names, weights, strict=True))
         # The event loop outlives a call, and so do a function's clients and connections.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def check(self, columns: Iterable[str]) -> None:
-        """Raise an `InputError` if a function cannot be called with these columns of the dataset."""
+    def check(self, columns: Iterable[str], dataset: str = "the dataset") -> None:
+        """Raise an `InputError` if a function cannot be called with these columns of a dataset."""
         columns = list(columns)
         for name, function in self.functions.items():
             bound = function.keywords if isinstance(function, partial) else {}
@@ -148,7 +150,7 @@ class RewardSet:
                 arguments = _accepted(function, dict.fromkeys((*RESERVED, *columns)))
                 inspect.signature(function).bind(**arguments)
             except (TypeError, ValueError) as error:  # some builtin functions have no signature
-                names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
+                names = f"{', '.join(RESERVED)} and columns of {dataset} ({', '.join(columns) or 'none'})"
                 cannot = f"reward function {name} cannot be called with {names}, all by name"
                 raise InputError(f"{cannot}: {error}") from error
 

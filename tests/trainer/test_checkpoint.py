@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +21,15 @@ from tests.draws import shifted_seed
 from tests.forks import exit_code, forked
 from tests.trainer.conftest import ROWS, make_trainer, same, small_config, untimed, weights
 
+INPUTS = {"rows": "the same"}
 
-def prepare(run, *, resume=False, overwrite=False):
-    run.open(TrainConfig(), "the same rows", resume=resume, overwrite=overwrite, force=False)
+
+def prepare(run, *, resume=False, overwrite=False, force=False):
+    run.open(TrainConfig(), INPUTS, resume=resume, overwrite=overwrite, force=force)
 
 
 def save(run, step, text):
-    state = {"step": step, "dataset": "the same rows", "text": text}
+    state = {"step": step, "inputs": INPUTS, "text": text}
     run.save_checkpoint(state, {"weights/a": torch.ones(2)}, keep=1)
 
 
@@ -36,7 +39,12 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(
     ("moment", "same_step"),
-    [("while writing", True), ("before the rename", False), ("before the rename", True)],
+    [
+        ("while writing", True),
+        ("before the renames", False),
+        ("before the renames", True),
+        ("between the renames", True),
+    ],
 )
 def test_a_kill_while_saving_keeps_a_checkpoint(tmp_path, monkeypatch, moment, same_step):
     run = RunDirectory(tmp_path)
@@ -46,10 +54,12 @@ def test_a_kill_while_saving_keeps_a_checkpoint(tmp_path, monkeypatch, moment, s
     def kill(*_, **__):
         raise Killed
 
-    if moment == "before the rename":
-        monkeypatch.setattr("os.sync", lambda: monkeypatch.setattr("pathlib.Path.rename", kill))
-    else:
+    renames = iter([Path.rename, kill] if moment == "between the renames" else [kill])
+    if moment == "while writing":
         monkeypatch.setattr("torch.distributed.checkpoint.save", kill)
+    else:
+        limited = partial(monkeypatch.setattr, Path, "rename", lambda *paths: next(renames)(*paths))
+        monkeypatch.setattr("os.sync", limited)
     with pytest.raises(Killed):
         save(run, 1 if same_step else 2, "half")
     monkeypatch.undo()
@@ -73,6 +83,8 @@ def test_a_run_is_never_lost_by_accident(tmp_path):
         prepare(run)
     with pytest.raises(InputError, match="exclude"):
         prepare(run, resume=True, overwrite=True)
+    with pytest.raises(InputError, match="force has no effect without resume"):
+        prepare(run, overwrite=True, force=True)
     prepare(run, resume=True)
     assert run.metrics.exists() and run.latest_checkpoint() is not None
     prepare(run, overwrite=True)

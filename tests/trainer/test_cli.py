@@ -39,6 +39,7 @@ def reward_file(tmp_path):
     path.write_text(
         "def odd(completion_ids, *, letter):\n"
         "    return [sum(i % 2 for i in ids) / max(len(ids), 1) for ids in completion_ids]\n"
+        "def reward(completions):\n    return [1.0] * len(completions)\n"
     )
     return path
 
@@ -118,6 +119,7 @@ def test_a_dry_run_loads_no_weights(tmp_path, llama, jsonl, reward_file, capsys)
         ("row 4: the prompt has 4 tokens", ["--rollout.max-new-tokens", "61"]),
         ("reward function sqrt cannot be called", ["--reward", "math:sqrt"]),
         ("update.minibatches must be at most", ["--update.minibatches", "9"]),
+        ("data.eval_split must be null", ["--eval_dataset=null", "--data.eval_split", "train"]),
     ):
         assert cli.main([*line, *wrong]) == 1 and words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -182,7 +184,7 @@ def test_ask_and_eval_take_a_run_or_a_model(tmp_path, llama, jsonl, reward_file,
     assert cli.main(["train", *line, "--update.learning_rate=0.1", "--lora.rank", "1"]) == 0
     record = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     config = ["--config", f"{run}/config.yaml"]
-    held_out = ["--dataset", str(jsonl), "--reward", f"{reward_file}:odd"]
+    held_out = ["--dataset", str(jsonl), "--reward", f"{reward_file}:odd", f"{reward_file}:reward"]
     for words in ([run], [exported, *config], [exported, *config, *held_out]):
         capsys.readouterr()
         assert cli.main(["eval", *words]) == 0
@@ -190,7 +192,10 @@ def test_ask_and_eval_take_a_run_or_a_model(tmp_path, llama, jsonl, reward_file,
             dict(re.findall(r"(\w+) ([\d.]+)", line)) for line in capsys.readouterr().out.splitlines()
         )
         for label, found in (("greedy", greedy), ("sampled", sampled)):
-            assert float(found["odd"]) == pytest.approx(record[f"eval/{label}/odd"], rel=1e-3)
+            odd = record[f"eval/{label}/odd"]
+            assert float(found["odd"]) == pytest.approx(odd, rel=1e-3)
+            if words[-1].endswith(":reward"):
+                assert found["reward"] == "1" and float(found["mean"]) == pytest.approx(1 + odd, rel=1e-3)
     model, tokenizer = (kind.from_pretrained(exported) for kind in (AutoModelForCausalLM, AutoTokenizer))
     ids = tokenizer("<ab>", return_tensors="pt")["input_ids"]
     expected = model.generate(ids, do_sample=False, max_new_tokens=3)[0, ids.shape[1] :]

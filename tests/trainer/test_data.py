@@ -32,7 +32,8 @@ def test_rows_keep_their_columns(tmp_path):
     )  # two files of an editor that writes marks
     assert load_prompts(path) == [{"prompt": "a"}] * 2
     path.write_text('{"prompt": "old", "question": "a"}\n{"prompt": "older", "question": "b"}\n')
-    assert load_prompts(path, prompt_column="question") == [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.warns(UserWarning, match="'question' replaces the column 'prompt'"):
+        assert load_prompts(path, prompt_column="question") == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(InputError, match=r"no 'answer' among the columns.*question"):
         load_prompts(path, prompt_column="answer")
 

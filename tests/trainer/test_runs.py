@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -212,6 +213,7 @@ def test_failures_leave_a_checkpoint(tmp_path, tokenizer, monkeypatch, straight)
         records = read_metrics(trainer.directory.metrics)
         assert [record["step"] for record in records] == [*range(reached + 1)]
         assert records[-1]["grad_norm"] > 0
+        assert len([*trainer.directory.rollouts.iterdir()]) == reached
     trainer = trainer_that("no more")
     tokens = copy.deepcopy(trainer.train_prompts.tokens)
     trainer.train(resume=True)
@@ -267,6 +269,23 @@ def test_resumed_runs_take_other_settings_by_force(tmp_path, tokenizer, straight
     assert "rows of the dataset, or their order: 6 rows" in printed
     assert changed.updater.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
     assert [record["step"] for record in read_metrics(path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("sections", [{}, {"kl": {"beta": 0.1}}, {"lora": {"rank": 2}}], ids=str)
+def test_weights_that_no_checkpoint_has_stay_the_same(tmp_path, tokenizer, sections):
+    """The reference, and what adapters adapt, must be the same; the model's path may change."""
+
+    def train(seed, steps, **flags):
+        config = small_config(tmp_path, model=f"path{steps}", update={"steps": steps}, **sections)
+        model = tiny_qwen3(tokenizer, seed=seed)
+        trainer = make_trainer(tokenizer, ROWS, odd_share, config, model=model, eval_dataset=None)
+        return trainer.train(**flags)
+
+    train(0, 1)
+    refused = pytest.raises(InputError, match=r"weights of the model: .*--force")
+    with refused if sections else nullcontext():
+        train(1, 2, resume=True)
+    assert train(0, 3, resume=True)["step"] == 3
 
 
 CENTRED = {"name": "CISPO", "min_ratio": 0.0, "max_ratio": 2.0, "centering": 5}
@@ -463,6 +482,12 @@ def test_bad_input_is_refused_before_writing(tmp_path, tokenizer):
         def generate(self, prompts, sampling):
             return [Completion(torch.tensor([65]), True, torch.zeros(1)) for _ in prompts]
 
+    def first_letter(completions, letter):
+        return [1.0] * len(letter)
+
+    def mean(completions):
+        return [1.0] * len(completions)
+
     broken = tiny_qwen3(tokenizer)
     with torch.no_grad():
         broken.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
@@ -481,6 +506,8 @@ def test_bad_input_is_refused_before_writing(tmp_path, tokenizer):
     for words, changes in (
         ("no 'prompt'", {"dataset": [{"question": "a"}]}),
         ("the eval dataset is empty", {"eval_dataset": []}),
+        ("columns of the eval dataset .none.", {"rewards": first_letter, "eval_dataset": [{"prompt": "a"}]}),
+        ("reward function mean", {"rewards": mean}),
         ("no reward function", {"rewards": []}),
         ("tokenizer", {"tokenizer": None}),
         ("not finite", {"model": broken}),
