@@ -190,14 +190,15 @@ def shortened(command):
     """Return the command, with options that make its run short. All other options are the page's."""
     trains = re.search(r"gspo train (?!--help)|gspo_kernels.cli train|examples.recipes", command)
     if trains and "--resume" not in command:
-        command += " --overwrite"
+        command += "" if "--dry-run" in command else " --overwrite"
         if "config.yaml" not in command:  # which is short
             command += " --update.steps 1 --update.minibatches 1 --rollout.prompts_per_rollout 2"
             command += " --rollout.group_size 2 --rollout.max_new_tokens 3"
     if re.search(r"gspo demo", command):
         command += ("" if "--steps" in command else " --steps 1") + " --overwrite"
     if re.search(r"gspo mismatch", command):
-        command += " --overwrite" + ("" if "--max-new-tokens" in command else " --max-new-tokens 4")
+        samples = "--rollouts" not in command and "--max-new-tokens" not in command
+        command += " --overwrite" + (" --max-new-tokens 4" if samples else "")
         command += "" if "--count" in command or "--against" in command else " --count 2"
         command += "" if "--against" in command else " --no-switches"
     command = re.sub(r"(?<=--count )128", "2", command)
