@@ -71,14 +71,14 @@ class Batch:
         return list(self.group_ids.tolist())
 
     @cached_property
-    def masks_on_host(self) -> tuple[Tensor, ...]:
+    def loss_masks_on_host(self) -> tuple[Tensor, ...]:
         """Each row's part of the loss mask, on the CPU."""
         return self.loss_mask.to("cpu").split(self.lengths)
 
     @cached_property
     def counted(self) -> Tensor:
         """Number of tokens of each row that the loss counts, [B] int64 on the CPU."""
-        return torch.stack([tokens.sum() for tokens in self.masks_on_host])
+        return torch.stack([tokens.sum() for tokens in self.loss_masks_on_host])
 
     def places(self, rows: Tensor) -> Tensor:
         """Return the indices of the tokens of these rows, which are on the CPU, among the N tokens, int64."""
@@ -457,7 +457,7 @@ class Updater:
 
     def _divisor(self, batch: Batch, rows: Tensor) -> float | Tensor:
         """Return the minibatch's normalizer, a number; for "prompt_mean" [B], one per completion."""
-        masks, cpu = [batch.masks_on_host[row] for row in rows.tolist()], torch.device("cpu")
+        masks, cpu = [batch.loss_masks_on_host[row] for row in rows.tolist()], torch.device("cpu")
         options: dict[str, Any] = {"cu_seqlens": offsets_from_list(list(map(len, masks)), cpu)}
         if self.objective.aggregation != "prompt_mean":
             return float(gk.normalizer(self.objective, torch.cat(masks), **options))

@@ -156,7 +156,7 @@ def plain_centering(model, batch, rows, objective):
             kept = columns(batch.masks[row].bitmask(logits.shape[1]), logits.shape[1])
             logits = logits.masked_fill(~kept, -1e30)
         log_p = torch.log_softmax(logits / TEMPERATURE, -1)
-        for t in batch.masks_on_host[row].nonzero()[:, 0].tolist():
+        for t in batch.loss_masks_on_host[row].nonzero()[:, 0].tolist():
             ids, q = (x[row][t][ids_of[row][t] >= 0] for x in (ids_of, q_of))
             q, p = q.to(log_p.dtype).exp(), log_p[t, ids].detach().exp()
             weight = (p / q).clamp(objective.min_ratio, objective.max_ratio)
