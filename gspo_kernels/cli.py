@@ -77,22 +77,22 @@ def _doctor(arguments: list[str]) -> None:
 
 
 def train(
-    arguments: Sequence[str], trainer: Any = None, config_type: Any = None, prog: str = "gspo train"
+    arguments: Sequence[str], trainer_class: Any = None, config_type: Any = None, prog: str = "gspo train"
 ) -> None:
     """Run ``gspo train``, or a recipe's subclasses of `GSPOTrainer` and of the configuration.
 
     Wrong keys and missing files are reported before torch is imported.
     """
     config, flags = parse_arguments(arguments, config_type, prog)
-    _run(config, trainer, **flags)
+    _run(config, trainer_class, **flags)
 
 
-def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
+def run(trainer_class: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
     """Run the command line of a recipe; return its exit status, as `main` does."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     module = sys.modules["__main__"].__spec__  # None without python -m
     prog = f"python {sys.argv[0]}" if module is None else f"python -m {module.name}"
-    return _exit_status(prog, lambda: train(arguments, trainer, config_type, prog))
+    return _exit_status(prog, lambda: train(arguments, trainer_class, config_type, prog))
 
 
 DESCRIPTION = """\
@@ -317,7 +317,7 @@ def _mismatch(arguments: list[str]) -> None:
 
 def _run(
     config: TrainConfig,
-    trainer: Any = None,
+    trainer_class: Any = None,
     *,
     resume: bool,
     overwrite: bool,
@@ -359,13 +359,13 @@ def _run(
     _quiet_transformers()
     from gspo_kernels.trainer import GSPOTrainer
 
-    trainer = trainer or GSPOTrainer
+    trainer_class = trainer_class or GSPOTrainer
     if dry_run:
-        trainer.dry_run(rewards, dataset, eval_dataset, config)
+        trainer_class.dry_run(rewards, dataset, eval_dataset, config)
         return
-    made = trainer(config.model, None, rewards, dataset, eval_dataset, config)
+    trainer = trainer_class(config.model, None, rewards, dataset, eval_dataset, config)
     try:
-        made.train(resume=resume, overwrite=overwrite, force=force)
+        trainer.train(resume=resume, overwrite=overwrite, force=force)
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(
             "; --resume continues from the last checkpoint, if there is one"
