@@ -187,9 +187,9 @@ class GSPOTrainer:
         samples = self.sample(self.next_rows())
         return Rollout(samples, self.score(samples), self.config.rollout.group_size)
 
-    def next_rows(self, count: int | None = None) -> list[int]:
-        """Return the rows of the next prompts, by default those of one rollout."""
-        start, count = self.prompts_used, count or self.config.rollout.prompts_per_rollout
+    def next_rows(self) -> list[int]:
+        """Return the rows of the next rollout's prompts."""
+        start, count = self.prompts_used, self.config.rollout.prompts_per_rollout
         self.prompts_used += count
         return data.prompt_order(len(self.train_prompts.tokens), self.config.seed, start, count)
 

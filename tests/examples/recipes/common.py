@@ -46,8 +46,8 @@ def scripted(name, output, tokenizer, rows, script, reward, **sections):
     engine = Scripted(tokenizer, script)
     trainer = make_trainer(name, output, tokenizer, rows, reward, engine=engine, **sections)
 
-    def next_rows(count=None):
-        count = count or trainer.config.rollout.prompts_per_rollout
+    def next_rows():
+        count = trainer.config.rollout.prompts_per_rollout
         start, trainer.prompts_used = trainer.prompts_used, trainer.prompts_used + count
         return [place % len(rows) for place in range(start, start + count)]
 
