@@ -39,14 +39,14 @@ class RunDirectory:
         self.path = Path(path).absolute()  # a reward may change the working directory
         self.marker = self.path / ".gspo_run"
         self._lock: IO[str] | None = None
-        self.config = self.path / "config.yaml"
+        self.config_file = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.plot = self.path / "progress.png"
         self.trackers = self.path / "trackers"
-        self.written = [self.metrics, self.plot, self.config]
+        self.written = [self.metrics, self.plot, self.config_file]
         self.written += [self.checkpoints, self.model, self.rollouts, self.trackers]
 
     def holds_a_run(self) -> bool:
@@ -106,8 +106,8 @@ class RunDirectory:
                 if not final.exists():  # a kill prevented the rename of the new one
                     replaced.rename(final)
             changed: list[str] = []
-            if resume and self.config.exists():
-                changed = changed_settings(load_config(self.config, cls=type(config)), config)
+            if resume and self.config_file.exists():
+                changed = changed_settings(load_config(self.config_file, cls=type(config)), config)
             checkpoint = self.latest_checkpoint() if resume else None
             before = inputs if checkpoint is None else load_state(checkpoint)["inputs"]
             pairs = ((name, before[name], digest) for name, digest in inputs.items())
@@ -213,7 +213,7 @@ def _os_errors() -> Iterator[None]:
 
 def saved_config(directory: RunDirectory) -> TrainConfig:
     """Return the configuration of a run, without a recipe's keys."""
-    saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
+    saved = yaml.safe_load(directory.config_file.read_text(encoding="utf-8"))
     config: TrainConfig = from_mapping({k: v for k, v in saved.items() if k in TrainConfig.model_fields})
     return config
 

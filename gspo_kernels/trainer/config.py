@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import traceback
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -37,14 +36,6 @@ def reason(error: BaseException) -> str:
     """Return the message of an error and of its cause on one line."""
     errors = [error] if error.__cause__ is None else [error, error.__cause__]
     return ": ".join(" ".join((str(each) or repr(each)).split()).rstrip(".") for each in errors)
-
-
-def place_of(error: BaseException, function: Any) -> str:
-    """Return `` (file, line n)``, the last frame of a traceback in the function's file, or ``""``."""
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    return f" ({inside[-1].filename}, line {inside[-1].lineno})" if inside else ""
 
 
 def option(default: Any, help: str, **bounds: Any) -> Any:
@@ -77,7 +68,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_as_yaml(cls, value: Any, info: Any) -> Any:
+    def _wrap_single_values(cls, value: Any, info: Any) -> Any:
         """Convert a single value to a list of one; refuse booleans where pydantic would take 1 or 0."""
         hint = cls.model_fields[info.field_name].annotation
         kinds = {getattr(part, "__origin__", part) for part in (hint, *typing.get_args(hint))}

@@ -53,7 +53,7 @@ class Report:
         # 0.01 in bf16 if the engine rounds its logits. If sampling alone excludes tokens, there is no limit.
         rollout = config.rollout
         excludes = not rollout.keep_sampling_mask and (rollout.top_p < 1 or rollout.top_k > 0)
-        self.mismatch = math.inf if excludes else 0.1 if config.update.precision == "bf16" else 1e-3
+        self.mismatch_limit = math.inf if excludes else 0.1 if config.update.precision == "bf16" else 1e-3
         self.streaks: dict[str, int] = {}  # consecutive steps with a symptom
         self.unwritten = b""  # metrics to write when the disk has space again
         self.last: Metrics = {}  # of the last step, for processes of nodes without the file
@@ -91,7 +91,7 @@ class Report:
         if config.update.minibatches * config.update.epochs == 1:
             use = "use 2 to 8 minibatches unless on-policy updates are intended"
             self.say(f"one minibatch and one epoch: ratios are 1 and nothing is clipped; {use}", warning=True)
-        if self.mismatch == math.inf:
+        if self.mismatch_limit == math.inf:
             two = "top_p or top_k excludes tokens from sampling, but not from the trained log-probs"
             self.say(f"{two}; rollout.keep_sampling_mask excludes them from both", warning=True)
         settings = config.model_dump(mode="json")
@@ -102,7 +102,7 @@ class Report:
             for path in directory.rollouts.glob("step_*.jsonl"):
                 if path.stem[5:].isdigit() and int(path.stem[5:]) > last:
                     path.unlink()
-            write_text(directory.config, yaml.safe_dump(settings, sort_keys=False))
+            write_text(directory.config_file, yaml.safe_dump(settings, sort_keys=False))
             return (records or [{}])[-1]
 
         before = on_main(write)
@@ -163,7 +163,7 @@ class Report:
         """
         # comparisons with NaN are false
         m = defaultdict(lambda: math.nan, {k: value for k, value in metrics.items() if value is not None})
-        m["limit"], due = self.mismatch, []
+        m["limit"], due = self.mismatch_limit, []
         for name, (is_present, text) in SYMPTOMS.items():
             present = is_present(m)
             if name in metrics and (present or metrics[name] is not None):

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import advantages
-from gspo_kernels.trainer.config import InputError, place_of
+from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import RESERVED
 
 RewardFunction = Callable[..., Any]
@@ -232,7 +233,7 @@ def _values(
         values = call()
     except (Exception, SystemExit) as error:
         inner = function.func if isinstance(function, partial) else function
-        raise InputError(f"{what} raised {error!r}{place_of(error, inner)}") from error
+        raise InputError(f"{what} raised {error!r}{_place_of(error, inner)}") from error
     values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or a NumPy array
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise InputError(f"{what} must return a list of numbers, got {type(values).__name__}")
@@ -247,6 +248,14 @@ def _values(
             place = f"completion {completion!r:.200} of prompt {prompt!r:.200}"
             raise InputError(f"{what} returned {value!r}, expected a finite fp32 number or None ({place})")
     return [math.nan if value is None else float(value) for value in values]
+
+
+def _place_of(error: BaseException, function: Any) -> str:
+    """Return `` (file, line n)``, the last frame of a traceback in the function's file, or ``""``."""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    return f" ({inside[-1].filename}, line {inside[-1].lineno})" if inside else ""
 
 
 @contextmanager
