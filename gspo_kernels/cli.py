@@ -262,7 +262,7 @@ def _demo(arguments: list[str]) -> None:
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
         with RunDirectory(chosen.output) as directory:
-            directory.claim(overwrite=chosen.overwrite, others=demo.FILES)
+            directory.claim(overwrite=chosen.overwrite, force=chosen.force, others=demo.FILES)
             print(f"writing a tiny model, its tokenizer and its prompts to {chosen.output}", flush=True)
             _quiet_transformers()
             demo.prepare(chosen.output, seed=chosen.seed)

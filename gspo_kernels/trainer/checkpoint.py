@@ -53,13 +53,22 @@ class RunDirectory:
         """Return whether a run has written to this directory."""
         return self.marker.exists() and any(path.exists() for path in self.written)
 
-    def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
+    def claim(
+        self,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        force: bool = False,
+        others: Sequence[str] = (),
+    ) -> None:
         """Mark and lock the directory, or raise before any of its files is changed.
 
         ``others`` are names of more files that the caller will write.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other")
+        if force and not resume:
+            raise InputError("force has no effect without resume")
         if resume and not self.holds_a_run():
             raise InputError(f"there is no run in {self.path} to resume")
         written = *self.written, *map(self.path.joinpath, others)
@@ -96,11 +105,9 @@ class RunDirectory:
         ``inputs`` are digests of data and weights, by name, that a resumed run must have unchanged. Returns
         the checkpoint to resume from, or None; and the changed settings that ``force`` accepted.
         """
-        if force and not resume:
-            raise InputError("force has no effect without resume")
 
         def prepare() -> list[str]:
-            self.claim(resume=resume, overwrite=overwrite)
+            self.claim(resume=resume, overwrite=overwrite, force=force)
             for replaced in self.checkpoints.glob(f"{REPLACED}*") if resume else ():
                 final = self.checkpoints / replaced.name.removeprefix(REPLACED)
                 if not final.exists():  # a kill prevented the rename of the new one
