@@ -55,6 +55,8 @@ class Config(TrainConfig):
     @model_validator(mode="after")
     def _check_buffer(self) -> Config:
         room, buffer = self.rollout.max_new_tokens, self.recipe.overlong_buffer
+        if buffer == 0:
+            self.require_defaults(["recipe.overlong_penalty"], "without recipe.overlong_buffer")
         if buffer > room:
             raise ValueError(
                 f"recipe.overlong_buffer must be at most rollout.max_new_tokens ({room}), got {buffer}"

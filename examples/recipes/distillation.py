@@ -53,6 +53,8 @@ class Config(TrainConfig):
     @model_validator(mode="after")
     def _check_teacher(self) -> Config:
         recipe, rollout = self.recipe, self.rollout
+        if recipe.reward_coef == 0:
+            self.require_defaults(["advantages"], "without recipe.reward_coef")
         if recipe.url is not None and rollout.temperature != 1.0:
             raise ValueError(f"rollout.temperature must be 1 with recipe.url, got {rollout.temperature:g}")
         if recipe.url is not None and rollout.keep_sampling_mask:
