@@ -1,10 +1,13 @@
 """Advantages from rewards.
 
-NaN rewards are excluded from every mean and std, and their advantage is 0. Groups of one reward or of equal
-rewards have advantages of exactly 0. Results are detached, and computed in fp64.
+NaN rewards are excluded from every mean and std, and their advantage is 0. Infinite rewards raise an error on
+the CPU, and elsewhere with GSPO_KERNELS_VALIDATE=1. Groups of one reward or of equal rewards have advantages
+of exactly 0. Results are detached, and computed in fp64.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,7 +55,7 @@ def group_normalized(
     values = _rewards_fp64(rewards, "[B]")
     checks.choice("scale", scale, SCALES)
     eps = checks.number("eps", eps, minimum=0.0)
-    groups = _Groups(rewards, group_size, group_ids)
+    groups = _Groups(len(rewards), rewards.device, group_size, group_ids)
     return _normalized(values, groups, scale, eps).to(stats_dtype(rewards.dtype))
 
 
@@ -72,7 +75,8 @@ def leave_one_out(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    values, groups = _rewards_fp64(rewards, "[B]"), _Groups(rewards, group_size, group_ids)
+    values = _rewards_fp64(rewards, "[B]")
+    groups = _Groups(len(rewards), rewards.device, group_size, group_ids)
     count = groups.count(values)
     advantages = groups.centered(values) * count / (count - 1.0).clamp(min=1.0)
     return advantages.to(stats_dtype(rewards.dtype))
@@ -96,7 +100,7 @@ def optimal_baseline(
         TypeError, ValueError: a wrong argument, named in the message.
     """
     values, weights = _rewards_fp64(rewards, "[B]"), _lengths_fp64(lengths, rewards)
-    groups = _Groups(rewards, group_size, group_ids)
+    groups = _Groups(len(rewards), rewards.device, group_size, group_ids)
     return groups.centered(values, weights).to(stats_dtype(rewards.dtype))
 
 
@@ -137,7 +141,8 @@ def gdpo(
     eps = checks.number("eps", eps, minimum=0.0)
     if weights is not None:
         checks.floats("weights", weights, (rewards.shape[1],), "[K], one per reward", rewards.device)
-    groups = _Groups(rewards.sum(1), group_size, group_ids)
+        _refuse("weights", weights, lambda x: ~x.isfinite(), "finite numbers")
+    groups = _Groups(len(rewards), rewards.device, group_size, group_ids)
     tokens = None if lengths is None else _lengths_fp64(lengths, rewards)
     total = values.new_zeros(len(values))
     for kind, column in enumerate(values.unbind(1)):
@@ -180,7 +185,7 @@ def reinforce_plus_plus(
     eps = checks.number("eps", eps, minimum=0.0)
     weights = None if lengths is None else _lengths_fp64(lengths, rewards)
     if group_size is not None or group_ids is not None:
-        centered = _Groups(rewards, group_size, group_ids).centered(values)
+        centered = _Groups(len(rewards), rewards.device, group_size, group_ids).centered(values)
         values = centered.masked_fill(values.isnan(), torch.nan)
     return _whitened(values, eps, weights, squared=True).to(stats_dtype(rewards.dtype))
 
@@ -225,11 +230,10 @@ def turn_normalized(
     if sequences != expected:
         raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected [B, K] with B = {expected}")
     check_cu_seqlens(cu_seqlens, turn_ids)
-    if must_check_values(turn_ids.device) and bool((wrong := (turn_ids < -1) | (turn_ids >= turns)).any()):
-        got = int(turn_ids[wrong][0])
-        raise ValueError(f"turn_ids: got {got}, expected -1 or a turn from 0 to K - 1 = {turns - 1}")
+    expected_ids = f"-1 or a turn from 0 to K - 1 = {turns - 1}"
+    _refuse("turn_ids", turn_ids, lambda x: (x < -1) | (x >= turns), expected_ids)
 
-    groups = _Groups(rewards.sum(1), group_size, group_ids)
+    groups = _Groups(sequences, rewards.device, group_size, group_ids)
     within = "none" if scale == "batch" else scale
     columns = [_normalized(column, groups, within, eps) for column in values.unbind(1)]
     if scale == "batch":
@@ -305,11 +309,10 @@ def reverse_kl(
 class _Groups:
     """Reductions of [B] over groups, expanded back to [B]."""
 
-    def __init__(self, rewards: Tensor, group_size: int | None, group_ids: Tensor | None):
+    def __init__(self, count: int, device: torch.device, group_size: int | None, group_ids: Tensor | None):
         if (group_size is None) == (group_ids is None):
             got = "neither" if group_size is None else "both"
             raise ValueError(f"group_size, group_ids: got {got}, expected exactly one of the two")
-        count, device = rewards.numel(), rewards.device
         if group_size is not None:
             if checks.integer("group_size", group_size) < 1 or count % group_size:
                 raise ValueError(
@@ -318,12 +321,12 @@ class _Groups:
             self.order = torch.arange(count, device=device)
             self.offsets = torch.arange(0, count + 1, group_size, device=device)
         else:
-            shape = tuple(rewards.shape)
-            ids = checks.tensor("group_ids", group_ids, shape, "the rewards' shape", device, checks.INTEGERS)
+            meaning = "[B], one per sequence"
+            ids = checks.tensor("group_ids", group_ids, (count,), meaning, device, checks.INTEGERS)
             ordered, self.order = torch.sort(ids, stable=True)
             _, sizes = torch.unique_consecutive(ordered, return_counts=True)
             self.offsets = pad(sizes.cumsum(0), (1, 0))
-        self.members = torch.repeat_interleave(self.offsets.diff(), output_size=rewards.numel())
+        self.members = torch.repeat_interleave(self.offsets.diff(), output_size=count)
 
     def reduce(self, values: Tensor, operation: str) -> Tensor:
         if values.numel() == 0:
@@ -399,6 +402,7 @@ def _rewards_fp64(rewards: Tensor, shape: str) -> Tensor:
     checks.floats("rewards", rewards, None, shape, None)
     if rewards.ndim != shape.count(",") + 1:
         raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected {shape}")
+    _refuse("rewards", rewards, torch.isinf, "finite numbers, or NaN for no reward")
     return exact(rewards.detach())
 
 
@@ -406,6 +410,11 @@ def _lengths_fp64(lengths: Tensor, rewards: Tensor) -> Tensor:
     """Check lengths [B]; return them detached, in fp64."""
     numbers = (*checks.FLOATS, *checks.INTEGERS)
     checks.tensor("lengths", lengths, (len(rewards),), "[B], one per sequence", rewards.device, numbers)
-    if must_check_values(lengths.device) and bool((wrong := ~(lengths >= 0)).any()):
-        raise ValueError(f"lengths: got {lengths[wrong][0].item()}, expected numbers of at least 0")
+    _refuse("lengths", lengths, lambda x: ~((x >= 0) & (x < torch.inf)), "finite numbers of at least 0")
     return exact(lengths.detach())
+
+
+def _refuse(name: str, values: Tensor, is_wrong: Callable[[Tensor], Tensor], expected: str) -> None:
+    """Reject wrong values on devices whose values are checked."""
+    if must_check_values(values.device) and bool((wrong := is_wrong(values)).any()):
+        raise ValueError(f"{name}: got {values[wrong][0].item()}, expected {expected}")

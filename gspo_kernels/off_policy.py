@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.arguments.logit_options import check_labels_match, zero_labels
-from gspo_kernels.arguments.values import check_cu_seqlens, check_ids, check_mask, checked_rows
+from gspo_kernels.arguments.values import (
+    check_cu_seqlens,
+    check_ids,
+    check_mask,
+    check_temperature,
+    checked_rows,
+)
 from gspo_kernels.core import bits, checks
 from gspo_kernels.core.exact import exact, exact_dtype
 from gspo_kernels.core.layout import Layout, as_rows, copy_async, layout_of
@@ -434,7 +440,7 @@ def sampling_mask(
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, before the temperature: those of the policy
             that sampled.
-        temperature: a positive number, or a tensor [B] ([N] for packed logits).
+        temperature: a positive number, or positive numbers [B] ([N] for packed logits).
         top_k: the number of ids to keep, or 0 for all.
         top_p: the fraction of probability to keep, in (0, 1].
         min_p: minimum probability relative to that of the most likely id, in [0, 1).
@@ -448,8 +454,8 @@ def sampling_mask(
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
-            GSPO_KERNELS_VALIDATE=1, also a label out of range, and a row with NaN or +inf unless its label is
-            -100.
+            GSPO_KERNELS_VALIDATE=1, also a label out of range, and, in a row whose label is not -100, NaN or
+            +inf among the logits, or a temperature that is not positive.
     """
     tokens = zero_labels("logits", logits, "V")
     check_labels_match("logits", logits, tokens if labels is None else labels, "V")
@@ -466,7 +472,9 @@ def sampling_mask(
         checks.tensor(
             "temperature", temperature, (shape[0],), "one per sequence", logits.device, checks.FLOATS
         )
-        divisors = temperature.view(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1, 1)
+        each = temperature.view(-1, *(1,) * (len(shape) - 1)).expand(shape)
+        check_temperature(each, tokens if labels is None else labels, bits.NO_ID)
+        divisors = each.reshape(-1, 1)
     else:
         divisors = logits.new_full(
             (), checks.number("temperature", temperature, positive=True), dtype=exact_dtype(logits.device)

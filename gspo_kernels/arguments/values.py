@@ -64,32 +64,37 @@ def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tupl
 
 
 def check_lengths(lengths: Tensor | None, counts: Tensor) -> None:
-    """Check that lengths are positive where tokens are counted."""
+    """Check that lengths are positive and finite where tokens are counted."""
     if lengths is None or not must_check_values(lengths.device):
         return
-    if bool(((counts > 0) & ~(lengths > 0)).any()):
-        raise ValueError("lengths: expected positive numbers for all sequences with a counted token")
+    if bool(((counts > 0) & ~_positive(lengths)).any()):
+        raise ValueError("lengths: expected finite positive numbers for all sequences with a counted token")
 
 
 def check_normalizer(normalizer: Tensor | None) -> None:
-    """Check that a normalizer is positive."""
+    """Check that a normalizer is positive and finite."""
     if normalizer is None or not must_check_values(normalizer.device):
         return
-    right = normalizer > 0
-    if not bool(right.all() if right.ndim else right):
-        number = "positive numbers" if right.ndim else "a positive number"
-        raise ValueError(f"normalizer: got {normalizer[~right][0].item()}, expected {number}")
+    for value in normalizer.reshape(-1).tolist():
+        if not 0 < value < math.inf:
+            number = "finite positive numbers" if normalizer.ndim else "a finite positive number"
+            raise ValueError(f"normalizer: got {value}, expected {number}")
 
 
 def check_temperature(
     temperature: Tensor, labels: Tensor, ignore_index: int, name: str = "temperature"
 ) -> None:
-    """Check that temperatures [B, T] are positive where tokens count."""
+    """Check that temperatures [B, T] are positive and finite where tokens count."""
     if not must_check_values(temperature.device):
         return
-    if bool((wrong := ~(temperature > 0) & (labels != ignore_index)).any()):
+    if bool((wrong := ~_positive(temperature) & (labels != ignore_index)).any()):
         got = temperature[wrong][0].item()
-        raise ValueError(f"{name}: got {got:g}, expected positive numbers")
+        raise ValueError(f"{name}: got {got:g}, expected finite positive numbers")
+
+
+def _positive(values: Tensor) -> Tensor:
+    """Return which values are positive and finite."""
+    return (values > 0) & (values < math.inf)
 
 
 HIGHEST_LOGPROB = 1.0

@@ -34,6 +34,14 @@ LOSSES = (policy, coefficients, fused, fused_linear)
 OF_IDS = (chosen, linear_chosen, taught, linear_taught)
 value_error = partial(pytest.raises, ValueError)
 TURNS = torch.zeros(4, 3, dtype=ids)
+TEMPERATURES = [torch.tensor([1.0, wrong, 1.0]) for wrong in (0.0, -2.0, NAN, INF)]
+WRONG_REWARDS = [torch.tensor([1.0, wrong, 2.0, 3.0]) for wrong in (INF, -INF)]
+LENGTHS = [torch.tensor([1.0, wrong, 2.0, 3.0]) for wrong in (INF, NAN)]
+WEIGHTS = [torch.tensor([1.0, wrong]) for wrong in (INF, -INF, NAN)]
+HEATED = [
+    (function, "temperature") for function in (token, linear, fused, fused_linear, *OF_IDS, gk.sampling_mask)
+]
+HEATED += [(taught, "teacher_temperature"), (linear_taught, "teacher_temperature")]
 SETS = torch.zeros(B, T, 2, dtype=ids)
 SCORED = {"ids": SETS, "teacher_logprobs": -one(B, T, 2)}
 
@@ -116,9 +124,8 @@ WRONG = [
     (linear, "bias", [one(V + 1)], [one(V, dtype=torch.float64), 0.0]),
     (fused_linear, "weight", [one(H, V)], [one(V, H, dtype=torch.float16)]),
     # options of the logits
-    (token, "temperature", [0.0, -1, NAN, one(B + 1), torch.tensor([1.0, 0.0, 1.0])], ["hot"]),
     (fused, "temperature", [one(B, T)], []),
-    (fused_linear, "temperature", [torch.tensor([1.0, -2.0, 1.0])], []),
+    *((function, name, [0.0, -1, NAN, INF, one(B + 1), *TEMPERATURES], ["hot"]) for function, name in HEATED),
     (token, "logit_scale", [INF], [True]),
     (token, "softcap", [0.0], []),
     (linear, "softcap", [], ["30"]),
@@ -154,11 +161,11 @@ WRONG = [
     (policy, "rollout_weights", [one(T)], [2.0]),
     (policy, "token_weights", [one(B)], []),
     (policy, "lengths", [one(T), torch.tensor([1.0, 0.0, 1.0])], [one(B, dtype=torch.bool)]),
-    (fused, "lengths", [torch.tensor([-1, 2, 2])], []),
+    (fused, "lengths", [torch.tensor([-1, 2, 2]), torch.tensor([1.0, INF, 1.0])], []),
     (policy, "group_ids", [torch.tensor([0, 1, 0])], []),  # GSPO would ignore them
     (policy, "turn_ids", [torch.zeros(B, T, dtype=ids)], [one(B, T)]),
     (policy, "normalizer", [0, one(B), torch.tensor(-1.0)], ["batch", torch.tensor(1j)]),
-    (fused, "normalizer", [torch.tensor(NAN)], []),
+    (fused, "normalizer", [torch.tensor(NAN), torch.tensor(INF)], []),
     (policy, "objective", [], [gk.GSPO, "gspo", SimpleNamespace(spec={})]),
     *((function, "parallel", [], ["tp", None, gk.Parallel])
       for function in (token, linear, *LOSSES, explain, gk.normalizer, *OF_IDS)),
@@ -181,7 +188,6 @@ WRONG = [
     (gk.sampling_mask, "top_k", [-1], [2.0]),
     (gk.sampling_mask, "top_p", [0.0, 1.1], []),
     (gk.sampling_mask, "min_p", [1.0], []),
-    (gk.sampling_mask, "temperature", [0.0], []),
     (gk.sampling_mask, "engine", ["sglang"], []),
     # teachers
     (taught, "logits", [one(V), one(1, B, T, V)], []),
@@ -194,9 +200,7 @@ WRONG = [
     (taught, "teacher_logits", [None, one(B, T, V - 1)], []),
     (taught, "aggregation", ["mean"], []),
     (taught, "loss_mask", [one(B, T + 1), torch.full((B, T), 2)], []),
-    (taught, "teacher_temperature", [-1.0, one(T)], []),
     (taught, "teacher_softcap", [0.0], []),
-    (taught, "temperature", [torch.tensor([1.0, 0.0, 1.0])], []),
     (taught, "inplace_backward", [], [1]),
     (linear_taught, "teacher_weight", [one(V - 1, H), None], [one(V, H, dtype=torch.bfloat16)]),
     (linear_taught, "teacher_hidden", [one(B, T + 1, H)], []),
@@ -213,7 +217,11 @@ WRONG = [
     (rollout, "mode", ["clip"], []),
     (rollout, "high", [None], []),
     (rollout, "low", [-0.5, 3.0], ["none"]),
-    (normalized, "rewards", [one(2, 2)], [[1.0, 2.0], one(4, dtype=ids)]),
+    *((function, "rewards", [*WRONG_REWARDS, one(2, 2)], [[1.0, 2.0], one(4, dtype=ids)])
+      for function in (normalized, advantages.leave_one_out, advantages.optimal_baseline,
+                       advantages.reinforce_plus_plus)),
+    *((function, "rewards", [one(4), *(each.view(4, 1) * one(2) for each in WRONG_REWARDS)], [])
+      for function in (advantages.gdpo, advantages.turn_normalized, advantages.class_normalized)),
     (normalized, "group_size", [3, 0, None], [2.0]),
     (normalized, "group_ids", [torch.zeros(4, dtype=ids)], []),  # group_size is passed, too
     (normalized, "scale", ["std"], []),
@@ -228,19 +236,16 @@ WRONG = [
     (off_policy.weight_metrics, "weights", [one(B + 1)], [one(B, dtype=ids)]),
     (off_policy.weight_metrics, "advantages", [one(B + 1)], []),
     (off_policy.weight_metrics, "loss_mask", [torch.full((B, T), 2)], []),
-    (advantages.leave_one_out, "rewards", [one(2, 2)], [one(4, dtype=ids)]),
     (advantages.leave_one_out, "group_size", [3, None], []),
-    (advantages.optimal_baseline, "lengths", [one(3), -one(4)], [[1, 2, 3, 4]]),
+    (advantages.optimal_baseline, "lengths", [one(3), -one(4), *LENGTHS], [[1, 2, 3, 4]]),
     *((advantages.gdpo, name, values, []) for name, values in [
-        ("rewards", [one(4)]), ("weights", [one(3)]), ("eps", [-1.0]), ("lengths", [one(4, 2), -one(4)]),
+        ("weights", [one(3), *WEIGHTS]), ("eps", [-1.0]), ("lengths", [one(4, 2), -one(4), *LENGTHS]),
     ]),
-    (advantages.reinforce_plus_plus, "rewards", [one(4, 2)], []),
     (advantages.reinforce_plus_plus, "group_ids", [TURNS[:3, 0]], []),
-    (advantages.reinforce_plus_plus, "lengths", [one(3)], []),
-    (advantages.turn_normalized, "rewards", [one(4), one(6, 2)], []),
+    (advantages.reinforce_plus_plus, "lengths", [one(3), *LENGTHS], []),
+    (advantages.turn_normalized, "rewards", [one(6, 2)], []),
     (advantages.turn_normalized, "turn_ids", [TURNS + 2, TURNS - 2], [TURNS.float()]),
     (advantages.turn_normalized, "scale", ["all"], []),
-    (advantages.class_normalized, "rewards", [one(4)], []),
 ]  # fmt: skip
 
 
