@@ -363,7 +363,7 @@ class SamplingMask(NamedTuple):
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
-        """Create from one list of ids per position, as returned by vLLM."""
+        """Create from one list of ids per position, unordered and possibly repeated."""
         ids = [token for each in sets for token in each]
         counts = [len(each) for each in sets]
         return cls(
@@ -386,7 +386,8 @@ class SamplingMask(NamedTuple):
         return SamplingMask(self.ids.to(device), self.counts.to(device))
 
     def bitmask(self, vocabulary: int) -> Tensor:
-        """Return the ``kept_mask`` of the losses, int32 [C, ceil(V / 32)]."""
+        """Check the ids and return the ``kept_mask`` of the losses, int32 [C, ceil(V / 32)]."""
+        check_ids("ids", self.ids, vocabulary)
         whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
         kept = bits.packed_rows(self.ids, self.counts, vocabulary)
         return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)

@@ -50,6 +50,7 @@ def test_words_hold_the_bits_of_their_ids(vocabulary):
     ids = ids.masked_fill(torch.arange(40) % 3 == 0, -100).masked_fill(torch.arange(40) % 7 == 0, -1)
     mask = gk.kept_mask(ids, vocabulary)
     assert mask.dtype == torch.int32 and mask.shape == (5, math.ceil(vocabulary / 32))
+    assert torch.equal(mask, sampling.SamplingMask.of(ids.tolist()).bitmask(vocabulary))
     for words, row in zip(mask.tolist(), ids.tolist(), strict=True):
         as_number = sum((word % 2**32) << (32 * i) for i, word in enumerate(words))
         assert as_number == sum(1 << i for i in set(row) if i >= 0)
@@ -115,6 +116,17 @@ def test_sets_of_only_the_label_and_of_all_ids(backend):
 
 
 # --- errors
+
+
+@pytest.mark.parametrize("wrong", [V, -2])
+def test_ids_outside_of_the_vocabulary(wrong):
+    """A mask of positions is checked once the vocabulary is known; unchecked, such ids are ignored."""
+    mask = sampling.SamplingMask.of([[3], [wrong, 5], [7]])
+    with pytest.raises(ValueError, match=f"^ids: got {wrong}, expected 0 <= id < {V}"):
+        mask.bitmask(V)
+    assert torch.equal(
+        bits.packed_rows(*mask, V), gk.kept_mask(torch.tensor([[3, 3], [5, -1], [7, -100]]), V)
+    )
 
 
 def test_a_label_outside_of_its_set(backend, monkeypatch):

@@ -26,13 +26,18 @@ def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
 
 
 def packed_rows(ids: Tensor, counts: Tensor, vocabulary: int) -> Tensor:
-    """Turn the concatenated ids [S] of n rows, ``counts`` [n] each, distinct in a row, into masks [n, W]."""
+    """Turn the concatenated ids [S] of n rows, ``counts`` [n] each, into masks [n, W], as ``packed_ids``."""
     length = words(vocabulary)
-    ids = ids.to(torch.int64)
     rows = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
-    bit = torch.ones_like(ids, dtype=torch.int32) << (ids & 31).to(torch.int32)
+    inside = (ids >= 0) & (ids < vocabulary)
+    places = torch.where(inside, 32 * length * rows + ids, -1).sort().values
+    first = places >= 0
+    first[1:] &= places[1:] != places[:-1]
+    bit = torch.ones_like(places, dtype=torch.int32) << (places & 31).to(torch.int32)
     mask = torch.zeros(len(counts) * length, dtype=torch.int32, device=ids.device)
-    return mask.scatter_add_(0, rows * length + (ids >> 5), bit).view(-1, length)
+    return mask.scatter_add_(0, torch.where(first, places >> 5, 0), torch.where(first, bit, 0)).view(
+        -1, length
+    )
 
 
 def packed_columns(kept: Tensor) -> Tensor:
