@@ -116,6 +116,11 @@ class DistillationArguments(NamedTuple):
         options = self.student.normalize(tokens, terms.cu_seqlens, dtype, width, parallel)
         spec = self._divergence(columns_of(options.shard, width)[1])
         teacher = self._teacher(tokens, labels, options, terms.cu_seqlens, dtype, width)
+        if not spec.tail and (spec.top_k if teacher.ids is None else teacher.ids.shape[-1]) == 1:
+            raise ValueError(
+                "add_tail: got False, expected True with one id per token: normalized over one id, both sides "
+                "are 1, and the divergence is always 0"
+            )
         return DistillationRows(labels, options, teacher, spec, token_shares(labels, terms))
 
     def _divergence(self, vocabulary: int) -> DivergenceSpec:
@@ -219,7 +224,7 @@ def distillation_loss(
         top_k: the number of ids to compare, or 0 for the whole vocabulary.
         top_k_of: the model whose most likely ids are compared, "teacher" or "student".
         add_tail: with ``top_k`` or ``ids``, treat the probability of all remaining ids as one more column. If
-            False, both sides are normalized over the ids.
+            False, both sides are normalized over the ids, of which there must be more than one.
         ids: [B, T, K] or [N, K], int64 or int32: the ids of ``teacher_logprobs``, padded with -1 or -100.
             Repeated ids count once. The divergence of a token without ids is 0.
         teacher_logprobs: the shape of ``ids``: log-probs in nats over the whole vocabulary, as returned by an

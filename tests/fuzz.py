@@ -120,8 +120,8 @@ def other_call(seed: int, largest: int) -> tuple[str, partial[None]]:
     form: dict[str, Any] = {"beta": dice.choice((0.0, 0.1, 0.5, 1.0))}
     # rounding may change the choice of ids where two logits are close
     if not linear and dtype == torch.float32 and dice.random() < 0.4:
-        form |= {"top_k": min(V, dice.choice((1, 3, 30))), "add_tail": dice.random() < 0.5}
-        form["top_k_of"] = dice.choice(("teacher", "student"))
+        form |= {"top_k": min(V, dice.choice((1, 3, 30))), "top_k_of": dice.choice(("teacher", "student"))}
+        form["add_tail"] = form["top_k"] == 1 or dice.random() < 0.5
     options = dice.choice(("plain", "transformed"))
     given |= {"forms": [form], "packed": dice.random() < 0.3, "options": options}
     return f"distillation {given}", partial(test_distillation.check, **given)

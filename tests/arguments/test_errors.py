@@ -353,6 +353,10 @@ COMBINED = [
         ("teacher_softcap", {"teacher_softcap": 2.0}),
     ]),
     (linear_taught, "teacher_weight", {"teacher_hidden": None} | SCORED),
+    *((function, "add_tail", {"top_k": 1, "add_tail": False}) for function in (taught, linear_taught)),
+    (taught, "add_tail", {
+        "teacher_logits": None, "ids": SETS[..., :1], "teacher_logprobs": -one(B, T, 1), "add_tail": False,
+    }),
     (linear_taught, "teacher_weight", {
         "teacher_hidden": torch.zeros(B, T, H).double(), "teacher_weight": torch.zeros(V, H).double(),
         "batch_invariant": True,
