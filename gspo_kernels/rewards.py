@@ -84,7 +84,8 @@ def last_number(
     """Return 1 if the last number of the completion equals the last number of the answer, otherwise 0.
 
     The number of GSM8K's answer ``"48 / 2 = 24 [...] #### 1,072"`` is 1072. Numbers are decimal, with or
-    without commas between thousands; "72." and "72.0" are 72. A minus directly after a word is a hyphen.
+    without commas between thousands; "72." and "72.0" are 72, ".5" is 0.5, and "1.5e3" is 1500. Products such
+    as "2 * 10^3" are not evaluated. A minus directly after a word is a hyphen.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
@@ -98,8 +99,16 @@ def last_number(
     ]
 
 
+_NUMBER = re.compile(
+    r"""(?:(?<![\w)])[-\u2212])?  # a minus, not a hyphen
+    (?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)
+    (?:[eE][-+]?\d{1,4}(?!\w))?""",
+    re.VERBOSE,
+)
+
+
 def _last_number(text: str) -> Decimal | None:
-    numbers = re.findall(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", text)
+    numbers = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
