@@ -54,6 +54,7 @@ class set_batch_invariant:
 
     Raises:
         TypeError: ``mode`` is not a bool.
+        RuntimeError: a context is entered while it is active.
     """
 
     def __init__(self, mode: bool) -> None:
@@ -73,6 +74,8 @@ class set_batch_invariant:
 
     def __enter__(self) -> None:
         """Keep the mode set by the call until the context ends."""
+        if self._entered:
+            raise RuntimeError("set_batch_invariant: this context is active; create another one to nest it")
         if self not in self._own:  # reused as a context
             self._do()
         self._entered = True
@@ -81,6 +84,7 @@ class set_batch_invariant:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore the mode from before the call."""
+        self._entered = False
         inside = self._own[self._own.index(self) + 1 :]
         for each in [self, *[call for call in inside if not call._entered]]:
             each._undo()

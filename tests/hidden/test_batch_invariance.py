@@ -250,6 +250,13 @@ def test_the_mode_is_switched_like_gradients():
         gk.set_batch_invariant(False)
     with pytest.raises(TypeError, match="mode"):
         gk.set_batch_invariant(1)
+    context = gk.set_batch_invariant(True)
+    for _ in range(2):
+        with context:
+            with pytest.raises(RuntimeError, match="set_batch_invariant"), context:
+                pass
+            assert gk.is_batch_invariant()
+        assert not gk.is_batch_invariant()
 
 
 @pytest.mark.parametrize("modes", [(True, True), (True, False), (False, True)])
