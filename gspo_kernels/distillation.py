@@ -118,7 +118,7 @@ class DistillationArguments(NamedTuple):
         teacher = self._teacher(tokens, labels, options, terms.cu_seqlens, dtype, width)
         if not spec.tail and (spec.top_k if teacher.ids is None else teacher.ids.shape[-1]) == 1:
             raise ValueError(
-                "add_tail: got False, expected True with one id per token: normalized over one id, both sides "
+                "add_tail: got False, expected True with one id per token: normalized over it, both sides "
                 "are 1, and the divergence is always 0"
             )
         return DistillationRows(labels, options, teacher, spec, token_shares(labels, terms))

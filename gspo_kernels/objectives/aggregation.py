@@ -137,7 +137,8 @@ def normalizer(
             are counted.
         loss_mask: [B, T], or [N] with ``cu_seqlens``; bool or 0/1, the tokens that count.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences; on the mask's device or the CPU.
-        lengths: [B], |y_i| if it is not the number of counted tokens.
+        lengths: [B], |y_i| if it is not the number of counted tokens; only for objectives that count tokens
+            or prompts.
         advantages: [B]; only for objectives that count pairs.
         group_ids: [B], integers; only for objectives that count prompts or pairs. Equal ids on different
             ranks are different groups.
@@ -170,11 +171,14 @@ def normalizer(
     mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
     checks.layout("loss_mask", mask, cu_seqlens)
     kind, (divisor, _) = type(objective).__name__, objective.outer_divisor()
-    for label, value in (("advantages", advantages), ("group_ids", group_ids)):
-        needed = divisor == "pairs" or (divisor == "prompts" and label == "group_ids")
-        if needed and value is None:
+    for label, value, users in (
+        ("advantages", advantages, ("pairs",)),
+        ("group_ids", group_ids, ("pairs", "prompts")),
+        ("lengths", lengths, ("tokens", "prompts")),
+    ):
+        if divisor in users and value is None and label != "lengths":
             raise ValueError(f"{label}: got None, but {kind} counts {divisor} and needs it")
-        if not needed and value is not None:
+        if divisor not in users and value is not None:
             raise ValueError(f"{label}: got a tensor, expected None: {kind}'s divisor ignores it")
     rows = as_rows(mask, cu_seqlens is not None)
     terms, _ = normalize_terms(passed, mask, objective, parallel)

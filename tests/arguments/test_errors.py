@@ -171,7 +171,7 @@ WRONG = [
       for function in (token, linear, *LOSSES, explain, gk.normalizer, *OF_IDS)),
     (fused, "objective", [], [None]),
     (gk.normalizer, "loss_mask", [one(T), torch.full((B, T), 2)], [[[1] * T] * B]),
-    (gk.normalizer, "lengths", [one(T)], []),
+    (gk.normalizer, "lengths", [one(B)], []),  # GSPO counts sequences
     (gk.normalizer, "objective", [], [gk.GSPO]),
     (gk.normalizer, "advantages", [one(B)], []),  # GSPO counts no pairs
     # ids: of the label's rivals, of what a sampler kept, of what an engine scored
@@ -334,6 +334,8 @@ COMBINED = [
     (policy, "entropy_coef", {"entropy_coef": one(3, 3), "entropy": one(B, T)}),
     (coefficients, "entropy_coef", {"entropy_coef": 0.1}),
     (gk.normalizer, "group_ids", {"objective": gk.DPO(), "advantages": one(B)}),
+    (gk.normalizer, "lengths", {"objective": PER_PROMPT, "group_ids": IDS, "lengths": -one(B)}),
+    *((gk.normalizer, "lengths", {"objective": gk.DAPO(), "lengths": wrong}) for wrong in (one(T), -one(B))),
     (gk.normalizer, "group_ids", {"objective": PER_PROMPT}),
     (gk.normalizer, "advantages", {"objective": PER_PROMPT, "group_ids": IDS, "advantages": one(B)}),
     (policy, "group_ids", {"objective": PER_PROMPT}),

@@ -472,9 +472,11 @@ def normalizers():
             one = replace(objective, aggregation=aggregation)
 
             def counted(batch, one=one, **groups):
-                terms = {"lengths": batch.terms.get("lengths")}
-                if one.outer_divisor()[0] == "pairs":
-                    terms |= {"advantages": batch.advantages, "group_ids": batch.terms["group_ids"]}
+                terms, unit = {}, one.outer_divisor()[0]
+                if unit == "tokens":
+                    terms = {"lengths": batch.terms.get("lengths")}
+                if unit == "pairs":
+                    terms = {"advantages": batch.advantages, "group_ids": batch.terms["group_ids"]}
                 return gk.normalizer(one, batch.loss_mask, **terms, **groups)
 
             got = counted(batches[rank], group=group)

@@ -39,9 +39,11 @@ def test_order_padding_and_micro_batches_are_neutral(objective):
 
     close(coefficients(batch.each(padded), objective), padded(whole, 0.0))
 
-    group_ids, counts = batch.terms.get("group_ids"), {"lengths": batch.terms.get("lengths")}
-    if objective.outer_divisor()[0] == "pairs":
-        counts |= {"advantages": batch.advantages, "group_ids": group_ids}
+    group_ids, counts, counted = batch.terms.get("group_ids"), {}, objective.outer_divisor()[0]
+    if counted == "tokens":
+        counts = {"lengths": batch.terms.get("lengths")}
+    if counted == "pairs":
+        counts = {"advantages": batch.advantages, "group_ids": group_ids}
     normalizer = gk.normalizer(objective, batch.loss_mask, **counts)
     together = torch.zeros_like(whole)
     if objective.coefficient_scope == "batch":
