@@ -291,6 +291,8 @@ def reverse_kl(
     """
     checks.floats("logprobs", logprobs, None, "[B, T] or [N]", None)
     shape, device = tuple(logprobs.shape), logprobs.device
+    if logprobs.ndim not in (1, 2):
+        raise ValueError(f"logprobs: got shape {shape}, expected [B, T] or [N]")
     checks.floats("teacher_logprobs", teacher_logprobs, shape, "the shape of logprobs", device)
     coef = checks.number("coef", coef, positive=True)
     mask, packed = torch.ones_like(logprobs, dtype=torch.bool), logprobs.ndim == 1

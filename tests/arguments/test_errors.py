@@ -363,6 +363,8 @@ COMBINED = [
         "teacher_hidden": torch.zeros(B, T, H).double(), "teacher_weight": torch.zeros(V, H).double(),
         "batch_invariant": True,
     }),
+    *((advantages.reverse_kl, "logprobs", {"logprobs": wrong, "teacher_logprobs": wrong})
+      for wrong in (-one(B, T, 1), torch.tensor(-1.0))),
     (rollout, "reduce", {"level": "sequence", "reduce": "max"}),
     (rollout, "level", {"mode": "icepop", "level": "sequence"}),
     (rollout, "level", {"mode": "sequence_mask", "level": "sequence"}),
