@@ -75,24 +75,38 @@ def compare(a: Path, b: Path) -> int:
     """Print the differences of two runs' ratios, which depend less on the machine than seconds.
 
     Two runs agree on a contestant if their spreads (lowest to highest over the rounds) overlap. Return 0 if
-    all agree, otherwise 1.
+    at least one contestant was timed and the runs agree on all that either of them timed, otherwise 1.
     """
-    first, second = load(a), load(b)
+    first, second = outcomes(a), outcomes(b)
     rows: list[Row] = [["", "A", "B", "B / A", ""]]
-    for suite in sorted(first.keys() & second.keys()):
-        cases = {case["name"]: ratios(case) for case in second[suite].get("cases", [])}
-        for case in first[suite].get("cases", []):
-            others = cases.get(case["name"], {})
-            for name, one in ratios(case).items():
-                if name in others:
-                    other, quotient = others[name], others[name]["median"] / one["median"]
-                    agrees = one["low"] <= other["high"] and other["low"] <= one["high"]
-                    word = "" if agrees else "slower" if quotient > 1 else "faster"
-                    label = f"{suite}, {case['name']}: {name}"
-                    rows.append([label, between(one), between(other), number(quotient), word])
-    differ = sum(bool(row[-1]) for row in rows)
-    print(f"{aligned(rows)}\n\n{len(rows) - 1} ratios; the spreads of {len(rows) - 1 - differ} overlap")
-    return 1 if differ else 0
+    for label in dict.fromkeys([*first, *second]):
+        one, other = first.get(label, "absent"), second.get(label, "absent")
+        quotient, word = "", "not compared"
+        if isinstance(one, dict) and isinstance(other, dict):
+            times = other["median"] / one["median"]
+            agrees = one["low"] <= other["high"] and other["low"] <= one["high"]
+            quotient, word = number(times), "" if agrees else "slower" if times > 1 else "faster"
+        elif isinstance(one, str) and isinstance(other, str):
+            continue
+        cells = (each if isinstance(each, str) else between(each) for each in (one, other))
+        rows.append([label, *cells, quotient, word])
+    compared = sum(bool(row[3]) for row in rows[1:])
+    overlap = sum(not row[-1] for row in rows[1:])
+    print(f"{aligned(rows)}\n\n{compared} ratios are in both runs; the spreads of {overlap} overlap")
+    print(f"{len(rows) - 1 - compared} are in one run only")
+    return 0 if 0 < overlap == len(rows) - 1 else 1
+
+
+def outcomes(folder: Path) -> dict[str, dict[str, float] | str]:
+    """Return the ratio of each contestant, or its status if it has none, by suite, case and name."""
+    found: dict[str, dict[str, float] | str] = {}
+    for suite, record in load(folder).items():
+        for case in record.get("cases", []):
+            known = ratios(case)
+            for result in case["results"]:
+                name = result["contestant"]
+                found[f"{suite}, {case['name']}: {name}"] = known.get(name, result["status"])
+    return found
 
 
 # --- a section per machine

@@ -1,6 +1,7 @@
 """The command line: running, comparing and reporting."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -53,13 +54,39 @@ def test_a_missing_device_is_named(command, capsys):
 # --- comparing
 
 
+def compared(folder, hidden, other):
+    """Compare a folder with a copy that has a different record of the suite "hidden"."""
+    shutil.copy(folder / "logits.json", other)
+    (other / "hidden.json").write_text(json.dumps(hidden))
+    return report.compare(folder, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (lambda case, one: (one.update(status="wrong"), one.pop("x_floor"), one.pop("seconds")), "wrong"),
+        (lambda case, one: case["results"].remove(one), "absent"),
+        (lambda case, one: case.update(name="another"), "absent"),
+    ],
+    ids=["wrong", "gone", "another case"],
+)
+def test_contestants_of_one_run_are_unmatched(folder, tmp_path, change, seen, capsys):
+    record = hidden_of(folder)
+    case = record["cases"][0]
+    change(case, next(one for one in case["results"] if one["contestant"] == "ours, auto"))
+    assert compared(folder, record, tmp_path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    found = next(line for line in lines if line.startswith("hidden, all active: ours, auto"))
+    assert seen in found and found.endswith("not compared")
+    assert compared(folder, hidden_of(folder) | {"cases": []}, tmp_path) == 1
+
+
 @pytest.mark.parametrize(("factor", "word"), ((1.0, ""), (1000.0, "slower"), (0.001, "faster")))
 def test_changes_are_named(folder, tmp_path, factor, word, capsys):
     record = hidden_of(folder)
     result = next(one for one in record["cases"][0]["results"] if one["contestant"] == "ours, auto")
     result["x_floor"] = {key: value * factor for key, value in result["x_floor"].items()}
-    (tmp_path / "hidden.json").write_text(json.dumps(record))
-    assert report.compare(folder, tmp_path) == (1 if word else 0)
+    assert compared(folder, record, tmp_path) == (1 if word else 0)
     found = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("slower", "faster"))]
     assert len(found) == bool(word)
     assert all(line.startswith("hidden, all active: ours, auto") and line.endswith(word) for line in found)
