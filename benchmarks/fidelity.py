@@ -70,9 +70,12 @@ def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[s
         if one.name in missing:
             continue
         try:
-            found[one.name] = rows.call(one.get(options.device), rows.leaves())[0].float().cpu()
+            call = one.get(options.device)
         except Missing as reason:
             missing[one.name] = str(reason)
+            continue
+        try:
+            found[one.name] = rows.call(call, rows.leaves())[0].float().cpu()
         except Exception as error:
             missing[one.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
     return found, missing

@@ -73,10 +73,12 @@ class Contestant:
     ours: bool = False
 
     def get(self, device: torch.device) -> Callable[..., Any]:
-        """Return the call, or raise ``Missing`` with the reason."""
+        """Return the call, or raise ``Missing`` with the reason; errors of this package are faults."""
         try:
             return self.load(device)
         except (ImportError, AttributeError, OSError) as error:
+            if self.ours:
+                raise
             raise Missing(f"{type(error).__name__}: {error}") from error
 
 
@@ -440,8 +442,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
             entrant.record["x_floor"] = spread([seconds / floor for seconds in phases["both"]])
     if device.type == "cpu" and not options.tiny:
         right = [entrant for entrant in everyone if entrant.right]
-        for entrant, peak in zip(right, peaks_in_a_process(right, problem), strict=False):
-            entrant.record["peak_bytes"] = peak
+        measure_peaks_in_a_process(right, problem)
     return {
         "name": case.name,
         "task": problem.task,
@@ -479,17 +480,22 @@ def give_memory_back() -> None:
             ctypes.CDLL(None).mallopt(threshold, 131072)
 
 
-def peaks_in_a_process(entrants: Sequence[Entrant], problem: Any) -> list[int]:
-    """Return each entrant's peak bytes of resident memory beyond inputs; fewer if the process ends early."""
+def measure_peaks_in_a_process(entrants: Sequence[Entrant], problem: Any) -> None:
+    """Record each entrant's peak bytes of resident memory beyond inputs, or the reason if there is none."""
     if not entrants or not Path("/proc/self/clear_refs").exists():
-        return []
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "problem.pt"
         torch.save((problem, [(one.name, one.warm or "compile" in one.name) for one in entrants]), path)
         command = [sys.executable, "-m", "benchmarks", "peaks", str(path)]
         root = Path(__file__).parent.parent
         run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
-    return [int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("peak_bytes ")]
+    peaks = [int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("peak_bytes ")]
+    for entrant, peak in zip(entrants, peaks, strict=False):
+        entrant.record["peak_bytes"] = peak
+    for entrant in entrants[len(peaks) :]:
+        last = "".join(run.stderr.strip().splitlines()[-1:])
+        entrant.record["reason"] = f"no peak memory: exit status {run.returncode} of its process: {last}"
 
 
 def print_peaks(path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,9 +154,23 @@ def test_peak_memory_is_measured_in_a_process():
     problem = logits.draw(256, 8000, 4, torch.float32)
     names = ("ours, cpp", "ours, cpp, in place")
     entrants = [measure.Entrant(measure.CONTESTANTS["logits", name], problem) for name in names]
-    plain, in_place = measure.peaks_in_a_process(entrants, problem)
+    measure.measure_peaks_in_a_process(entrants, problem)
+    plain, in_place = (one.record["peak_bytes"] for one in entrants)
     size = problem.inputs[0].numel() * 4
     assert 0.9 * size <= plain <= 1.3 * size and in_place <= 0.3 * size
+
+
+def test_faults_are_not_missing_contestants():
+    """Only other packages may be missing; a process that fails leaves the reason in the records."""
+    for error, ours in itertools.product((AttributeError, ImportError), (True, False)):
+        load = Mock(side_effect=error("renamed"))
+        with pytest.raises(error if ours else measure.Missing, match="renamed"):
+            measure.Contestant("new", "logits", load, ours=ours).get(CPU)
+    problem = tiny_problem("logits")
+    unknown = [measure.Entrant(measure.Contestant(name, "logits", autograd), problem) for name in "ab"]
+    measure.measure_peaks_in_a_process(unknown, problem)
+    for entrant in unknown:
+        assert "KeyError" in entrant.record["reason"] and "peak_bytes" not in entrant.record
 
 
 def test_a_step_judges_every_parameter():
