@@ -166,7 +166,7 @@ def centering_factors(tokens: Tensor, terms: Terms, options: RowOptions, width: 
         check_rows(tokens, width, options)
     terms = check_values(tokens, terms)
     aggregation = Aggregation(tokens, terms)
-    advantages = aggregation.selected(terms.advantages)
+    advantages = aggregation.zero_uncounted(terms.advantages)
     assert advantages is not None
     each = aggregation.layout.expand(advantages) if advantages.ndim == 1 else advantages
     return aggregation.token_shares() * each

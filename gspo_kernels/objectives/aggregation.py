@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # not in every build of PyTorch
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def selected(values: Tensor | None, mask: Tensor) -> Tensor | None:
+def zero_uncounted(values: Tensor | None, mask: Tensor) -> Tensor | None:
     """Return the values in fp64 with zeros outside the mask, where they may be NaN."""
     return None if values is None else torch.where(mask, exact(values), 0.0)
 
@@ -34,10 +34,11 @@ class Aggregation:
         mask: the tokens that count, bool in the shape of the tokens.
         nonempty: sequences with a counted token, bool [B].
         lengths: |y_i|, or 1 for empty sequences, fp64 [B].
-        counted: the count of the outer divisor, or the normalizer, 0-d fp64.
+        count: the count of the outer divisor, or the normalizer, fp64: 0-d, or [B] for a normalizer of
+            "prompt_mean".
         prompt_tokens: the sum of ``lengths`` over each sequence's group, or 1 for groups without a counted
             token, fp64 [B]; only for "prompt_mean" without a normalizer.
-        total: ``counted``, or 1.0 if that is 0; for "prompt_mean" [B], times ``prompt_tokens``.
+        total: ``count``, or 1.0 where that is 0; for "prompt_mean" [B], times ``prompt_tokens``.
         divisor: ``total`` times the constant of the objective's aggregation.
     """
 
@@ -64,7 +65,7 @@ class Aggregation:
         elif what == "sequences":
             divisor = exact(self.nonempty.sum())
         elif what == "pairs":
-            advantages = self.selected(terms.advantages)
+            advantages = self.zero_uncounted(terms.advantages)
             assert advantages is not None and terms.group_ids is not None
             divisor = objective.count_pairs(advantages, terms.group_ids, self.nonempty)
         elif what == "prompts" and terms.group_ids is not None:
@@ -82,11 +83,11 @@ class Aggregation:
             self.total = self.total * self.prompt_tokens
         self.divisor = self.total * scale
 
-    def selected(self, values: Tensor | None) -> Tensor | None:
+    def zero_uncounted(self, values: Tensor | None) -> Tensor | None:
         """Return values [B] or of tokens in fp64, with zeros for those that don't count."""
         if values is None:
             return None
-        return selected(values, self.mask if values.ndim == self.mask.ndim else self.nonempty)
+        return zero_uncounted(values, self.mask if values.ndim == self.mask.ndim else self.nonempty)
 
     def token_shares(self) -> Tensor:
         """Return d loss / d value of each counted token, 0 for other tokens."""
@@ -105,7 +106,7 @@ def token_shares(tokens: Tensor, terms: Terms) -> Tensor:
     """Check values, then return d loss / d value of each token times its ``token_weights``, [B, T] fp64."""
     terms = check_values(tokens, terms)
     aggregation = Aggregation(tokens, terms)
-    weights = aggregation.selected(terms.token_weights)
+    weights = aggregation.zero_uncounted(terms.token_weights)
     shares = aggregation.token_shares()
     return shares if weights is None else shares * weights
 

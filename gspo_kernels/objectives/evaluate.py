@@ -19,7 +19,7 @@ from gspo_kernels.core.layout import Layout
 from gspo_kernels.core.torch_internals import constant_of, inner_autograd
 from gspo_kernels.core.types import METRICS, stats_dtype
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.aggregation import Aggregation, selected
+from gspo_kernels.objectives.aggregation import Aggregation, zero_uncounted
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, evaluated, from_spec
 from gspo_kernels.objectives.kl import kl_penalty
 
@@ -111,12 +111,12 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     present = mask if terms.skipped is None else mask & ~layout.expand(terms.skipped)
 
     logp = torch.where(present, exact(logprobs), 0.0).requires_grad_()
-    old = selected(terms.old_logprobs, present)
+    old = zero_uncounted(terms.old_logprobs, present)
     old = logp.detach() if old is None else old
     log_ratio = finite.difference(logp, old)
-    token_weights = selected(terms.token_weights, mask)
-    reference = selected(terms.ref_logprobs, present)
-    entropy = selected(entropy, present)
+    token_weights = zero_uncounted(terms.token_weights, mask)
+    reference = zero_uncounted(terms.ref_logprobs, present)
+    entropy = zero_uncounted(entropy, present)
     batch = PolicyBatch(
         layout=layout,
         mask=mask,
@@ -124,8 +124,8 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
         logprobs=logp,
         old_logprobs=old,
         log_ratio=log_ratio if token_weights is None else finite.mul(token_weights, log_ratio),
-        advantages=aggregation.selected(terms.advantages),
-        rollout_weights=aggregation.selected(terms.rollout_weights),
+        advantages=aggregation.zero_uncounted(terms.advantages),
+        rollout_weights=aggregation.zero_uncounted(terms.rollout_weights),
         token_weights=token_weights,
         ref_logprobs=reference,
         entropy=entropy,
