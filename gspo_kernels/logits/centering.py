@@ -80,7 +80,7 @@ class CenteringRows(NamedTuple):
 
     def at(self, where: slice | Tensor) -> CenteringRows:
         """Return some of the rows as [1, n]."""
-        ids, logprobs, factors = (x.flatten(0, 1)[where].unsqueeze(0) for x in self[:3])
+        ids, logprobs, factors = (x.flatten(0, 1)[where].unsqueeze(0) for x in self)
         return CenteringRows(ids, logprobs, factors)
 
     def weighted(

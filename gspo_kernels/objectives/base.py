@@ -165,7 +165,7 @@ _SPECS: dict[str, str] = {}
 """Specs by class name and ``repr`` of the attributes, which distinguishes 1 from True and 0.0 from -0.0."""
 _MAX_SPECS = 1024
 _OPTION_TYPES = frozenset((float, int, str, bool, type(None)))
-_PROMISES = (
+_DECLARATIONS = (
     "coefficient_scope", "needs_token_order", "zero_advantage_is_inactive", "ratio_only", "factorizes",
     "ratio_form", "ratio_weight",
 )  # fmt: skip
@@ -246,7 +246,7 @@ class Objective(_Frozen, ABC):
         super().__init_subclass__(**kwargs)
         # declarations hold for the ``evaluate`` of their class, not for an override
         evaluates = next(i for i, each in enumerate(cls.__mro__) if "evaluate" in vars(each))
-        for name in _PROMISES:
+        for name in _DECLARATIONS:
             if not any(name in vars(each) for each in cls.__mro__[: evaluates + 1]):
                 setattr(cls, name, vars(Objective)[name])
         if "level" in vars(cls) and "takes_token_advantages" not in vars(cls):
@@ -418,7 +418,7 @@ def refuse_ignored_options(cls: type[Objective]) -> None:
             )
 
 
-def evaluated(objective: Objective, batch: PolicyBatch) -> ObjectiveLoss:
+def checked_evaluate(objective: Objective, batch: PolicyBatch) -> ObjectiveLoss:
     """Call ``evaluate`` and check that it returns an ``ObjectiveLoss`` of the declared level."""
     result, name = objective.evaluate(batch), type(objective).__name__
     if not isinstance(result, ObjectiveLoss):

@@ -20,7 +20,7 @@ from gspo_kernels.core.torch_internals import constant_of, inner_autograd
 from gspo_kernels.core.types import METRICS, stats_dtype
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.aggregation import Aggregation, zero_uncounted
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, evaluated, from_spec
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, checked_evaluate, from_spec
 from gspo_kernels.objectives.kl import kl_penalty
 
 
@@ -132,7 +132,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
         group_ids=terms.group_ids,
         turn_ids=terms.turn_ids,
     )
-    result = evaluated(objective, batch)
+    result = checked_evaluate(objective, batch)
     token_shares = aggregation.token_shares() if terms.token_shares is None else terms.token_shares
     sequence_level = objective.level == "sequence"
     sums = [_weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)]

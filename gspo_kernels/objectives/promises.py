@@ -12,7 +12,7 @@ from gspo_kernels.backends.dispatch import BACKENDS, ratio_backend, unavailable_
 from gspo_kernels.core.layout import layout_of
 from gspo_kernels.core.types import LogitRows, LogitTransform, RatioOperands, RatioWeight
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, PolicyBatch, evaluated, refuse_ignored_options
+from gspo_kernels.objectives.base import Objective, PolicyBatch, checked_evaluate, refuse_ignored_options
 from gspo_kernels.objectives.clip import log_clip
 
 _GROUP_IDS = (0, 0, 1, 1, 0, 1)
@@ -281,7 +281,7 @@ def _coefficients(
         **optional,
     )
     if bounds is None:
-        loss = evaluated(objective, batch).loss
+        loss = checked_evaluate(objective, batch).loss
     elif objective.level == "sequence":
         loss, *_ = log_clip(batch.sequence_log_ratio(), usable["advantages"], *bounds)
     else:
