@@ -18,7 +18,7 @@ from gspo_kernels.arguments.logit_options import LogitOptions, check_inplace, ch
 from gspo_kernels.arguments.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.backends.dispatch import refuse_backend
 from gspo_kernels.core import checks
-from gspo_kernels.core.batch_invariance import or_current
+from gspo_kernels.core.batch_invariance import mode_of
 from gspo_kernels.core.layout import as_rows, from_rows
 from gspo_kernels.core.types import DistillationOutput, LoRAHead, RowOptions
 from gspo_kernels.distributed.groups import Parallel
@@ -385,7 +385,7 @@ def fused_linear_distillation_loss(
         aggregation,
         aggregation_constant,
     )
-    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, mode_of(batch_invariant))
     usable, invariant = ("tp_group", "vocab_range", "reduce_hidden_grad"), head_options.batch_invariant
     Parallel.check(parallel, "fused_linear_distillation_loss", usable, invariant)
     local, parallel = local_tensors(

@@ -12,7 +12,7 @@ from gspo_kernels.arguments.prefetch import take_prefetched
 from gspo_kernels.arguments.terms import mask_rows
 from gspo_kernels.backends.dispatch import refuse_backend
 from gspo_kernels.core import bits, checks
-from gspo_kernels.core.batch_invariance import or_current
+from gspo_kernels.core.batch_invariance import mode_of
 from gspo_kernels.core.layout import as_rows, from_rows
 from gspo_kernels.core.torch_internals import applied
 from gspo_kernels.core.types import LoRAHead, RowOptions, SelectedLogprobs, TokenLogprobs
@@ -161,7 +161,7 @@ def linear_token_logprobs(
         RuntimeError: the backend doesn't support the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, mode_of(batch_invariant), memory)
     key, decided = None, None
     if not torch._C._is_any_autocast_enabled():  # which casts inputs
         key, decided = look_up(
@@ -314,7 +314,7 @@ def linear_selected_logprobs(
         RuntimeError: the backend doesn't support the tensors' device.
     """
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, backend=backend)
-    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant))
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, mode_of(batch_invariant))
     usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
     Parallel.check(parallel, "linear_selected_logprobs", usable, head_options.batch_invariant)
     (hidden, weight, bias), parallel = local_tensors(

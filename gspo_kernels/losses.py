@@ -25,7 +25,7 @@ from gspo_kernels.arguments.prefetch import take_prefetched
 from gspo_kernels.arguments.terms import Terms, TermsForm, merge_mask, skip_inactive_sequences, validate_terms
 from gspo_kernels.backends.dispatch import refuse_backend, resolve
 from gspo_kernels.core import checks
-from gspo_kernels.core.batch_invariance import or_current
+from gspo_kernels.core.batch_invariance import mode_of
 from gspo_kernels.core.layout import as_rows, from_rows
 from gspo_kernels.core.torch_internals import applied
 from gspo_kernels.core.types import LoRAHead, LossOutput, RatioClip, RowOptions, SelectedLogprobs
@@ -502,7 +502,7 @@ def fused_linear_policy_loss(
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, mode_of(batch_invariant), memory)
     operands, terms, decisions, _, centered = _normalize_linear(
         "fused_linear_policy_loss", hidden, weight, bias, labels, passed, options, head_options, objective,
         parallel, return_entropy, schedule, skip_inactive, centering,
@@ -607,7 +607,7 @@ def explain_schedule(
         token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
     )  # fmt: skip
     options = LogitOptions(temperature, logit_scale, softcap, kept_mask, ignore_index, backend)
-    head_options = HeadOptions(logits_dtype, max_chunk_bytes, or_current(batch_invariant), memory)
+    head_options = HeadOptions(logits_dtype, max_chunk_bytes, mode_of(batch_invariant), memory)
     operands, terms, decisions, reason, centered = _normalize_linear(
         "explain_schedule", hidden, weight, bias, labels, passed, options, head_options, objective, parallel,
         return_entropy, schedule, skip_inactive, centering,

@@ -80,7 +80,7 @@ class LinearOperands(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """The head's options as the caller passed them; ``batch_invariant`` is resolved by ``or_current``."""
+    """The head's options as the caller passed them; ``batch_invariant`` is resolved by ``mode_of``."""
 
     logits_dtype: str = "float32"
     max_chunk_bytes: int | None = None

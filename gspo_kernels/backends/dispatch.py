@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 
 from gspo_kernels.backends.protocol import Backend, HiddenKernels, RatioBackend
-from gspo_kernels.core.batch_invariance import in_force
+from gspo_kernels.core.batch_invariance import checked_mode
 from gspo_kernels.core.torch_internals import constant_when_traced
 
 
@@ -91,9 +91,9 @@ def resolve(name: str, device: torch.device) -> str:
 
 def refuse_backend(backend: str, requested: bool | None = None) -> None:
     """Raise a ValueError if a backend does not support a batch-invariant call; see
-    ``batch_invariance.in_force``.
+    ``batch_invariance.checked_mode``.
     """
-    if not _TABLE[backend].batch_invariant and in_force(requested):
+    if not _TABLE[backend].batch_invariant and checked_mode(requested):
         served = " or ".join(repr(name) for name, row in _TABLE.items() if row.batch_invariant)
         raise ValueError(
             f"backend: {backend!r} does not support batch-invariant calls, expected {served}: PyTorch may "

@@ -92,15 +92,15 @@ class set_batch_invariant:
 
 def is_batch_invariant() -> bool:
     """Return whether calls without ``batch_invariant=`` are batch-invariant."""
-    return in_force(None)
+    return checked_mode(None)
 
 
-def in_force(requested: bool | None) -> bool:
+def checked_mode(requested: bool | None) -> bool:
     """Return whether a call is batch-invariant, from its argument or, if None, the current mode."""
-    return checks.flag("batch_invariant", or_current(requested))
+    return checks.flag("batch_invariant", mode_of(requested))
 
 
-def or_current(requested: bool | None) -> bool:
+def mode_of(requested: bool | None) -> bool:
     """Return a call's ``batch_invariant=`` or, if None, the current mode.
 
     Call this once per call, as other threads may switch the mode.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.core import checks
-from gspo_kernels.core.batch_invariance import in_force, refuse_groups
+from gspo_kernels.core.batch_invariance import checked_mode, refuse_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -94,7 +94,9 @@ class Parallel:
         if parallel._is_default:
             return
         if parallel.tp_group is not None or parallel.cp_group is not None:
-            refuse_groups(in_force(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)
+            refuse_groups(
+                checked_mode(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group
+            )
         for name, default in _DEFAULTS.items():
             if getattr(parallel, name) != default and name not in usable:
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gspo_kernels.core.batch_invariance import in_force, refuse_groups
+from gspo_kernels.core.batch_invariance import checked_mode, refuse_groups
 from gspo_kernels.core.torch_internals import PLAIN
 from gspo_kernels.distributed.groups import Parallel
 
@@ -118,7 +118,7 @@ def local_tensors(
     dtensors: dict[str, Any] = {name: x for name, x in tensors.items() if hasattr(x, "device_mesh")}
     if dtensors:
         tensors, parallel = _resolve(parallel, terms, tensors, dtensors)
-        refuse_groups(in_force(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)
+        refuse_groups(checked_mode(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)
     return [*tensors.values()], parallel
 
 
