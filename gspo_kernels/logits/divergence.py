@@ -94,14 +94,14 @@ class Pair(NamedTuple):
         return row_backend(options).divergence(rows, known, grad, out)
 
 
-def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
+def _of_teacher(pair: Pair, ids: Tensor, compared: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
     """Return the teacher's log-probs of the ids and the log of the remaining mass, in fp64."""
     teacher, within = pair.teacher, not pair.spec.tail
     if teacher.logprobs is None:
         assert teacher.logits is not None
         rows = selected_rows(teacher.logits, ids, options._replace(transform=teacher.transform), within)
-        return torch.where(counts, exact(rows.logprobs), -torch.inf), exact(rows.tail)
-    log_q = torch.where(counts, exact(teacher.logprobs), -torch.inf)
+        return torch.where(compared, exact(rows.logprobs), -torch.inf), exact(rows.tail)
+    log_q = torch.where(compared, exact(teacher.logprobs), -torch.inf)
     mass = log_q.logsumexp(-1)
     left = torch.log(-torch.expm1(mass.clamp(max=LEAST_LOG_MASS)))
     return (log_q - mass.unsqueeze(-1) if within else log_q), left
@@ -115,29 +115,29 @@ def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor 
         leading, transform = sides[spec.top_k_of_student]
         ids = _leading_ids(leading, spec.top_k, transform.logit_scale >= 0, options)
     ids = ids.masked_fill((pair.labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
-    counts = first_places(ids, None if options.shard.group else pair.logits.shape[-1])
-    log_q, left = _of_teacher(pair, ids, counts, options)
+    compared = first_places(ids, None if options.shard.group else pair.logits.shape[-1])
+    log_q, left = _of_teacher(pair, ids, compared, options)
     within = not spec.tail
     student = selected_rows(pair.logits, ids, options, within)
-    log_p = torch.where(counts, exact(student.logprobs), -torch.inf)
+    log_p = torch.where(compared, exact(student.logprobs), -torch.inf)
     if spec.tail:
         log_p = torch.cat([log_p, exact(student.tail).unsqueeze(-1)], -1)
         log_q = torch.cat([log_q, left.unsqueeze(-1)], -1)
-        some_left = counts.any(-1, keepdim=True)
+        some_left = compared.any(-1, keepdim=True)
         if pair.teacher.logprobs is not None:  # rounding leaves mass even if these are all ids
-            total = vocabulary_of(options.shard, pair.logits.shape[-1], ids.device)
-            some_left = some_left & (counts.sum(-1, keepdim=True) < total)
-        counts = torch.cat([counts, some_left], -1)
-        log_p, log_q = (torch.where(counts, each, -torch.inf) for each in (log_p, log_q))
+            vocabulary = vocabulary_of(options.shard, pair.logits.shape[-1], ids.device)
+            some_left = some_left & (compared.sum(-1, keepdim=True) < vocabulary)
+        compared = torch.cat([compared, some_left], -1)
+        log_p, log_q = (torch.where(compared, each, -torch.inf) for each in (log_p, log_q))
     value, slope = divergences.of_columns(log_p, log_q, spec.beta)
-    broken = torch.stack([(each.isnan() & counts).any(-1) for each in (log_p, log_q)]).any(0)
-    total = torch.where(counts, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
+    broken = torch.stack([(each.isnan() & compared).any(-1) for each in (log_p, log_q)]).any(0)
+    total = torch.where(compared, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
     if out is not None and grad is not None:
         coefficients = exact(grad)
         inactive = (coefficients == 0).unsqueeze(-1)
-        weighted = torch.where(inactive | ~counts, 0.0, slope * coefficients.unsqueeze(-1))
+        weighted = torch.where(inactive | ~compared, 0.0, slope * coefficients.unsqueeze(-1))
         lost = broken if spec.beta == 0 else ~total.isfinite()
-        weighted = torch.where(lost.unsqueeze(-1) & counts & ~inactive, torch.nan, weighted)
+        weighted = torch.where(lost.unsqueeze(-1) & compared & ~inactive, torch.nan, weighted)
         K = ids.shape[-1]
         grads = SelectedGradients(weighted[..., :K], weighted[..., K] if spec.tail else None)
         write_gradient(out, pair.logits, ids, student, grads, options, within)
