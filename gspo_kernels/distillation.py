@@ -175,7 +175,8 @@ class DistillationArguments(NamedTuple):
         given, shape = self.teacher_logprobs, tuple(ids.shape)
         logprobs = checks.floats("teacher_logprobs", given, shape, "the shape of ids", device).detach()
         logprobs = as_rows(logprobs, packed)
-        ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed)
+        names = ("ids", "teacher_logprobs")
+        ids = checked_ids(as_rows(ids, packed), logprobs, labels, width, options, packed, *names)
         return TeacherRows(None, ids, logprobs, transform)
 
 

@@ -209,7 +209,7 @@ def _row_ids(ids: Tensor, loss_mask: Tensor | None, vocabulary: int, options: Ro
     if loss_mask is not None:
         labels = mask_rows(torch.zeros_like(ids[..., 0]), loss_mask, bits.NO_ID)
         rows = torch.where(labels.unsqueeze(-1) == bits.NO_ID, bits.NO_ID, rows)
-    return checked_ids(rows, None, None, vocabulary, options, packed)
+    return checked_ids(rows, None, None, vocabulary, options, packed, "ids", "")
 
 
 def _output(logprobs: Tensor, tail: Tensor, packed: bool, within: bool) -> SelectedLogprobs:

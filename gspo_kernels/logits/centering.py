@@ -145,10 +145,7 @@ def normalize(
     q = checks.floats("centering.logprobs", centering.logprobs, tuple(ids.shape), "the shape of ids", device)
     ids, q = as_rows(ids, packed), as_rows(q.detach(), packed)
     labels = tokens if width else torch.where(terms.counted(tokens), 0, bits.NO_ID)
-    try:
-        ids = checked_ids(ids, q, labels, width, options, packed)
-    except ValueError as error:
-        raise ValueError(f"centering.{str(error).removeprefix('teacher_')}") from None
+    ids = checked_ids(ids, q, labels, width, options, packed, "centering.ids", "centering.logprobs")
     present, label = first_places(ids, None), torch.full_like(labels, bits.NO_ID)
     if width:
         label = labels.masked_fill(labels == options.ignore_index, bits.NO_ID)

@@ -55,20 +55,22 @@ def checked_ids(
     vocabulary: int,
     options: RowOptions,
     packed: bool,
+    ids_name: str,
+    logprobs_name: str,
 ) -> Tensor:
     """Check ids [B, T, K] and a teacher's log-probs of them; return an int64 copy padded with ``bits.NO_ID``.
 
     Ids must be in the vocabulary and the row's sampling mask, or -1 or ``bits.NO_ID`` for padding. Rows whose
     label is ``ignore_index`` are not checked, and have no ids in the copy; without labels all rows count.
-    ``vocabulary`` is the number of columns of a shard.
+    ``vocabulary`` is the number of columns of a shard. Error messages begin with the names.
     """
     first, total = columns_of(options.shard, vocabulary)
     ids = torch.where(ids == -1, bits.NO_ID, ids).to(torch.int64)
     if labels is not None:
         ids.masked_fill_((labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
-    check_ids("ids", ids, total)
+    check_ids(ids_name, ids, total)
     if teacher_logprobs is not None and must_check_values(ids.device):
-        check_logprobs("teacher_logprobs", teacher_logprobs, ids != bits.NO_ID, packed)
+        check_logprobs(logprobs_name, teacher_logprobs, ids != bits.NO_ID, packed)
     kept = options.transform.kept
     if kept is not None and must_check_values(ids.device):
         local = (ids >= first) & (ids < first + vocabulary)
@@ -77,7 +79,7 @@ def checked_ids(
             b, t, k = cut.nonzero()[0].tolist()
             place = [t] if packed else [b, t]
             raise ValueError(
-                f"ids: got {int(ids[b, t, k])} at position {place}, expected ids in the sampling mask"
+                f"{ids_name}: got {int(ids[b, t, k])} at position {place}, expected ids in the sampling mask"
             )
     return ids
 
