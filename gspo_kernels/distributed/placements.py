@@ -30,13 +30,13 @@ class MeshGroup(NamedTuple):
         group: the process group.
         argument: the group's name in error messages.
         placements: the DTensors' placements over the group, by argument.
-        share: the sharded dimension, "vocabulary", "tokens", or "".
+        sharded: the sharded dimension, "vocabulary", "tokens", or "".
     """
 
     group: ProcessGroup
     argument: str
     placements: dict[str, Any]
-    share: str
+    sharded: str
 
 
 def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
@@ -50,14 +50,14 @@ def mesh_groups(dtensors: dict[str, DTensor]) -> list[MeshGroup]:
             by_group.setdefault(group.group_name, {})[name] = placement
     result = []
     for key, placements in by_group.items():
-        shares = [_share(name, dtensors[name], placement) for name, placement in placements.items()]
-        share = "vocabulary" if "vocabulary" in shares else "tokens" if "tokens" in shares else ""
+        found = [_sharded(name, dtensors[name], placement) for name, placement in placements.items()]
+        sharded = "vocabulary" if "vocabulary" in found else "tokens" if "tokens" in found else ""
         group, argument = groups[key]
-        result.append(MeshGroup(group, argument, placements, share))
+        result.append(MeshGroup(group, argument, placements, sharded))
     return result
 
 
-def _share(name: str, value: DTensor, placement: Any) -> str:
+def _sharded(name: str, value: DTensor, placement: Any) -> str:
     """Return the dimension that a placement shards: "vocabulary", "tokens", or ""."""
     from torch.distributed.tensor import Shard
 
@@ -66,13 +66,13 @@ def _share(name: str, value: DTensor, placement: Any) -> str:
     return "tokens" if name in TOKENS and placement == Shard(value.ndim - 2) else ""
 
 
-def _group_of(share: str, groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> ProcessGroup | None:
+def _group_of(sharded: str, groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> ProcessGroup | None:
     """Return the one group over which the vocabulary, or the tokens, are sharded, or None."""
-    matching = [each.group for each in groups if each.share == share]
+    matching = [each.group for each in groups if each.sharded == sharded]
     if len(matching) > 1:
         raise ValueError(
-            f"{', '.join(dtensors)}: {len(matching)} dimensions of device meshes shard the {share}, expected "
-            "one; FSDP2 gathers its parameters only when the module is called"
+            f"{', '.join(dtensors)}: {len(matching)} dimensions of device meshes shard the {sharded}, "
+            "expected one; FSDP2 gathers its parameters only when the module is called"
         )
     return matching[0] if matching else None
 
@@ -82,13 +82,13 @@ def _check_placements(groups: list[MeshGroup], dtensors: dict[str, DTensor]) -> 
     from torch.distributed.tensor import Replicate
 
     for each in groups:
-        shares = {name: _share(name, dtensors[name], value) for name, value in each.placements.items()}
+        found = {name: _sharded(name, dtensors[name], value) for name, value in each.placements.items()}
         for name, placement in each.placements.items():
-            if not shares[name] and placement != Replicate():
+            if not found[name] and placement != Replicate():
                 raise ValueError(f"{name}: {_refusal(name, placement)}")
-        unsharded = [name for name in VOCABULARY if name in dtensors and shares.get(name) != "vocabulary"]
-        if each.share == "vocabulary" and unsharded:
-            like = _ALIKE.get(unsharded[0]) or next(name for name in shares if shares[name] == "vocabulary")
+        unsharded = [name for name in VOCABULARY if name in dtensors and found.get(name) != "vocabulary"]
+        if each.sharded == "vocabulary" and unsharded:
+            like = _ALIKE.get(unsharded[0]) or next(name for name in found if found[name] == "vocabulary")
             raise ValueError(f"{unsharded[0]}: expected a DTensor with the placement of {like}")
 
 
@@ -133,7 +133,7 @@ def _resolve(
             raise ValueError(f"{name}: got a DTensor, expected a plain tensor with this rank's part")
     groups = mesh_groups(dtensors)
     _check_placements(groups, dtensors)
-    vocabulary, tokens = (_group_of(share, groups, dtensors) for share in ("vocabulary", "tokens"))
+    vocabulary, tokens = (_group_of(each, groups, dtensors) for each in ("vocabulary", "tokens"))
     shared = tokens is not None and terms is not None
     for name in ("tp_group", "vocab_range", *(("cp_group",) if shared else ())):
         if getattr(parallel, name) is not None:
@@ -158,12 +158,12 @@ def _resolve(
         local[name] = dtensor.to_local(grad_placements=gradient)
         if over_vocabulary is None:
             continue
-        share = _share(name, dtensor, dtensor.placements[over_vocabulary])
-        if share == "vocabulary":
+        sharded = _sharded(name, dtensor, dtensor.placements[over_vocabulary])
+        if sharded == "vocabulary":
             dim, mesh = VOCABULARY[name] % dtensor.ndim, dtensor.device_mesh
             shape, offset = compute_local_shape_and_global_offset(dtensor.shape, mesh, dtensor.placements)
             changes |= {"tp_group": vocabulary, "vocab_range": (offset[dim], offset[dim] + shape[dim])}
-        elif share == "tokens":
+        elif sharded == "tokens":
             changes["sequence_parallel"] = True
     return local, replace(parallel, **changes)
 

@@ -81,9 +81,9 @@ def _compare(arguments: Mapping[str, Any], refused: Exception | None) -> None:
     """Exchange arguments or an error in each group; an error is forwarded to the next group."""
     device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), torch.device("cpu"))
     error = refused
-    for group, (argument, share) in _groups(arguments).items():
+    for group, (argument, sharded) in _groups(arguments).items():
         message = {"error": f"{type(error).__name__}: {error}" if error else "none"}
-        message |= {} if error else _texts(arguments, share)
+        message |= {} if error else _texts(arguments, sharded)
         data = json.dumps({name: text[:400] for name, text in message.items()}).encode()
         local = torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
         first: dict[str, tuple[int, str]] = {}
@@ -103,19 +103,19 @@ def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     groups = {group_name(name, group): (name, _GROUPS[name]) for name, group in given.items()}
     for each in mesh_groups({name: x for name, x in arguments.items() if hasattr(x, "device_mesh")}):
         if each.group.size() > 1:
-            groups.setdefault(each.group.group_name, (each.argument, each.share))
+            groups.setdefault(each.group.group_name, (each.argument, each.sharded))
     return dict(sorted(groups.items(), key=lambda item: [*_GROUPS.values()].index(item[1][1])))
 
 
-def _texts(arguments: Mapping[str, Any], share: str) -> dict[str, str]:
-    """Describe the arguments that must be equal on ranks with this ``share``."""
-    texts, tokens, by_token = {}, torch.Size(), share == "tokens"
+def _texts(arguments: Mapping[str, Any], sharded: str) -> dict[str, str]:
+    """Describe the arguments that must be equal on ranks whose group shards this dimension."""
+    texts, tokens, by_token = {}, torch.Size(), sharded == "tokens"
     for name in ("ids", "loss_mask", "logprobs", "labels"):
         if isinstance(value := arguments.get(name), Tensor):
             tokens = value.shape[:-1] if name == "ids" else value.shape
     for name, value in arguments.items():
         always = name.startswith(("call", "objective")) or hasattr(value, "device_mesh")
-        if not always and (share == "" or (by_token and name == "loss_mask")):
+        if not always and (sharded == "" or (by_token and name == "loss_mask")):
             continue  # data-parallel ranks share only the objective; a rank may have no mask
         value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
         if not isinstance(value, Tensor):
