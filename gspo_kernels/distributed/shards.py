@@ -119,20 +119,38 @@ class ShardedRows:
         columns.masked_fill_(rows.labels == rows.ignore_index, IGNORED)
         return rows._replace(labels=columns, ignore_index=IGNORED)
 
-    def _combined(self, stats: RowStats, local: Tensor) -> RowStats:
-        """Return the statistics of whole rows from those of all shards."""
-        if not local.numel():
+    def _combined(self, stats: RowStats, labels: Tensor) -> RowStats:
+        """Return the statistics of whole rows from those of all shards.
+
+        As in one process, the log-prob is NaN in a row with +inf or with only -inf.
+        """
+        if not labels.numel():
             return stats
-        logprobs = stats.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
-        kept = [stats.lse, logprobs] + ([] if stats.entropy is None else [stats.entropy])
-        every = gathered(self._shard.group, torch.cat([each.reshape(-1).view(torch.uint8) for each in kept]))
-        sizes = [each.numel() * each.element_size() for each in kept]
-        shards = [
+        local = [stats.lse, stats.logprobs.masked_fill(labels == ELSEWHERE, _NOT_HERE)]
+        local += [] if stats.entropy is None else [stats.entropy]
+        every = gathered(self._shard.group, torch.cat([each.reshape(-1).view(torch.uint8) for each in local]))
+        sizes = [each.numel() * each.element_size() for each in local]
+        lse, logprobs, *entropy = (
             part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
-            for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
-        ]
-        combined = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
-        return combined.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
+            for part, like in zip(torch.split(every, sizes, dim=1), local, strict=True)
+        )  # each [ranks, B, T]
+        in_shard = ~(logprobs > 0)
+        total = torch.logsumexp(lse, 0)
+        others = torch.logsumexp(lse.masked_fill(in_shard, float("-inf")), 0)
+        lse_in_shard = torch.where(in_shard, lse, 0.0).sum(0)
+        excess = others - lse_in_shard
+        softplus = torch.logaddexp(excess, torch.zeros_like(excess))
+        logp = torch.where(in_shard, logprobs, 0.0).sum(0).double() - softplus
+        # the label's whole shard is -inf
+        logp = torch.where((lse_in_shard == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
+        logp = torch.where((total == float("inf")) | ~in_shard.any(0), float("nan"), logp)
+        mean = None
+        if entropy:
+            weights = (lse - total).exp()
+            parts = torch.where(weights == 0, 0.0, weights * (entropy[0] + (total - lse)))
+            mean = parts.sum(0).to(logprobs.dtype)
+        combined = RowStats(logp.to(logprobs.dtype), total, mean)
+        return combined.each(lambda stat: stat.masked_fill(labels == IGNORED, 0.0))
 
 
 def row_backend(options: RowOptions) -> RowBackend:
@@ -164,26 +182,3 @@ def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k:
     values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LOWEST))
     leading = ids.gather(-1, values.topk(k).indices).to(torch.int64)
     return leading.masked_fill(leading < 0, bits.NO_ID)
-
-
-def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:
-    """Return the statistics of whole rows from those of all shards, each [ranks, B, T].
-
-    A log-prob above 0 marks a label outside of the shard. As in one process, the log-prob is NaN in a row
-    with +inf or with only -inf.
-    """
-    in_shard = ~(logprobs > 0)
-    total = torch.logsumexp(lse, 0)
-    others = torch.logsumexp(lse.masked_fill(in_shard, float("-inf")), 0)
-    lse_in_shard = torch.where(in_shard, lse, 0.0).sum(0)
-    excess = others - lse_in_shard
-    softplus = torch.logaddexp(excess, torch.zeros_like(excess))
-    logp = torch.where(in_shard, logprobs, 0.0).sum(0).double() - softplus
-    # the label's whole shard is -inf
-    logp = torch.where((lse_in_shard == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
-    logp = torch.where((total == float("inf")) | ~in_shard.any(0), float("nan"), logp)
-    if entropy is None:
-        return RowStats(logp.to(logprobs.dtype), total, None)
-    weights = (lse - total).exp()
-    parts = torch.where(weights == 0, 0.0, weights * (entropy + (total - lse)))
-    return RowStats(logp.to(logprobs.dtype), total, parts.sum(0).to(logprobs.dtype))
