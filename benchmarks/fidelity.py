@@ -25,7 +25,7 @@ from torch import Tensor
 import gspo_kernels as gk
 from benchmarks import hidden
 from benchmarks.judging import CLIP_HIGH, CLIP_LOW, Problem
-from benchmarks.measure import Missing, Options, entrants, suite
+from benchmarks.measure import Missing, Options, chosen_contestants, suite
 from benchmarks.tables import aligned, number
 
 LENGTHS = (64, 256, 1024)
@@ -66,7 +66,7 @@ def pool(rows: int, vocabulary: int, width: int, device: torch.device | str = "c
 def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return log-probs [rows] of the pool by contestant, and a reason for each contestant without them."""
     found, missing = {}, dict(options.without)
-    for one in entrants("scoring", (".*",), options, torch.bfloat16):
+    for one in chosen_contestants("scoring", (".*",), options, torch.bfloat16):
         if one.name in missing:
             continue
         try:

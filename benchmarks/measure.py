@@ -161,7 +161,9 @@ def suite(name: str, title: str, **about: Any) -> Callable[[Callable[..., Any]],
     return register
 
 
-def entrants(task: str, wanted: Sequence[str], options: Options, dtype: torch.dtype) -> list[Contestant]:
+def chosen_contestants(
+    task: str, wanted: Sequence[str], options: Options, dtype: torch.dtype
+) -> list[Contestant]:
     """Return a task's contestants whose names match a pattern as a whole and contain a requested part."""
     return [
         one
@@ -405,7 +407,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
     problem = case.make(device)
     judge = case.judge(problem)
     everyone = []
-    for contestant in entrants(problem.task, case.wanted, options, problem.inputs[0].dtype):
+    for contestant in chosen_contestants(problem.task, case.wanted, options, problem.inputs[0].dtype):
         record = {
             "contestant": contestant.name, "ours": contestant.ours,
             "precision": contestant.precision,

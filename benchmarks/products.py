@@ -17,7 +17,7 @@ from benchmarks import hidden
 from benchmarks.measure import Options, peak_of, suite, time_probe
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.core.types import LogitTransform
-from gspo_kernels.doctor import own_products
+from gspo_kernels.doctor import gpu_matmuls
 from gspo_kernels.hidden.matmul.batch_invariant import batch_invariant_mm
 
 Call = Callable[[], Any]
@@ -190,7 +190,7 @@ def exponentials(options: Options) -> dict[str, Any]:
         lines.add("ours", "skipped: it loads and stores by the tensor maps of a GPU")
         return lines.finish()
     gk.enable_tensor_maps(True)
-    for line in own_products(device):
+    for line in gpu_matmuls(device):
         lines.add("gspo doctor", line.strip())
     reasons, shares = [], []
     for N, V, H in (

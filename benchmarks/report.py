@@ -136,7 +136,7 @@ def _cells(case: Record) -> dict[str, str]:
     words = {}
     for result in case["results"]:
         name = result["contestant"]
-        if _hidden(name) or result["status"] == "missing":
+        if _left_out(name) or result["status"] == "missing":
             continue
         if result["status"] == "right":
             times = [1e3 * statistics.median(result["seconds"]["both"])] if result.get("seconds") else []
@@ -154,7 +154,7 @@ def _cells(case: Record) -> dict[str, str]:
     return {name: text(values) for name, values in found.items()} | words
 
 
-def _hidden(name: str) -> bool:
+def _left_out(name: str) -> bool:
     """Return whether tables and plots skip it: the reference, and schedules that ``auto`` selects."""
     return "reference" in name or name in ("ours, aligned", "ours, known", "ours, frozen")
 
@@ -349,7 +349,7 @@ def _figure(height: float) -> Any:
 def plot_bars(records: dict[str, Record], path: Path) -> None:
     """Draw ratios to the matmuls or copies of the main cases (of steps: to naive PyTorch), with spreads."""
     chosen = main_cases(records)
-    shown = [{n: ratio for n, ratio in ratios(case).items() if not _hidden(n)} for _, case in chosen]
+    shown = [{n: ratio for n, ratio in ratios(case).items() if not _left_out(n)} for _, case in chosen]
     counts = [len(found) for found in shown]
     rows = [max(counts[i : i + 2]) for i in range(0, len(counts), 2)]
     figure = _figure(1.0 * len(rows) + 0.27 * sum(rows))

@@ -51,7 +51,7 @@ def _frameworks() -> list[str]:
     return lines
 
 
-def _products() -> list[str]:
+def _cpu_matmuls() -> list[str]:
     """Return lines that name the matmul of the lm_head on the CPU, for each dtype and mode."""
     fp32 = "cpp" if multiplies(torch.float32) else "torch"
     bf16 = "fp32, by the library above: no AVX-512, or PyTorch may not use it"
@@ -68,7 +68,7 @@ def _products() -> list[str]:
     ]
 
 
-def own_products(device: torch.device) -> list[str]:
+def gpu_matmuls(device: torch.device) -> list[str]:
     """Return lines that name the matmul of the lm_head on a GPU, and the results of self-tests."""
     if (missing := backends.unavailable_reason("triton", device)) is not None:
         return [f"  matmul: torch.mm ({missing})"]
@@ -116,9 +116,9 @@ def report() -> str:
             reason = backends.unavailable_reason(name, device)
             lines.append(f"  {name:<10} {'ready' if reason is None else 'not available: ' + reason}")
         if device.type == "cpu":
-            lines += _products()
+            lines += _cpu_matmuls()
         elif device.type == "cuda":
-            lines += own_products(device)
+            lines += gpu_matmuls(device)
         if exact_dtype(device) == torch.float32:
             lines.append("  matmul: PyTorch")
             lines.append("  no fp64 on this device: statistics and losses in fp32, with compensated sums")

@@ -189,7 +189,9 @@ def test_peers_on_a_cpu_compute_the_same(task):
     """Peers may use three times their allowance: on tiny problems rounding errors do not average out."""
     problem = padded_problem(task)
     judge, seen = Judge(problem), set()
-    for contestant in measure.entrants(task, ("TRL.*|Liger.*",), measure.Options(CPU), torch.float32):
+    for contestant in measure.chosen_contestants(
+        task, ("TRL.*|Liger.*",), measure.Options(CPU), torch.float32
+    ):
         try:
             call = contestant.get(CPU)
         except measure.Missing:

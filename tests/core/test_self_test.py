@@ -188,4 +188,4 @@ def test_doctor_prints_results_of_self_tests(monkeypatch):
         test = SelfTest(lambda _, result=result: raised(result))
         monkeypatch.setattr(exponentials, "_SELF_TEST", test)
         monkeypatch.setattr(matmul, "TENSOR_MAPS", test)
-        assert all(words in line for line in doctor.own_products(GPU))
+        assert all(words in line for line in doctor.gpu_matmuls(GPU))
