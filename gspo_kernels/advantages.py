@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from gspo_kernels.arguments.values import check_cu_seqlens, check_mask, checked_rows
 from gspo_kernels.core import checks
-from gspo_kernels.core.exact import exact, segment_reduce
+from gspo_kernels.core.exact import exact, exact_dtype, segment_reduce
 from gspo_kernels.core.layout import as_rows, copy_async, from_rows, layout_of
-from gspo_kernels.core.operators import must_check_values
+from gspo_kernels.core.operators import must_check_values, operator
 from gspo_kernels.core.types import stats_dtype
 from gspo_kernels.objectives.finite import difference
 
@@ -404,8 +404,20 @@ def _rewards_fp64(rewards: Tensor, shape: str) -> Tensor:
     checks.floats("rewards", rewards, None, shape, None)
     if rewards.ndim != shape.count(",") + 1:
         raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected {shape}")
+    result: Tensor = checked_rewards(rewards.detach())
+    return result
+
+
+@operator
+def checked_rewards(rewards: Tensor) -> Tensor:
+    """Reject infinite rewards; return a copy in ``exact_dtype``."""
     _refuse("rewards", rewards, torch.isinf, "finite numbers, or NaN for no reward")
-    return exact(rewards.detach())
+    return rewards.to(exact_dtype(rewards.device), copy=True)
+
+
+@checked_rewards.register_fake
+def _(rewards: Tensor) -> Tensor:
+    return torch.empty_like(rewards, dtype=exact_dtype(rewards.device))
 
 
 def _lengths_fp64(lengths: Tensor, rewards: Tensor) -> Tensor:

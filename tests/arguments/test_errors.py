@@ -671,3 +671,7 @@ def test_compiled_calls_check_values():
     assert loss(logprobs, old, advantages).isfinite()
     with value_error(match="old_logprobs: got NaN"):
         loss(logprobs, with_value(old, NAN, 0, 0), advantages)
+    grouped = torch.compile(partial(normalized, group_size=2), fullgraph=True, backend="aot_eager")
+    assert torch.equal(grouped(torch.arange(4.0)), normalized(torch.arange(4.0), group_size=2))
+    with value_error(match="rewards: got inf"):
+        grouped(WRONG_REWARDS[0])

@@ -38,6 +38,7 @@ def calls():
     half = torch.randn(2, 3, 7).half().requires_grad_()
     gk.distillation_loss(half, teacher.half()).loss.backward()
     gk.rollout_weights(-torch.ones(2, 3), -torch.ones(2, 3), high=2.0)
+    gk.advantages.leave_one_out(torch.arange(4.0), group_size=2)
     mask_of_shard(gk.kept_mask(torch.tensor([[[0, 6, 2]]]), 7), Shard("a group", 2), 3)
 
 
