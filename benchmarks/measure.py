@@ -350,12 +350,12 @@ class Entrant:
         if name in options.without:
             self.record.update(status="missing", reason=options.without[name])
             return
-        try:
-            self.call = self.contestant.get(device)
-        except Missing as missing:
-            self.record.update(status="missing", reason=str(missing))
-            return
         with self.refusal(device):
+            try:
+                self.call = self.contestant.get(device)
+            except Missing as missing:
+                self.record.update(status="missing", reason=str(missing))
+                return
             self.problem = self.problem.layout(self.contestant.layout)
             (*seconds, results), peak = peak_of(lambda: self.once(device), device)
             verdict = judge.verdict(self.contestant, *results)

@@ -108,7 +108,7 @@ Train a causal language model with GSPO on prompts and reward functions.
 """
 FLAGS = {
     "resume": "continue from the last checkpoint in --output",
-    "force": "with --resume: accept changed settings or data",
+    "force": "with --resume: accept changed settings, data or weights",
     "overwrite": "replace the run in --output",
     "dry_run": "check the inputs and print the first prompt, without loading weights",
 }
@@ -148,8 +148,8 @@ def parse_arguments(
             raise InputError(f"unexpected argument {argument!r}; a configuration file comes first")
     given = {name: _value(name, options.get(name), each) for name, each in words.items()}
     flags = {name: bool(given.pop(name, False)) for name in FLAGS}
-    if ignored := [name for name in ("resume", "force", "overwrite") if flags["dry_run"] and flags[name]]:
-        raise InputError(f"--{ignored[0]} has no effect with --dry-run, which does not look at --output")
+    if ignored := [name for name in ("force", "overwrite") if flags["dry_run"] and flags[name]]:
+        raise InputError(f"--{ignored[0]} has no effect with --dry-run, which does not write to --output")
     if path is None and flags["resume"] and given.get("output"):
         path = str(Path(given["output"]) / "config.yaml")
     start = cls() if path is None else load_config(path, cls)

@@ -135,7 +135,7 @@ def pytest_collection_finish():
 
 
 def pytest_unconfigure():
-    """Let the end of the process free them; Triton's bindings would report leaks."""
+    """Unfreeze, so that the interpreter frees them at exit; otherwise Triton's bindings report leaks."""
     gc.unfreeze()
 
 

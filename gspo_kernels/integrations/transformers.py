@@ -392,7 +392,7 @@ def _own_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _check_others(model: Any, forward: Any, kwargs: dict[str, Any], scoring: bool) -> None:
-    """Raise IntegrationError for arguments that a forward would take as any keyword, and ignore."""
+    """Raise IntegrationError for keywords that the forward's ``**kwargs`` would accept and ignore."""
     if not scoring and kwargs.get("num_items_in_batch") is not None:
         raise IntegrationError(
             "num_items_in_batch: got a value, which the policy loss does not divide by; with transformers' "

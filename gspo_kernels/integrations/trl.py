@@ -240,7 +240,7 @@ class _Step:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     compare: bool = False  # TRL's loss has a gradient
     scores: list[Tensor] = field(default_factory=list)  # log-probs and entropy, as TRL gets them
-    terms: dict[str, Any] = field(default_factory=dict)  # of our loss of these
+    terms: dict[str, Any] = field(default_factory=dict)  # arguments of our loss for ``scores``
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -284,7 +284,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if args is None:
             self._objective = _check(self.args, objective, self._memory)
         self._custom_objective = objective is not None
-        self._compared = self._custom_objective  # whether TRL's gradients need not be compared with ours
+        self._gradients_compared = self._custom_objective  # which has no gradient of TRL's to compare with
         for name in ("cp_size", "sp_size"):  # TRL (1.16) checks only its own arguments
             if (size := getattr(self.accelerator.parallelism_config, name, 1)) > 1:
                 raise IntegrationError(
@@ -298,12 +298,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute our loss; TRL's own code gets detached log-probs for its metrics and entropy control."""
-        step = _Step(model, inputs, compare=not self._compared and torch.is_grad_enabled())
+        step = _Step(model, inputs, compare=not self._gradients_compared and torch.is_grad_enabled())
         trl_loss = super()._compute_loss(step, inputs)
         assert step.loss is not None
         if step.compare:
-            _compare_gradients(step, trl_loss)
-            self._compared, trl_loss = True, trl_loss.detach()
+            self._gradients_compared = _compare_gradients(step, trl_loss)
+            trl_loss = trl_loss.detach()
         metrics = self._metrics["train" if self.model.training else "eval"]
         names = ["ratio/min", "ratio/max", "active_fraction"]
         if self._custom_objective:  # TRL's are those of the loss that GRPOConfig describes
@@ -464,18 +464,23 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return share
 
 
-def _compare_gradients(step: _Step, trl_loss: Tensor) -> None:
-    """Raise IntegrationError unless TRL's loss has our gradient with respect to log-probs and entropy.
+def _compare_gradients(step: _Step, trl_loss: Tensor) -> bool:
+    """Raise IntegrationError unless TRL's loss has our gradient with respect to log-probs and entropy. Return
+    whether they were compared; not if all advantages are 0, as the policy term then has no gradient.
 
-    The first loss of a run shows little: it is a mean of advantages, which is often 0. In later steps
+    On-policy the loss is a mean of advantages, often 0, so comparing losses detects little. In later steps
     rounding may move a ratio across a bound of the clip range, where the gradient jumps.
     """
+    if not bool(step.terms["advantages"].any()):
+        return False
     logprobs, *entropy = step.scores
     losses = policy_loss(logprobs, entropy=next(iter(entropy), None), **step.terms).loss, trl_loss
     gradients = [torch.autograd.grad(loss, step.scores, materialize_grads=True) for loss in losses]
     for ours, trls in zip(*gradients, strict=True):
-        if (ours - trls).norm() > 1e-2 * ours.norm():
+        same = (ours - trls).norm() <= 1e-2 * ours.norm()  # False if only TRL's is NaN
+        if not (same or ours.isnan().any()):
             raise _changed("has a different gradient with respect to log-probs or entropy")
+    return True
 
 
 def _changed(what: str) -> IntegrationError:

@@ -69,7 +69,7 @@ UNUSED = {
     "against": ("temperature", "top_p", "top_k", "dtype", "head", "attention", "tokens", "no_switches"),
     "url": ("sampler_dtype",),
 }
-"""Options that have no effect with an option."""
+"""Options without effect, by the option that disables them."""
 
 
 def run(arguments: Sequence[str]) -> MismatchReport:

@@ -116,11 +116,11 @@ class RunDirectory:
             if resume and self.config_file.exists():
                 changed = changed_settings(load_config(self.config_file, cls=type(config)), config)
             checkpoint = self.latest_checkpoint() if resume else None
-            before = inputs if checkpoint is None else load_state(checkpoint)["inputs"]
-            pairs = ((name, before[name], digest) for name, digest in inputs.items())
+            before = inputs if checkpoint is None else load_state(checkpoint).get("inputs", {})
+            pairs = ((name, before.get(name), digest) for name, digest in inputs.items())
             changed += [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
             if changed and not force:
-                what = f"other settings or data ({'; '.join(changed)})"
+                what = f"other settings, data or weights ({'; '.join(changed)})"
                 raise InputError(f"the run was started with {what}; --force accepts them")
             for path in () if resume else self.written:
                 if path.exists():  # renamed first: a kill must not leave half of it

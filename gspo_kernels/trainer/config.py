@@ -218,6 +218,9 @@ Method = Literal[
 """Functions of `gk.advantages` that compare the completions of a group."""
 
 
+_OFF_POLICY = ("off_policy.mode", "off_policy.low", "off_policy.high")
+
+
 class TrainConfig(Section):
     """One training run."""
 
@@ -259,14 +262,17 @@ class TrainConfig(Section):
         ):
             if wrong:
                 raise ValueError(f"{key} must be {expected}, got {flat(self.model_dump())[key]!r}")
+        return self
+
+    def check_unused(self) -> None:
+        """Raise an `InputError` for options of a run that are set, but have no effect."""
         for unused, without, *keys in (
-            (not off_policy, "off_policy.level", "off_policy.mode", "off_policy.low", "off_policy.high"),
+            (self.off_policy.level == "none", "off_policy.level", *_OFF_POLICY),
             (self.lora.rank == 0, "lora.rank", "lora.alpha", "lora.target_modules"),
             (self.engine.url != "local", "engine.url local", "engine.memory"),
         ):
             if unused:
                 self.require_defaults(keys, f"without {without}")
-        return self
 
     def require_defaults(self, keys: Iterable[str], why: str) -> None:
         """Raise an `InputError` that names the first of these options that is set, but has no effect."""
@@ -305,7 +311,7 @@ def near_matches(key: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join([*close][:3])}?)" if close else ""
 
 
-FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "save_rollouts"}
+FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "data.eval_split", "output", "save_rollouts"}
 FREE_ON_RESUME |= {"trackers", "update.steps", "update.micro_batch_tokens", "rollout.batch_size"}
 """Keys that may change when a run is resumed, as may all of ``evaluation``, ``checkpoint`` and ``engine``.
 

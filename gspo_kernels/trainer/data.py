@@ -61,7 +61,7 @@ def load_prompts(
     if prompt_column == "prompt":
         return rows
     if any("prompt" in row for row in rows):
-        lost = f"the column {prompt_column!r} replaces the column 'prompt', which rewards do not get"
+        lost = f"the column {prompt_column!r} replaces the column 'prompt', which rewards do not receive"
         warnings.warn(f"{name}: {lost}", stacklevel=2)
     renamed = [{**row, "prompt": row[prompt_column]} for row in rows]
     return [{key: value for key, value in row.items() if key != prompt_column} for row in renamed]

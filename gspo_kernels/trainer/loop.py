@@ -129,7 +129,8 @@ class GSPOTrainer:
         """Run to the configured number of steps; return the metrics of the last step.
 
         SIGTERM, SIGHUP or one Ctrl-C ends the run after the step, with a checkpoint and `SystemExit`. An
-        error in a reward or an engine leaves a checkpoint. ``force`` resumes with other settings or rows.
+        error in a reward or an engine leaves a checkpoint. ``force`` resumes with other settings, rows
+        or weights.
         """
         with self.directory:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
@@ -366,6 +367,8 @@ class GSPOTrainer:
         """Return the rewards; an `InputError` names an option, row or function that cannot be used."""
         check_config(config, serves_turns=cls.serves_turns)
         checked = RewardSet([rewards] if callable(rewards) else list(rewards), config.reward_weights)
+        if "mean" in checked.names:
+            raise InputError("reward function mean: reward/mean is the metric of all rewards; rename it")
         for name, rows in (("the training dataset", dataset), ("the eval dataset", eval_dataset)):
             if rows is not None:
                 data.check_rows(rows, name)

@@ -132,8 +132,6 @@ class RewardSet:
             base = getattr(inner, "__name__", type(inner).__name__)
             names = [base, *(f"{base}_{n}" for n in range(2, len(functions) + 1))]
             self.functions[next(name for name in names if name not in self.functions)] = function
-        if "mean" in self.functions:
-            raise InputError("reward function mean: reward/mean is the metric of all rewards; rename it")
         self.names = list(self.functions)
         self.weights = dict(zip(self.names, weights, strict=True))
         # The event loop outlives a call, and so do a function's clients and connections.

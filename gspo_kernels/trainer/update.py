@@ -158,7 +158,8 @@ def make_objective(config: TrainConfig) -> Any:
 
 
 def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
-    """Raise an `InputError` for wrong fields of the objective, bounds or minibatches."""
+    """Raise an `InputError` for wrong fields of the objective, bounds or minibatches, and unused options."""
+    config.check_unused()
     objective, rollout, update = make_objective(config), config.rollout, config.update
     if "turn_ids" in objective.needs and not serves_turns:
         one = f"{config.objective.name} compares turns, and completions are one turn"

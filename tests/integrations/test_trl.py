@@ -210,21 +210,22 @@ def problem(models, tmp_path_factory):
     }  # fmt: skip
 
 
-def evaluate(kind, models, folder, case, problem):
-    """Return the loss, its gradient over all weights, and metrics, in fp64."""
-    always = [name for name in problem if not name.endswith(("_logps", "_ratio", "tool_mask"))]
-    names = [*always, *case.inputs, *(["ref_per_token_logps"] if case.options.get("beta") else [])]
-    inputs = {
-        "importance_sampling_ratio" if name.endswith("_ratio") else name: problem[name] for name in names
-    }
+def evaluate(kind, models, folder, case, *problems):
+    """Return the loss and metrics of the last problem, and the gradient of all over all weights, in fp64."""
     trainer = make_trainer(kind, models[case.model], folder, ours=case.ours, **case.options)
     trainer.model.double().train()
     trainer.current_gradient_accumulation_steps = 2
     for name, value in case.attributes.items():
         setattr(trainer, name, value)
-    with nothing_in_single_precision():
-        loss = trainer.compute_loss(trainer.model, inputs)
-        loss.backward()
+    for problem in problems:
+        always = [name for name in problem if not name.endswith(("_logps", "_ratio", "tool_mask"))]
+        names = [*always, *case.inputs, *(["ref_per_token_logps"] if case.options.get("beta") else [])]
+        inputs = {
+            "importance_sampling_ratio" if name.endswith("_ratio") else name: problem[name] for name in names
+        }
+        with nothing_in_single_precision():
+            loss = trainer.compute_loss(trainer.model, inputs)
+            loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     return loss.item(), gradient, metrics
@@ -436,10 +437,20 @@ def test_newer_versions_of_trl(monkeypatch, models, problem, tmp_path):
     theirs = GRPOTrainer._compute_loss
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *given: 1.5 * theirs(*given))
     # on-policy the loss is their mean, 0, as the last completion is masked
-    no_loss = torch.tensor([1.0, -1.0, 0.8, -0.5, 1.2, -1.5, 1.2], dtype=torch.float64)
-    for case, given in ((Case(GRPO), problem), (Case(GRPO, inputs=()), problem | {"advantages": no_loss})):
-        with pytest.raises(IntegrationError, match=r"GRPOTrainer\._compute_loss .* in version"):
-            evaluate(newer, models, tmp_path, case, given)
+    values = torch.tensor([1.0, -1.0, 0.8, -0.5, 1.2, -1.5, 1.2], dtype=torch.float64)
+    no_loss, no_advantages = (problem | {"advantages": each} for each in (values, 0 * values))
+    on_policy = Case(GRPO, inputs=())
+    evaluate(newer, models, tmp_path, on_policy, no_advantages)  # there is nothing to compare yet
+    for case, steps in (
+        (Case(GRPO), [problem]),
+        (on_policy, [no_loss]),
+        (on_policy, [no_advantages, no_loss]),
+    ):
+        with pytest.raises(IntegrationError, match=r"GRPOTrainer\._compute_loss has a different gradient"):
+            evaluate(newer, models, tmp_path, case, *steps)
+    monkeypatch.setattr(f"{adapter}._compare_gradients", lambda *given: True)
+    with pytest.raises(IntegrationError, match=r"GRPOTrainer\._compute_loss returns a different loss"):
+        evaluate(newer, models, tmp_path, Case(GRPO), problem)
 
 
 def test_sequences_in_parts_are_refused(tmp_path, monkeypatch):

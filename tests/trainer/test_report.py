@@ -59,7 +59,7 @@ def test_metrics_are_finite_or_null(tmp_path, capsys):
 
 def test_a_full_disk_or_a_tracker_never_ends_a_run(tmp_path, monkeypatch, capsys):
     """A file size limit cuts the line of step 2; with room again nothing is missing. Each of two outages is
-    said once. A tracker gets all steps although another one fails.
+    reported once. A tracker gets all steps although another one fails.
     """
     report = make_report(tmp_path)
     report.begin(None, changed=[], evaluates=True)

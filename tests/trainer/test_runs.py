@@ -273,7 +273,7 @@ def test_resumed_runs_take_other_settings_by_force(tmp_path, tokenizer, straight
 
 @pytest.mark.parametrize("sections", [{}, {"kl": {"beta": 0.1}}, {"lora": {"rank": 2}}], ids=str)
 def test_weights_that_no_checkpoint_has_stay_the_same(tmp_path, tokenizer, sections):
-    """The reference, and what adapters adapt, must be the same; the model's path may change."""
+    """The reference and frozen weights must be the same; the model's path may change."""
 
     def train(seed, steps, **flags):
         config = small_config(tmp_path, model=f"path{steps}", update={"steps": steps}, **sections)
