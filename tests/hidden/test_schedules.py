@@ -246,7 +246,7 @@ def explain(case, **options):
     )  # fmt: skip
 
 
-def test_plans_depend_on_the_backend_and_the_normalizer():
+def test_plans_depend_on_backend_and_normalizer():
     """PyTorch's statistics need written logits. Without a normalizer, prompts need ``group_ids``."""
     call = (
         torch.zeros(1, 8, 2),
