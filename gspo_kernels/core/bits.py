@@ -35,9 +35,8 @@ def packed_rows(ids: Tensor, counts: Tensor, vocabulary: int) -> Tensor:
     first[1:] &= places[1:] != places[:-1]
     bit = torch.ones_like(places, dtype=torch.int32) << (places & 31).to(torch.int32)
     mask = torch.zeros(len(counts) * length, dtype=torch.int32, device=ids.device)
-    return mask.scatter_add_(0, torch.where(first, places >> 5, 0), torch.where(first, bit, 0)).view(
-        -1, length
-    )
+    index = torch.where(first, places >> 5, 0)
+    return mask.scatter_add_(0, index, torch.where(first, bit, 0)).view(-1, length)
 
 
 def packed_columns(kept: Tensor) -> Tensor:

@@ -248,15 +248,10 @@ def explain(case, **options):
 
 def test_plans_depend_on_backend_and_normalizer():
     """PyTorch's statistics need written logits. Without a normalizer, prompts need ``group_ids``."""
-    call = (
-        torch.zeros(1, 8, 2),
-        torch.zeros(4096, 2),
-        torch.zeros(1, 8, dtype=torch.int64),
-        None,
-        torch.ones(1),
-    )
+    hidden, weight, labels = torch.zeros(1, 8, 2), torch.zeros(4096, 2), torch.zeros(1, 8, dtype=torch.int64)
     for backend, columns in {"cpp": 2048, "reference": 4096}.items():
-        assert gk.explain_schedule(*call, backend=backend).peak_bytes == 8 * columns * 4
+        plan = gk.explain_schedule(hidden, weight, labels, None, torch.ones(1), backend=backend)
+        assert plan.peak_bytes == 8 * columns * 4
     case, by_prompt = make_case("linear"), {"objective": gk.GRPO(aggregation="prompt_mean")}
     assert explain(case, normalizer=torch.ones(len(case.advantages)), **by_prompt).schedule == "known"
     with pytest.raises(ValueError, match="group_ids: got None"):

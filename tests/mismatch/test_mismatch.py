@@ -315,15 +315,15 @@ def test_wrong_options_are_named(tmp_path, capsys):
         ),
         *(
             (["--rollouts", "r", "--against", "a", f"--{name}", value], f"--{name}: got {value}")
-            for name, value in (
-                ("dtype", "bf16"),
-                ("head", "fp16"),
-                ("attention", "sdpa"),
-                ("temperature", "0.5"),
-                ("tokens", "9"),
-                ("top-k", "5"),
-                ("top-p", "0.9"),
-            )
+            for name, value in {
+                "dtype": "bf16",
+                "head": "fp16",
+                "attention": "sdpa",
+                "temperature": "0.5",
+                "tokens": "9",
+                "top-k": "5",
+                "top-p": "0.9",
+            }.items()
         ),
         (["--rollouts", "r", "--against", "a", "--no-switches"], "--no-switches"),
         (["M", "--prompts", "p", "--url", "localhost"], "url must be"),

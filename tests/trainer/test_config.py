@@ -167,8 +167,9 @@ def test_the_command_line_replaces_the_file(tmp_path):
     assert make_objective(config) == gk.GSPO(clip_low=0.1, clip_high=5e-4)
     # A run that resumes has the configuration in its directory.
     for output in (["--output", str(tmp_path)], [f"--output={tmp_path}"]):
-        config, flags = parse_arguments(["--resume", "--force=true", *output])
-        assert flags["resume"] and flags["force"] and not flags["dry_run"]
+        for other in ("force", "dry_run"):
+            config, flags = parse_arguments(["--resume", f"--{other}", *output])
+            assert [name for name, value in flags.items() if value] == ["resume", other]
         assert (config.seed, config.output) == (5, str(tmp_path))
 
 
