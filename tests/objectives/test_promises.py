@@ -91,8 +91,9 @@ def test_gradients_far_off_policy(objective):
         logprobs = cast.logprobs.clone().requires_grad_()
         loss = cast.call(gk.policy_loss, objective, logprobs=logprobs).loss
         loss.backward()
-        # without a clip, both signs overflow, and a sum of infinities is NaN
-        assert not loss.isnan() or "identity" in vars(objective).values()
+        # CPPO and DRPO bound probabilities; without a bound of the ratio values of both signs overflow
+        unclipped = "identity" in vars(objective).values() or isinstance(objective, gk.CPPO | gk.DRPO)
+        assert not loss.isnan() or unclipped
         results.append(logprobs.grad)
     got, reference = results
     assert got.dtype == torch.float32 and not reference.isnan().any()
